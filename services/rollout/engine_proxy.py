@@ -11,8 +11,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from typing import Any
 
-from aiohttp import ClientError, web
+from aiohttp import ClientError, ClientResponse, web
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import InvalidRequest
@@ -25,8 +26,11 @@ GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v
 ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}
 """What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here."""
 
-BODY_BYTES = 8 * 2**20
-"""The largest body: a million tokens."""
+BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20
+"""The largest body, of a million tokens, and the largest answer that is not streamed."""
+
+SPARE_CONNECTIONS = 256
+"""The connections that may be open beyond the limit of requests: the process has descriptors for other things, too."""
 
 BODY_SECONDS, CALL_SECONDS, IDLE_SECONDS = 30.0, 10.0, 60.0
 """The deadlines for a request's body, for the engine's answer to a short call, and for the next request's head on a connection."""
@@ -46,6 +50,22 @@ class RequestDenied(Exception):
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         self.status, self.reason = status, reason
         super().__init__(reason)
+
+
+class _BoundedServer(web.Server):
+    """A server that closes connections beyond so many at once."""
+
+    def __init__(self, connections: int, handler: Any, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._most = connections
+
+    def __call__(self) -> Any:
+        return super().__call__() if len(self.connections) < self._most else _Closing()
+
+
+class _Closing(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 class EngineProxy:
@@ -78,8 +98,13 @@ class EngineProxy:
         """Listens on a free port of ``host``; does nothing if it does so already."""
         if self._runner is None:
             # the handler is cancelled when its client is gone. Bodies stay as they were sent: none is unpacked
-            server = web.Server(
-                self._handle, handler_cancellation=True, access_log=None, auto_decompress=False, keepalive_timeout=IDLE_SECONDS
+            server = _BoundedServer(
+                self._limit + SPARE_CONNECTIONS,
+                self._handle,
+                handler_cancellation=True,
+                access_log=None,
+                auto_decompress=False,
+                keepalive_timeout=IDLE_SECONDS,
             )
             self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_SECONDS)
             await self._runner.setup()
@@ -135,7 +160,7 @@ class EngineProxy:
             ):
                 headers = {"Content-Type": answer.content_type}
                 if not parsed.stream:
-                    whole = await answer.read()
+                    whole = await _whole(answer)
                     self._still(life)
                     return web.Response(status=answer.status, body=whole, headers=headers)
                 response = web.StreamResponse(status=answer.status, headers=headers)
@@ -184,6 +209,18 @@ class EngineProxy:
             yield
         finally:
             self._requests -= 1
+
+
+async def _whole(answer: ClientResponse) -> bytes:
+    """Returns an answer that ends. Raises RequestDenied for one that is too large."""
+    whole = bytearray()
+    async for chunk in answer.content.iter_any():
+        whole += chunk
+        if len(whole) > ANSWER_BYTES:
+            raise RequestDenied(
+                HTTPStatus.BAD_GATEWAY, f"the answer has more than {ANSWER_BYTES} bytes: ask for less at once, or for a stream"
+            )
+    return bytes(whole)
 
 
 async def _body_of(request: web.BaseRequest) -> bytes:

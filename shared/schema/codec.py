@@ -1,7 +1,8 @@
 """MessagePack on the wire, with numpy arrays as raw little-endian bytes.
 
 An array travels as a map ``{"dtype": "<i4", "shape": [n], "data": bytes}`` and is read back as a read-only view of the received
-buffer (no copy). Nothing here can execute code: only the dtypes of `ARRAY_DTYPES` are accepted.
+buffer (no copy). Nothing here can execute code: only the dtypes of `ARRAY_DTYPES` are accepted. Nothing here takes much more memory than it
+was sent either: a byte may stand for an empty map of 64.
 """
 
 import math
@@ -17,6 +18,13 @@ ARRAY_DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|u1"})
 _ARRAY_KEYS = frozenset({"dtype", "shape", "data"})
 _DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+ROOM, ROOM_PER_BYTE = 32 << 20, 8
+"""The memory that lists and maps may take when a message is decoded: so many bytes, and so many more for each byte of the message."""
+
+_LIST, _ITEM, _MAP, _ENTRY = 56, 40, 64, 120
+"""What they take, about: a list and each item of it, a map and each entry of it; arrays, texts and bytes take what they were sent as."""
 
 
 def array(value: np.ndarray[Any, Any], dtype: np.dtype[Any] | None = None) -> dict[str, Any]:
@@ -48,6 +56,28 @@ def _encode_array(value: object) -> dict[str, Any]:
     if isinstance(value, np.floating):
         return float(value)  # type: ignore[return-value]
     raise TypeError(f"{type(value).__name__} does not travel in a message")
+
+
+class _Room:
+    """The memory that is left for what one message decodes to."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, size: int) -> None:
+        self._left = ROOM + ROOM_PER_BYTE * size
+
+    def list(self, items: list[Any]) -> list[Any]:
+        self._take(_LIST + _ITEM * len(items))
+        return items
+
+    def map(self, entries: dict[Any, Any]) -> Any:
+        self._take(_MAP + _ENTRY * len(entries))
+        return _decode_array(entries)
+
+    def _take(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise BadMessage("lists and maps that would take far more memory than they were sent in")
 
 
 def _decode_array(mapping: dict[Any, Any]) -> Any:
@@ -92,9 +122,10 @@ def exact_size(value: object) -> int:
 
 
 def unpack(data: bytes) -> Any:
-    """Decodes what `pack` made. Raises BadMessage for bytes that are not MessagePack or hold a malformed array."""
+    """Decodes what `pack` made. Raises BadMessage for bytes that are not MessagePack, hold a malformed array, or unpack to too much."""
+    room = _Room(len(data))
     try:
-        return msgpack.unpackb(data, object_hook=_decode_array, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, object_hook=room.map, list_hook=room.list, raw=False, strict_map_key=True)
     except BadMessage:
         raise
     except Exception as error:  # msgpack raises many kinds; all mean the same to a receiver

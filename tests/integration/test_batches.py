@@ -174,12 +174,11 @@ def test_every_group_that_cannot_be_read_is_named(valkey: EmbeddedValkey, run_na
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]] * 7))
     keys = [group.payload.keys[0] for group in batch.groups]
     with redis.Redis.from_url(valkey.url) as client:
-        foreign = client.get(keys[0])
         good = made("g00000004", 0, 1, 5)
         good.segments = [(0, 1, 1 << 40)]
         announced = {
             1: b"\xc1",
-            2: foreign,
+            2: sample.encode([made("g00000000", 0, 1, 1), made("g00000000", 1, 2, 1)], 1000)[0],
             4: sample.encode([good, made("g00000004", 1, 2, 3)], 1000)[0],
             5: sample.encode([made("g00000005", 0, 1, 3), made("g00000005", 1, 2, 4)], 1000)[0],
         }

@@ -13,8 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from services.rollout.engine.engine_errors import InvalidRequest
 
-MAX_SAMPLES = 1024
+MAX_SAMPLES = 128
 """The most generations that one request may ask for."""
+
+MAX_FIELDS = 128
+"""The most fields of one object."""
 
 UNBOUNDED = 2**31 - 1
 """More tokens than any engine generates; it stops at the end of its context."""
@@ -45,6 +48,8 @@ class _Request(BaseModel):
     def _without_what_is_off(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
+        if len(fields) > MAX_FIELDS:
+            raise ValueError(f"{len(fields)} fields; expected at most {MAX_FIELDS}")
         known = cls.model_fields
         return {name: value for name, value in fields.items() if value is not None and (name in known or value is not False)}
 
@@ -65,9 +70,9 @@ class _Request(BaseModel):
 
 
 Count = Annotated[int, Field(ge=0, le=UNBOUNDED)]
-TokenIds = Annotated[list[int], Field(max_length=2**22)]
+TokenIds = Annotated[list[int], Field(max_length=2**22, fail_fast=True)]  # or a million wrong elements would make a million errors
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stop = StopText | Annotated[list[StopText], Field(max_length=32)]
+Stop = StopText | Annotated[list[StopText], Field(max_length=32, fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -102,13 +107,16 @@ class SamplingParams(_Drawing):
     sampling_seed: Seed = 0
 
 
+PROMPTS = Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)
+
+
 class GenerateRequest(_Request):
     """A request to `/generate`: one prompt or several, as text or as tokens."""
 
     model: str = ""
-    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_SAMPLES)] = ""
-    input_ids: Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_SAMPLES)] | TokenIds = []
-    sampling_params: SamplingParams | Annotated[list[SamplingParams], Field(min_length=1, max_length=MAX_SAMPLES)] = SamplingParams()
+    text: str | Annotated[list[str], PROMPTS] = ""
+    input_ids: Annotated[list[TokenIds], PROMPTS] | TokenIds = []
+    sampling_params: SamplingParams | Annotated[list[SamplingParams], PROMPTS] = SamplingParams()
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Field(ge=-1, le=UNBOUNDED)] = -1
@@ -156,10 +164,10 @@ class _ToolCall(_Request):
 
 class _ChatMessage(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_TextPart] = ""
+    content: str | Annotated[list[_TextPart], Field(fail_fast=True)] = ""
     name: str = ""
     reasoning_content: str = ""
-    tool_calls: list[_ToolCall] = []
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] = []
     tool_call_id: str = ""
 
 
@@ -183,7 +191,7 @@ class ChatRequest(_Drawing):
     """A request to `/v1/chat/completions`: text alone, and nothing that constrains what is drawn by a grammar."""
 
     model: str = ""
-    messages: Annotated[list[_ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[_ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: Count = 0
     max_completion_tokens: Count = 0
     min_tokens: Count = 0
@@ -192,7 +200,7 @@ class ChatRequest(_Drawing):
     stream_options: _StreamOptions = _StreamOptions()
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    tools: Annotated[list[_Tool], Field(max_length=128)] = []
+    tools: Annotated[list[_Tool], Field(max_length=128, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     user: str = ""

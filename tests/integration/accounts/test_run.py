@@ -1,13 +1,17 @@
 """A whole run with every role on its own account: all that the code does is allowed, and nothing else was tried."""
 
 import asyncio
+import contextlib
 import io
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
+from redis.exceptions import NoPermissionError
 from rich.console import Console
 
 from myxo.commands.audit import audit
@@ -15,16 +19,19 @@ from myxo.commands.status import status, summary
 from myxo.launch.erase import erase_from_bus, erase_from_store
 from services.trainer.control_client import ControlClient
 from shared.bus import runs, streams
-from shared.bus.connection import Bus
+from shared.bus.connection import Bus, NotPermitted
 from shared.bus.registry import Registry
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN, Subjects
 from shared.bus.work_queue import WorkQueue
-from shared.schema.messages import Accepted, Batch, Generated, ServiceEvent, ServiceStatus, Task, Trained
+from shared.schema import sample
+from shared.schema.ledger import GroupsScored
+from shared.schema.messages import Accepted, Batch, Generated, Scored, ScoredGroup, ServiceEvent, ServiceStatus, Task, Trained
 from shared.schema.weight_messages import WeightChannelAddress, WeightsLive, WeightsPrepare
 from shared.schema.weight_messages import WeightsReady as Ready
 from shared.store.payload_store import BlockingStore, Store
 from tests.integration.buffer.player import Player
+from tests.support.attesting import attested
 from tests.support.guarded_servers import GuardedServers
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess
@@ -123,7 +130,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
 
         player = Player(trainer, roles.stores["rollout"], config, "", tmp_path)
         queue = WorkQueue(rollout, task_consumer(RUN, config.bus, TRAIN), Task)
-        reader = BlockingStore(servers.redis_url("trainer"))
+        reader = BlockingStore(servers.redis_url("trainer"), RUN)
         handed_back = False
 
         async def generate() -> int:
@@ -136,9 +143,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
                     await lease.hand_back()
                     continue
                 await lease.extend()
-                done = await player.generate(lease.message)
-                fields = {name: getattr(done, name) for name in ("group", "attempt", "payload", "samples", "replica", "started", "ended")}
-                await rollout.publish(NAMES.generated(lease.message.environment), Generated(**fields))
+                await rollout.publish(NAMES.generated(lease.message.environment), announced(await player.generate(lease.message)))
                 await lease.ack()
             return len(leases)
 
@@ -152,9 +157,9 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
 
             formed = await until(batch, f"the batch of step {step}")
             keys = [key for group in formed.groups for key in group.payload.keys]
-            assert all(await asyncio.to_thread(reader.read, keys))
+            read = {group.group: sample.decode(await asyncio.to_thread(reader.read, group.payload)) for group in formed.groups}
             now = time.time()
-            report = Trained(step=step, version=step + 1, started=now, ended=now, metrics={})
+            report = Trained(step=step, version=step + 1, started=now, ended=now, metrics={}, attestation=attested(formed, read))
             await trainer.request(NAMES.trained, report, Accepted, deadline=60, awaited_from="the buffer")
             await trainer.publish(NAMES.event("trainer", "step"), Trained(step=step, version=step, started=now, ended=now, metrics={}))
             if step == 0:  # a killed buffer reads its ledger again
@@ -185,6 +190,58 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
     log = servers.nats.log_path.read_text()
     assert "Violation" not in log and "authentication error" not in log, log
     assert not any(secret in text for secret in servers.secrets for text in (words, log, out.file.getvalue()))  # type: ignore[attr-defined]
+
+
+def announced(done: Scored) -> Generated:
+    """What a replica says of a group that it has generated."""
+    fields = {name: getattr(done, name) for name in ("group", "attempt", "payload", "replica", "started", "ended")}
+    return Generated(**fields, samples=[replace(meta, digest=0) for meta in done.samples])
+
+
+async def test_what_a_replica_can_do_with_its_account_forges_nothing(
+    servers: GuardedServers, roles: Roles, tiny_model: Path, tmp_path: Path
+) -> None:
+    """It can neither reward a group, its own or another's, nor change one that was announced, nor speak for the trainer."""
+    operator, rollout = roles.buses["operator"], roles.buses["rollout"]
+    write_jsonl(tmp_path / "prompts.jsonl")
+    config = run_config(tmp_path, run={"name": RUN}, model={"hf_checkpoint": str(tiny_model)}, reward={"rm_type": "exact"})
+    await runs.create(operator, config, None, vocabulary=100)
+    player = Player(rollout, roles.stores["rollout"], config, "", tmp_path)
+    scores = Player(operator, roles.stores["rollout"], config, "", tmp_path)
+    trainer = Player(roles.buses["trainer"], roles.stores["rollout"], config, "", tmp_path)
+    with start(servers, "buffer", tmp_path) as buffer, start(servers, "reward", tmp_path) as reward:
+        await ready(Registry(operator, RUN), buffer)
+        await ready(Registry(operator, RUN), reward)
+        await trainer.live(0)
+        queue = WorkQueue(rollout, task_consumer(RUN, config.bus, TRAIN), Task)
+        first, second = await until(lambda: queue.fetch(2), "two tasks")
+        honest = await player.generate(first.message)
+        forged = honest.model_copy(update={"rewards": [1e6] * len(honest.rewards)})
+        with pytest.raises(NotPermitted, match=r'publish to ".*\.scored\.reward"'):
+            await rollout.publish(NAMES.scored("reward"), forged)
+        await rollout.publish(NAMES.scored("rollout"), forged)
+        await until(lambda: "outcome_refused" in buffer.words(), "the refusal of a reward from a replica")
+        await rollout.publish(NAMES.generated("exact"), announced(honest))
+        other = announced(await player.generate(second.message))
+        await rollout.publish(NAMES.generated("exact"), other)
+
+        async def scored() -> list[ScoredGroup] | None:
+            found = [group for record in await scores.records() if isinstance(record, GroupsScored) for group in record.groups]
+            return found if len(found) == 2 else None
+
+        assert {reward for group in await until(scored, "two scored groups") for reward in group.rewards} <= {0.0, 1.0}
+        [key] = other.payload.keys
+        with redis.Redis.from_url(servers.redis_url("rollout")) as replica:
+            for command in (("SET", key, b"x"), ("SETNX", f"{RUN}:exchange:saved:critic", b"9"), ("UNLINK", key)):
+                with pytest.raises(NoPermissionError):
+                    replica.execute_command(*command)
+            assert not replica.setnx(key, b"forged")
+        batch = await trainer.batch(0)
+        with contextlib.closing(BlockingStore(servers.redis_url("trainer"), RUN)) as reader:
+            assert len(list(reader.stream([group.payload for group in batch.groups]))) == 2
+        assert (await scores.audit()).ok
+        assert reward.stop() == 0
+        assert buffer.stop() == 0
 
 
 async def test_the_trainers_own_link_works_with_its_account(

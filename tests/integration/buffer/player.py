@@ -1,6 +1,8 @@
 """The rest of a run, played over the real bus and store: what replicas, verifiers and a trainer say to the buffer."""
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import numpy as np
 from redis.asyncio import Redis
 
 from shared.bus import runs, stream_replay
-from shared.bus.connection import Bus
+from shared.bus.connection import Bus, RequestRefused
 from shared.bus.registry import Registry
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
@@ -39,6 +41,9 @@ from tests.support.attesting import attested
 from tests.support.forked_service import ForkedService
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
+
+Poison = Callable[[list[Sample]], list[bytes]]
+"""Makes other blobs of a group's samples than they should become."""
 
 
 class Player:
@@ -87,8 +92,11 @@ class Player:
     async def waiting(self, kind: str = TRAIN) -> int:
         return sum(await self._queues[kind].depth())
 
-    async def generate(self, task: Task, version: int | None = None) -> Scored:
-        """Writes the samples of a task's group, all on one version, and returns what a reward service would say of them."""
+    async def generate(self, task: Task, version: int | None = None, spoilt: Poison | None = None) -> Scored:
+        """Writes the samples of a task's group, all on one version, and returns what a reward service would say of them.
+
+        ``spoilt``: what is written and announced in their place, as a reward service that checks nothing would pass it on.
+        """
         version = self.version if version is None else version
         samples = [
             Sample(
@@ -105,14 +113,16 @@ class Player:
             )
             for index in range(task.n)
         ]
-        blobs = sample.encode(samples, self.config.store.blob_bytes)
-        written = {self.names.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(blobs)}
+        metas, lengths = [replace(one.meta(), digest=one.token_digest()) for one in samples], [one.length for one in samples]
+        encoded = sample.encode(samples, self.config.store.blob_bytes)
+        others = encoded if spoilt is None else spoilt(samples)
+        written = {self.names.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(others or encoded)}
         await self.store.write(written)
         return Scored(
             group=task.group,
             attempt=task.attempt,
-            payload=reference(self.names.run, written, [one.length for one in samples]),
-            samples=[replace(one.meta(), digest=one.token_digest()) for one in samples],
+            payload=reference(self.names.run, written, lengths),
+            samples=metas,
             rewards=[float(index % 2) for index in range(task.n)],
             replica="replica-1",
             environment=task.environment,
@@ -176,10 +186,12 @@ class Player:
         """Reports a step, and pushes the weights if it is time."""
         interval, total = self.config.weights.update_weights_interval, self.config.rollout.num_rollout
         version = version_after(step + 1, interval, total)
-        batch = await self.ask(step)
-        assert isinstance(batch, Batch)
-        samples = {group.group: sample.decode(await self.store.read(group.payload)) for group in batch.groups}
-        now, attestation = time.time(), attested(batch, samples)
+        now, attestation = time.time(), None
+        with contextlib.suppress(RequestRefused):  # no such batch, as the report will hear, too
+            batch = await self.ask(step)
+            if isinstance(batch, Batch):
+                samples = {group.group: sample.decode(await self.store.read(group.payload)) for group in batch.groups}
+                attestation = attested(batch, samples)
         report = Trained(step=step, version=version, started=now, ended=now, metrics={"loss": 0.1}, attestation=attestation)
         await self.bus.request(self.names.trained, report, Accepted, deadline=60, awaited_from="the buffer")
         if is_pushed(step + 1, interval, total) and version > self.version:

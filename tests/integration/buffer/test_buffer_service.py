@@ -14,7 +14,7 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import EVAL, TRAIN
 from shared.data.tokenizer import Tokenizer
 from shared.schema.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
-from shared.schema.messages import BatchPending, Failed, RunDone
+from shared.schema.messages import BatchPending, Failed, Interrupted, RunDone
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
@@ -253,6 +253,26 @@ async def test_failures_repeats_and_garbage(served: Served) -> None:
 
     await until(freed, "the removal of the dead groups' payloads")
     await settled(player, 4 + 2)  # the four leases that are never acked, and a replacement for each dead group
+    assert (await player.audit()).ok
+
+
+async def test_nobody_reports_what_is_anothers_to_report(served: Served) -> None:
+    """The subject says whose account a message came from, and each of them may say some things and no others."""
+    player = await served()
+    await player.live(0)
+    await settled(player, 4)
+    tasks = [lease.message for lease in await player.tasks(4)]
+    forged = (await player.generate(tasks[0])).model_copy(update={"rewards": [1e6, 1e6]})
+    left = Interrupted(group=tasks[1].group, attempt=0, stale=True, replica="replica-1")
+    with capture_logs() as logs:
+        for role, outcome in (("rollout", forged), ("reward", left), ("buffer", forged), ("trainer", left)):
+            await player.bus.publish(player.names.scored(role), outcome)
+        await until(lambda: len([line for line in logs if line["event"] == "outcome_refused"]) == 4, "four refusals")
+    for task in tasks[:2]:
+        await player.say(await player.generate(task))
+    batch = await player.batch(0)
+    assert [(group.group, group.rewards) for group in batch.groups] == [(task.group, [0.0, 1.0]) for task in tasks[:2]]
+    assert not [record for record in await player.records() if isinstance(record, GroupRequeued | GroupDead | GroupsDropped)]
     assert (await player.audit()).ok
 
 

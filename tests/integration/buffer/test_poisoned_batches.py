@@ -4,28 +4,27 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 
 from services.buffer.amendment import MOST_REFUSALS
+from shared.bus import runs
 from shared.schema import sample
 from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, GroupDead, LedgerRecord, SampleRefused
-from shared.schema.messages import BatchGroup
 from shared.schema.sample import Sample
 from tests.integration.buffer.conftest import Launched
-from tests.integration.buffer.player import Player
+from tests.integration.buffer.player import Player, Poison
 from tests.support.loss_hooks import MARK
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
 TRAINER = {"train_dtype": "float32", "train_device": "cpu", "save_hf": False, "async_save": False}
 RUN_SECONDS = 300
-
-Poison = Callable[[list[Sample]], list[bytes]]
 
 
 def of_second(**changes: Any) -> Poison:
@@ -56,15 +55,26 @@ POISON: dict[str, tuple[Poison, str]] = {
 }
 
 
-async def poison(player: Player, group: BatchGroup | str, spoilt: Poison) -> None:
-    """Overwrites what lies in the store of a group, as whoever writes to the store may."""
-    prefix = group if isinstance(group, str) else group.group
-    [key] = [key for key in await player.blobs() if f":{prefix}:" in key]
-    samples = sample.decode(await player.store.read([key]))
-    if blobs := spoilt(samples):
-        await player.store.write({key: blobs[0]})
-    else:
-        await player.store.free([key])
+async def overwritten(player: Player, group: str, spoilt: Poison) -> None:
+    """Puts other bytes where the payload of a group lies: no account may, but a store without accounts lets anybody."""
+    [key] = [key for key in await player.blobs() if f":{group}:" in key]
+    async with Redis.from_url(await runs.store_url(player.bus, player.config.run.name)) as client:
+        await client.set(key, spoilt(sample.decode([await client.get(key)]))[0])
+
+
+async def work_spoilt(player: Player, poisons: Sequence[Poison | None]) -> list[str]:
+    """Generates and scores as many groups, each with its poison; returns their ids in the same order."""
+    names: list[str] = []
+
+    async def enough() -> bool:
+        for lease in await player.tasks(len(poisons) - len(names)):
+            await player.say(await player.generate(lease.message, spoilt=poisons[len(names)]))
+            await lease.ack()
+            names.append(lease.message.group)
+        return len(names) == len(poisons)
+
+    await until(enough, f"{len(poisons)} tasks")
+    return names
 
 
 @contextlib.contextmanager
@@ -107,10 +117,10 @@ async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(rank
     rollout = {"num_rollout": 1, "rollout_batch_size": groups, "n_samples_per_prompt": 2}
     player, _ = await launched(rollout=rollout, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
     await player.live(0)
-    names = sorted(await player.work_until(groups))
+    names = await work_spoilt(player, [*(spoilt for spoilt, _ in POISON.values()), None, None])
     await player.batch(0)
-    for name, (spoilt, _) in zip(names, POISON.values(), strict=False):
-        await poison(player, name, spoilt)
+    lost = names[list(POISON).index("nothing at all")]
+    await player.store.free([key for key in await player.blobs() if f":{lost}:" in key])
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
@@ -122,7 +132,7 @@ async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(rank
         assert reasons[name].startswith(f"trainer: sample {name}/") and words in reasons[name], (kind, reasons[name])
     removed = [name for record in of_kind(records, BatchAmended) for name in record.removed]
     added = [name for record in of_kind(records, BatchAmended) for name in record.added]
-    assert sorted(removed) == names[: len(POISON)] and len(added) == len(POISON) and not set(added) & set(names)
+    assert sorted(removed) == sorted(names[: len(POISON)]) and len(added) == len(POISON) and not set(added) & set(names)
     report = await player.audit()
     assert report.violations == []
     assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, len(POISON), len(POISON))
@@ -157,9 +167,8 @@ async def test_a_sample_that_a_step_fails_for_is_found_although_nothing_names_it
     objective = {"loss_type": "custom_loss", "custom_loss_function_path": function}
     player, _ = await launched(rollout=rollout, algorithm=objective, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
     await player.live(0)
-    names = sorted(await player.work_until(4))
+    names = await work_spoilt(player, [None, None, marked(MARK, most=1), None])
     await player.batch(0)
-    await poison(player, names[2], marked(MARK, most=1))
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
@@ -200,12 +209,14 @@ async def test_a_payload_that_is_spoilt_after_it_was_trained_costs_its_own_group
     with trainer_of(player, tmp_path) as trainer:
         await until(trained, "the first step", RUN_SECONDS)
         trainer.kill()
-    await poison(player, first, of_second(mask=with_last(7)))
+    await overwritten(player, first, of_second(log_probs=with_last(-1.0)))  # a valid sample, and not the one that was scored
     with trainer_of(player, tmp_path) as trainer:
         async with working(player):
             await ended(trainer)
     records = await player.records()
     assert [(record.removed, record.added) for record in of_kind(records, BatchAmended)] == [([first], [])]
+    [death] = of_kind(records, GroupDead)
+    assert death.group == first and "was announced: it was overwritten or damaged" in death.reason
     report = await player.audit()
     assert report.violations == []
     assert (report.steps, report.trained, report.dead.total(), report.finished) == (2, 3, 1, True)
@@ -222,9 +233,7 @@ async def test_a_run_of_nothing_but_poison_fails_with_the_reason(launched: Launc
     async def work() -> None:
         while True:
             for lease in await player.tasks(2):
-                scored = await player.generate(lease.message)
-                await poison(player, lease.message.group, of_second(mask=with_last(7)))
-                await player.say(scored)
+                await player.say(await player.generate(lease.message, spoilt=of_second(mask=with_last(7))))
                 await lease.ack()
 
     task = asyncio.create_task(work())

@@ -14,7 +14,7 @@ import pytest
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine_proxy import BODY_BYTES, EngineProxy
+from services.rollout.engine_proxy import BODY_BYTES, SPARE_CONNECTIONS, EngineProxy
 from services.rollout.served_version import ServedVersion
 from shared.runtime.own_address import LOOPBACK
 from shared.runtime.telemetry import Metrics
@@ -211,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [5, 10**6]}, "input_ids: .*token 1000000 is not in"),
     ({"input_ids": [-1]}, "input_ids: .*token -1"),
     ({"input_ids": []}, "prompt"),
-    ({"text": ["a"] * 1000, "sampling_params": {"n": 128}}, "at most 1024 samples"),
+    ({"text": ["a"] * 100, "sampling_params": {"n": 128}}, "at most 128 items|at most 128 samples"),
     ({**PROMPT, "sampling_params": {"stop_token_ids": [-7]}}, "stop_token_ids"),
     ({**PROMPT, "sampling_params": {"top_k": 2**40}}, "top_k"),
     ({**PROMPT, "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
@@ -248,7 +248,9 @@ async def test_a_chat_brings_text_alone(door: Door) -> None:
 
 
 async def test_a_body_that_is_none(door: Door) -> None:
-    for data in (b"", b"{", b"[]", b'{"text": "\\ud800"}', b'{"text": NaN}', b"[" * 100_000, b'{"input_ids": [1e999]}'):
+    many = b'{"input_ids": [' + b'"",' * 2_000_000 + b'""]}'  # an error for each would be a gigabyte of them
+    fields = json.dumps({f"f{number}": 1 for number in range(300_000)}).encode()
+    for data in (many, fields, b"", b"{", b"[]", b'{"text": "\\ud800"}', b'{"text": NaN}', b"[" * 100_000, b'{"input_ids": [1e999]}'):
         status, answer = await door.ask("POST", "/generate", data=data, headers={"Content-Type": "application/json"})
         assert status == 400 and answer["error"]
     for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/json", "Content-Encoding": "gzip"}):
@@ -296,6 +298,30 @@ async def test_no_more_requests_at_once_than_the_limit(door: Door, client: Engin
     await client.resume()
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * LIMIT
     assert (await door.ask("POST", "/generate", PROMPT))[0] == 200
+
+
+async def test_no_more_connections_at_once_than_there_are_descriptors_for(door: Door) -> None:
+    """Silent ones, beyond which one is closed at once; the service's own way to the engine is none of them."""
+    opened = [await asyncio.open_connection(*door.address) for _ in range(LIMIT + SPARE_CONNECTIONS)]
+    reader, writer = await asyncio.open_connection(*door.address)
+    assert await asyncio.wait_for(reader.read(), 60) == b""
+    await load(door.client)
+    for _, other in [*opened, (reader, writer)]:
+        other.close()
+
+    async def answers() -> bool:
+        try:
+            return (await door.ask("GET", "/health"))[0] == 200
+        except aiohttp.ClientError:
+            return False
+
+    await until(answers, "an answer once they were closed", 60)
+
+
+async def test_an_answer_has_a_largest_size(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rollout.engine_proxy.ANSWER_BYTES", 100)
+    status, answer = await door.ask("POST", "/generate", PROMPT)
+    assert status == 502 and "more than 100 bytes" in answer["error"]
 
 
 async def test_a_fenced_replica_answers_nothing(door: Door) -> None:

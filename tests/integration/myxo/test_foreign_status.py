@@ -12,6 +12,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.runtime import exit_codes
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.runtime.safe_text import printable
 from shared.schema.messages import ServiceStatus
@@ -68,7 +69,7 @@ def test_status_summary_and_watch_show_a_foul_run(myxo: Myxo, nats: EmbeddedNats
     code, out, err = myxo.run("status", config.run.name, "--json", environment=where)
     assert code == 0 and json.loads(out, parse_constant=pytest.fail)["phase"] == runs.FAILED
     code, out, err = myxo.run("watch", config.run.name, environment=where)
-    assert code == 1 and is_safe(out, err) and "owned" in err, out + err
+    assert code == exit_codes.RUN_FAILED and is_safe(out, err) and "owned" in err, out + err
     assert len(err.splitlines()) == 1, "a reason is one line"
     code, out, err = myxo.run("summary", config.run.name, environment=where)
     assert (code, err) == (0, "") and is_safe(out), out + err

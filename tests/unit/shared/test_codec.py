@@ -119,3 +119,21 @@ def test_trailing_bytes_are_refused(value: object) -> None:
 def test_nesting_without_end_is_refused() -> None:
     with pytest.raises(BadMessage):
         codec.unpack(b"\x91" * 5000 + b"\xc0")
+
+
+@pytest.mark.parametrize(
+    ("opening", "item"),
+    [(b"\xdd", b"\x80"), (b"\xdd", b"\x90"), (b"\xdd", b"\x91\xc0"), (b"\xdd", b"\x81\xa0\xc0"), (b"\xdd", b"\x05")],
+    ids=["empty maps", "empty lists", "lists", "maps", "numbers"],
+)
+def test_what_unpacks_to_far_more_than_it_was_sent_in_is_refused(opening: bytes, item: bytes) -> None:
+    """Eight megabytes of empty maps would take five hundred and sixty."""
+    count = (2 << 20) // len(item)
+    with pytest.raises(BadMessage, match="far more memory than they were sent in"):
+        codec.unpack(opening + count.to_bytes(4, "big") + item * count)
+
+
+def test_lists_of_numbers_beside_the_arrays_have_room() -> None:
+    """What a generate function may put into the metadata: a number for each of a sample's tokens."""
+    value = {"metadata": {"teacher_log_probs": [-0.5] * 500_000, "mask": [1, 0] * 100_000}}
+    assert codec.unpack(codec.pack(value)) == value
