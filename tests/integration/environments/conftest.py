@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared.runtime import http_endpoints
+from shared.runtime.http_address import HttpAddress
 from tests.integration.environments.live import odd_app
 from tests.support.reward_bench import bench
 
@@ -14,5 +15,5 @@ __all__ = ["bench"]
 @pytest.fixture
 async def odd() -> AsyncIterator[str]:
     """URL of a server of `odd_app`."""
-    async with http_endpoints.serving(odd_app(), "127.0.0.1:0") as address:
+    async with http_endpoints.serving(odd_app(), HttpAddress("127.0.0.1", 0)) as address:
         yield f"http://{address}"
