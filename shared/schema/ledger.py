@@ -85,9 +85,9 @@ class SampleRefused(LedgerRecord):
 class BatchAmended(LedgerRecord):
     """``step`` trains ``added`` in the place of ``removed``, which have ended as dead; fewer where nothing can take their place."""
 
-    step: int
-    removed: list[str]
-    added: list[str]
+    step: Count
+    removed: list[GroupId]
+    added: list[GroupId]
 
 
 class BatchTrained(LedgerRecord):

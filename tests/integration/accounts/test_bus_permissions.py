@@ -102,8 +102,8 @@ async def test_our_own_client_ends_with_the_refused_subject_and_does_not_wait_fo
                 await bus.request(names.durable, Durable(steps=1), Accepted, deadline=2, awaited_from="the buffer", patient=patient)
         with pytest.raises(NotPermitted, match='subscription to "guarded.buffer.durable"'):
             await bus.serve(names.durable, Durable, lambda _: asyncio.sleep(0, Accepted()))
-        with pytest.raises(NotPermitted, match=r'publish to "\$js.api.stream.info.kv_guarded-weights"'):
-            await bus.get(names.weights_bucket, "live", deadline=1000)
+        with pytest.raises(NotPermitted, match=r'publish to "\$js.api.stream.info.kv_guarded-leases"'):
+            await bus.get(names.leases_bucket, "buffer", deadline=1000)
     finally:
         await bus.close()
 

@@ -13,10 +13,12 @@ from shared.bus.subjects import Subjects
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.server_urls import CA_VARIABLE
+from shared.schema.messages import Payload
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 from tests.support.guarded_servers import GuardedServers
 
 RUN = "guarded"  # that of the shared servers, behind whose Valkey the encrypting proxy stands
+ABSENT = Payload(keys=["guarded:group:x"], bytes=1)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +130,8 @@ async def test_the_stores_clients_encrypt_and_check_the_host(proxy: str) -> None
     await store.ping(deadline=1000)
     await store.close()
     blocking = BlockingStore(proxy)
-    with pytest.raises(MyxoError, match="the store holds no blob guarded:x"):
-        await asyncio.to_thread(blocking.read, ["guarded:x"])
+    with pytest.raises(MyxoError, match="the store holds no blob guarded:group:x"):
+        await asyncio.to_thread(blocking.read, ABSENT)
     blocking.close()
     elsewhere = Store(proxy.replace("127.0.0.1", "127.0.0.2"))
     with pytest.raises(StoreUnreachable, match="certificate is not trusted.*127.0.0.2"):
@@ -144,7 +146,7 @@ async def test_the_stores_clients_refuse_a_certificate_that_nobody_vouches_for(p
     await store.close()
     blocking = BlockingStore(proxy)
     with pytest.raises(StoreRefused, match="certificate is not trusted"):
-        await asyncio.to_thread(blocking.read, ["guarded:x"], 1000)
+        await asyncio.to_thread(blocking.read, ABSENT, 1000)
     blocking.close()
 
 
