@@ -11,7 +11,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/**/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("examples/**/README.md")),
+]
 
 _BLOCK = re.compile(r"```(?:bash|sh|console)\n(.*?)```", re.DOTALL)
 _INLINE = re.compile(r"`((?:make|myxo|python -m|\.venv/bin/\w+)[^`]*)`")
