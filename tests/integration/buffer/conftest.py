@@ -29,8 +29,11 @@ SHORT = {"ack_wait": 2.0, "lease_duration": 2.0}
 
 
 @pytest.fixture
-def new_run(bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tiny_model: Path, tmp_path: Path) -> NewRun:
+async def new_run(
+    bus: Bus, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tiny_model: Path, tmp_path: Path
+) -> AsyncIterator[NewRun]:
     """Makes the test's run, with config sections laid over the smallest config."""
+    stores: list[Store] = []
 
     async def make(**sections: dict[str, Any]) -> Player:
         write_jsonl(tmp_path / "prompts.jsonl")
@@ -39,9 +42,12 @@ def new_run(bus: Bus, store: Store, nats: EmbeddedNats, valkey: EmbeddedValkey, 
         sections.setdefault("reward", {}).update({"rm_type": "exact"})
         config = run_config(tmp_path, **sections)
         await runs.create(bus, config, valkey.url)
-        return Player(bus, store, config, nats.url, tmp_path)
+        stores.append(Store(valkey.url, config.run.name))
+        return Player(bus, stores[-1], config, nats.url, tmp_path)
 
-    return make
+    yield make
+    for store in stores:
+        await store.close()
 
 
 @pytest.fixture

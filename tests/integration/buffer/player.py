@@ -1,6 +1,7 @@
 """The rest of a run, played over the real bus and store: what replicas, verifiers and a trainer say to the buffer."""
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +111,8 @@ class Player:
         ]
         metas, lengths = [replace(one.meta(), digest=one.token_digest()) for one in samples], [one.length for one in samples]
         blobs = spoilt(samples) if (spoilt := self.spoil(task.group)) else sample.encode(samples, self.config.store.blob_bytes)
-        written = {self.names.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(blobs)}
+        generation = uuid.uuid4().hex
+        written = {self.names.payload_key(task.group, task.attempt, part, generation): blob for part, blob in enumerate(blobs)}
         await self.store.write(written)
         return Scored(
             group=task.group,

@@ -208,7 +208,7 @@ async def test_bad_input_ends_a_service_with_code_2_and_one_line(new_run: NewRun
     broken.unlink()
     run = {"NATS_URL": nats.url, "MYXO_RUN": player.config.run.name}
     cases = [
-        ("buffer", {"NATS_URL": "", "MYXO_RUN": "a"}, "NATS_URL = ''"),
+        ("buffer", {"NATS_URL": "", "MYXO_RUN": "a"}, "NATS_URL = None: required"),
         ("buffer", {"NATS_URL": nats.url, "MYXO_RUN": ""}, "MYXO_RUN = ''"),
         ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "Bad.Name"}, "MYXO_RUN = 'Bad.Name'"),
         ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "never-made"}, "no run 'never-made' on the bus"),

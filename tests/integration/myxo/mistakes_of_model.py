@@ -178,7 +178,7 @@ MISTAKES = [
             flags=("--sglang-mem-fraction-static", "80")),
     Mistake("a GPU's attention on a CPU", ("rollout.sglang.attention-backend = 'fa3'", "torch_native", "rollout_device is cpu"),
             flags=("--rollout-device", "cpu", "--sglang-attention-backend", "fa3")),
-    Mistake("the engine's port", ("rollout.sglang.port = 30000", "each engine takes a free port"), sections=sglang(port=30000)),
+    Mistake("the engine's port", ("rollout.sglang.port = 30000", "an engine listens on a private socket"), sections=sglang(port=30000)),
     Mistake("the engine's GPUs by SGLang's name", ("rollout.sglang.tp-size", "set rollout.rollout_num_gpus_per_engine"),
             flags=("--sglang-tp-size", "2")),
     Mistake("the engine's model by SGLang's name", ("rollout.sglang.model-path", "set model.hf_checkpoint"),

@@ -72,7 +72,8 @@ class Rollout:
             return
         samples = [self._sample(task, index) for index in range(task.n)]
         blobs = self.written(task, sample.encode(samples, service.config.store.blob_bytes))
-        written = {service.subjects.payload_key(task.group, task.attempt, part): blob for part, blob in enumerate(blobs)}
+        generation, keys = uuid.uuid4().hex, service.subjects.payload_key
+        written = {keys(task.group, task.attempt, part, generation): blob for part, blob in enumerate(blobs)}
         await service.store.write(written)
         message = Generated(
             group=task.group,

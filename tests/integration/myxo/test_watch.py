@@ -104,5 +104,5 @@ def test_a_run_that_failed_ends_the_watch_with_its_reason(myxo: Myxo, nats: Embe
 
     asyncio.run(fail())
     code, out, err = ended(watching)
-    assert (code, err) == (1, f"myxo: run {config.run.name} failed: 40 groups in a row failed\n"), out
+    assert (code, err) == (3, f"myxo: run {config.run.name} failed: 40 groups in a row failed\n"), out
     assert "rollout-x: OSError: no GPU" in out

@@ -81,7 +81,6 @@ def test_a_flag_gets_its_name_and_its_type(words: str, expected: dict[str, Any])
         ("--variable-seq-lengths false", "leave it out, or give true: micro-batches are packed"),
         ("--train-iters 100", "--train-iters = '100': use num_rollout"),
         ("--data-path a b", "--data-path = 'a b': use prompt_data"),
-        ("--save /checkpoints", "checkpoints lie in the run's directory"),
         ("--bf16", "--bf16 = '': use train_dtype"),
         ("--micro-batch-size 4", "use max_tokens_per_gpu"),
         ("--mamba-state-dim 64", "no model family of Myxo has it"),
