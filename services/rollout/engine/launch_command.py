@@ -17,7 +17,7 @@ import shared
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError
-from shared.runtime.own_address import listening_interfaces
+from shared.runtime.own_address import LOOPBACK, listening_interfaces
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
 """A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
@@ -95,7 +95,7 @@ def engine_command(
     chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
     chosen |= {
         "model-path": str(model_path),
-        "host": "127.0.0.1",
+        "host": LOOPBACK,
         "port": port,
         "device": device,
         "weight-version": "0",
