@@ -118,7 +118,7 @@ def _ours(length: int, seconds: float, repetitions: int, tell: Tell, done: Calla
     groups = path.groups_per_batch(group_bytes)
     windows = []
     with path.room() as name, path.servers(Path(name), AOF) as running:
-        run_config = path.config(Path(name), groups, AOF)
+        run_config = path.config(Path(name), groups, length, AOF)
         asyncio.run(path.make(running, run_config))
         tell(f"L = {length}, warm-up")
         with path.Ends(running, run_config, length, Path(name)) as ends:

@@ -90,7 +90,7 @@ def groups_per_batch(group_bytes: int) -> int:
     return max(16, min(256, BATCH_BYTES // group_bytes))
 
 
-def config(directory: Path, groups: int, aof: str) -> RunConfig:
+def config(directory: Path, groups: int, length: int, aof: str) -> RunConfig:
     """The run's config, its prompt file and tokenizer written: defaults throughout but for the sizes. More steps than can be done."""
     prompts = Prompts()
     vocabulary = {letter: number for number, letter in enumerate(prompts.ALPHABET)}
@@ -110,6 +110,7 @@ def config(directory: Path, groups: int, aof: str) -> RunConfig:
                 "max_staleness": MAX_STALENESS,
             },
             "reward": {"rm_type": "exact"},
+            "trainer": {"max_tokens_per_gpu": max(length, 8192)},  # a sample fits into a micro-batch
             "store": {"appendfsync": aof},
         }
     )
