@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.scoring_pools import HooksPool, VerifierPool
-from shared.config.sections import CUSTOM, RewardSection
+from shared.config.reward_section import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded
