@@ -90,6 +90,8 @@ class AlgorithmSection(Section):
     custom_tis_function_path: str | None = hook("that weighs and masks the per-token loss of off_policy decoupled")
     custom_pg_loss_reducer_function_path: str | None = hook("that makes the reducer of the policy loss")
     custom_reward_post_process_path: str | None = hook("that makes of a batch's rewards what advantages are made of")
+    custom_convert_samples_to_train_data_path: str | None = hook("that makes rewards and loss masks of a batch's samples")
+    rollout_data_postprocess_path: str | None = hook("that changes a batch's data once its advantages are there")
 
     @property
     def correction(self) -> OffPolicy:
@@ -106,8 +108,9 @@ class AlgorithmSection(Section):
     @property
     def compares_rewards(self) -> bool:
         """Returns whether advantages compare rewards within their group; a custom function replaces that, too."""
+        custom = self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path
         compares = self.advantage_estimator not in ("ppo", "reinforce_plus_plus")
-        return compares and not (self.disable_rewards_normalization or self.custom_reward_post_process_path)
+        return compares and not (self.disable_rewards_normalization or custom)
 
     @property
     def needs_groups(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from shared.config.learning_rate import DecayStyle
-from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section
+from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section, hook
 from shared.hub import hub_names
 from shared.runtime.errors import nearest
 
@@ -136,6 +136,9 @@ class TrainerSection(Section):
         **MUTABLE,
     )
     torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
+    custom_megatron_init_path: str | None = hook("that every trainer rank calls before it builds the model")
+    custom_megatron_before_log_prob_hook_path: str | None = hook("that is called before log-probs are computed")
+    custom_megatron_before_train_step_hook_path: str | None = hook("that is called before each optimizer step")
     megatron: dict[str, Any] = Field(
         default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
     )
