@@ -273,7 +273,6 @@ _SLIME_REPLACED = {
     "rollout_num_gpus": "use --rollout-replicas, each with --rollout-num-gpus-per-engine GPUs",
     "ref_load": "leave it out: the reference policy starts from --hf-checkpoint, see --ref-update-interval",
     "offload": "use --offload-train and --offload-rollout",
-    "num_epoch": "use --num-rollout: prompts over --rollout-batch-size make the steps of an epoch",
     "partial_rollout": "use --staleness-policy continue, and --over-sampling-batch-size",
     "mask_offpolicy_in_partial_rollout": "use --staleness-policy mask",
     "keep_old_actor": "leave it out: log-probs before a step are computed where --off-policy asks for them",

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import replace
 from typing import Any
 
 from services.reward.group_filter import GroupFilter
@@ -14,6 +13,7 @@ from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed
+from shared.hooks import reward_values
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
 from shared.runtime.service_base import Service
@@ -104,7 +104,7 @@ class GroupConsumer:
             metrics.add("responses_unread", len(unread), environment=self._scorer.name)
             log.warning("responses_unread", samples=dict(unread))
         return Scored(
-            **dict(group) | {"samples": [replace(item.meta(), digest=item.token_digest()) for item in samples]},
+            **dict(group) | {"samples": [item.meta(item.token_digest()) for item in samples]},
             rewards=[score.reward for score in final],
             parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
             removed=tuple(index for index, score in enumerate(final) if score.removed),
@@ -116,10 +116,27 @@ class GroupConsumer:
     async def _timed(self, group: Generated, samples: list[Sample]) -> list[Score]:
         started = time.monotonic()
         try:
-            return await self._scorer.score(group, samples)
+            return await self._scores(group, samples)
         finally:
             self._service.metrics.add("score_seconds", time.monotonic() - started, environment=self._scorer.name)
+
+    async def _scores(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        """Returns one score a sample. Samples that came with a reward keep it, unless a function scores whole groups, as with slime."""
+        reward = self._service.config.reward
+        if reward.group_rm:
+            return await self._scorer.score(group, samples)
+        open_samples = [item for item in samples if item.given_reward is None]
+        scored = iter(await self._scorer.score(group, open_samples) if open_samples else [])
+        return [next(scored) if item.given_reward is None else _given(item, reward.reward_key) for item in samples]
 
     def _failed(self, group: Generated, reason: str) -> Failed:
         self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
         return Failed(group=group.group, attempt=group.attempt, reason=reason, by=self._service.instance, payload=group.payload)
+
+
+def _given(sample: Sample, key: str | None) -> Score:
+    """Returns the score that a generate function gave. Raises BadMessage."""
+    try:
+        return reward_values.read(sample.given_reward, key)
+    except ValueError as error:
+        raise BadMessage(f"sample {sample.name}: the reward that it was generated with: {error}") from None

@@ -1,11 +1,11 @@
 """`[reward]`: what scores."""
 
-import re
 from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import Field
 
+from shared.config.environment_variables import VARIABLE
 from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.environment import environment_url
 from shared.runtime.errors import nearest
@@ -18,9 +18,6 @@ REMOTE = "remote_rm"
 
 CUSTOM = "custom_rm"
 """The environment of ``custom_rm_path``."""
-
-
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class RewardSection(Section):

@@ -28,6 +28,9 @@ MUTABLE = {
     "offload_train",
     "offload_rollout",
     "num_rollout",
+    "num_epoch",
+    "num_rollout_per_epoch",
+    "train_env_vars",
     "rollout_replicas",
     "rollout_concurrency",
     "engine_start_timeout",
@@ -186,7 +189,7 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("reward", "environments", {"math": "http://judge:8080"}),
         ("reward", "environments", {"remote_rm": "http://judge:8080"}),
         ("reward", "environments", {"custom_rm": "http://judge:8080"}),
-        ("reward", "custom_rm_path", "my.rewards.score"),
+        ("reward", "custom_rm_path", "my rewards.score"),
         ("reward", "group_rm", True),
         ("rollout", "dynamic_sampling_filter_path", "nonzero"),
         ("reward", "environment_concurrency", 0),
@@ -306,7 +309,7 @@ def test_an_environment_that_cannot_be_is_refused_by_field(
 
 
 def test_a_single_sample_is_enough_where_no_group_is_compared(tmp_path: Path) -> None:
-    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus_baseline"})
+    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus"})
 
 
 TOML = """
