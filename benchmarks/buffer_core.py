@@ -29,7 +29,7 @@ from rich.table import Table
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
-from shared.config.sections import RolloutSection
+from shared.config.rollout_section import RolloutSection
 from shared.schema.ledger import GroupsAdmitted, LedgerRecord, group_id
 from shared.schema.messages import Failed, Message, Payload, SampleMeta, Scored
 

@@ -116,8 +116,8 @@ class Bench:
         from services.trainer.commands import CommandBroadcast, Leave, Push
         from services.trainer.trainer_settings import TrainerSettings
         from services.trainer.weights.pusher import Pusher
-        from shared.config.sections import WeightsSection
         from shared.config.trainer_section import TrainerSection
+        from shared.config.weights_section import WeightsSection
 
         weights = WeightsSection(update_weight_buffer_size=self.arguments.bucket_mib * 2**20, push_timeout=60)
         trainer = TrainerSection(lr=1e-6, tensor_model_parallel_size=self.ranks, collective_timeout=300)

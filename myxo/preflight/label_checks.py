@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config.sections import VERIFIERS
+from shared.config.reward_section import VERIFIERS
 from shared.data.prompts import PromptFile, TrainingPrompts
 from shared.runtime.errors import ConfigError
 

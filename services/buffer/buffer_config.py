@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from shared.config.sections import EvalSection, RolloutSection, WeightsSection
+from shared.config.eval_section import EvalSection
+from shared.config.rollout_section import RolloutSection
+from shared.config.weights_section import WeightsSection
 from shared.schema.versions import admissible_steps, version_after
 
 DEAD_BATCHES, FEWEST_DEAD = 4, 32

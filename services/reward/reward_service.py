@@ -10,7 +10,7 @@ from services.reward.payload_reader import PayloadReader
 from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
 from services.reward.worker_pool import HooksPool, VerifierPool
 from shared import hooks
-from shared.config.sections import CUSTOM, VERIFIERS
+from shared.config.reward_section import CUSTOM, VERIFIERS
 from shared.environment.environment_client import open_environment
 from shared.runtime.service_base import Service
 

@@ -10,7 +10,7 @@ from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.worker_pool import HooksPool, VerifierPool
 from services.reward.worker_process import WorkerFailed
-from shared.config.sections import CUSTOM, RewardSection
+from shared.config.reward_section import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shared.bus import registry
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
-from shared.config.sections import BusSection
+from shared.config.bus_section import BusSection
 
 BUFFER, TRAINER, OPERATOR, ENVIRONMENT = "buffer", "trainer", "operator", "environment"
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT)

@@ -23,8 +23,8 @@ from nats.js.errors import BadRequestError, NotFoundError
 from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.config.bus_section import BusSection
 from shared.config.run_config import RunConfig
-from shared.config.sections import BusSection
 
 DUPLICATE_WINDOW = 600.0
 """Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it."""

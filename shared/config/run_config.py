@@ -14,11 +14,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, sections
+from shared.config import megatron_flags
 from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
+from shared.config.bus_section import BusSection
 from shared.config.config_layers import Layers, in_file
+from shared.config.data_section import DataSection
+from shared.config.eval_section import EvalSection
+from shared.config.model_section import ModelSection
+from shared.config.monitoring_section import MonitoringSection
+from shared.config.reward_section import RewardSection
+from shared.config.rollout_section import RolloutSection
+from shared.config.run_section import RunSection
 from shared.config.section import Misfits, Section
+from shared.config.sft_section import SftSection
+from shared.config.store_section import StoreSection
 from shared.config.trainer_section import TrainerSection
+from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
@@ -30,19 +41,19 @@ MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 class RunConfig(Section):
     """The whole config of a run, section by section."""
 
-    run: sections.RunSection
-    model: sections.ModelSection
-    data: sections.DataSection
-    rollout: sections.RolloutSection
-    reward: sections.RewardSection = sections.RewardSection()
-    eval: sections.EvalSection = sections.EvalSection()
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection
+    reward: RewardSection = RewardSection()
+    eval: EvalSection = EvalSection()
     trainer: TrainerSection = TrainerSection()
-    sft: sections.SftSection = sections.SftSection()
+    sft: SftSection = SftSection()
     algorithm: AlgorithmSection = AlgorithmSection()
-    weights: sections.WeightsSection = sections.WeightsSection()
-    monitoring: sections.MonitoringSection = sections.MonitoringSection()
-    bus: sections.BusSection = sections.BusSection()
-    store: sections.StoreSection = sections.StoreSection()
+    weights: WeightsSection = WeightsSection()
+    monitoring: MonitoringSection = MonitoringSection()
+    bus: BusSection = BusSection()
+    store: StoreSection = StoreSection()
 
     def _misfits(self) -> Iterator[str]:
         yield from self._sizes()

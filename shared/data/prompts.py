@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.config.data_section import DataSection
+from shared.config.reward_section import VERIFIERS
 from shared.config.run_config import RunConfig
-from shared.config.sections import VERIFIERS, DataSection
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
 from shared.data.read_progress import ReadProgress

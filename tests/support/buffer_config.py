@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from services.buffer.buffer_config import BufferConfig
-from shared.config.sections import EvalSection, RolloutSection, WeightsSection
+from shared.config.eval_section import EvalSection
+from shared.config.rollout_section import RolloutSection
+from shared.config.weights_section import WeightsSection
 
 
 def buffer_config(

@@ -14,7 +14,7 @@ from services.buffer.simulation.modelled_engine import Baseline
 from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.simulation.world import World
 from services.buffer.staleness import Policy
-from shared.config.sections import RolloutSection
+from shared.config.rollout_section import RolloutSection
 from shared.schema.ledger import BatchFormed, LedgerRecord
 
 Simulated = Literal["unbounded", "drop", "requeue", "continue", "mask"]

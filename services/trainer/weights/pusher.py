@@ -24,7 +24,7 @@ from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
-from shared.config.sections import WeightsSection
+from shared.config.weights_section import WeightsSection
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error

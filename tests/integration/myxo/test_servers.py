@@ -11,7 +11,7 @@ from myxo.launch.run_servers import RunServers
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
-from shared.config.sections import StoreSection
+from shared.config.store_section import StoreSection
 from shared.runtime.embedded_servers import EmbeddedServer
 from tests.integration.myxo.command import wait_for
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from services.reward.verifiers import VERIFIERS
-from shared.config.sections import RewardSection
+from shared.config.reward_section import RewardSection
 
 
 def test_every_configurable_verifier_exists() -> None:

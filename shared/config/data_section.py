@@ -1,0 +1,39 @@
+"""`[data]`: prompts and how they are read."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shared.config.file_fields import WeightedFiles
+from shared.config.section import LARGEST_SEED, Section, hook
+
+
+class DataSection(Section):
+    """Prompts and how they are read."""
+
+    prompt_data: WeightedFiles = Field(
+        default=None,
+        description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
+        "from it more or less often; hf:ORG/NAME:SPLIT in the place of PATH is a split of a data set on the Hugging Face hub; needed "
+        "unless data_source is given",
+    )
+    data_source: str | None = hook("that makes a source of prompts")
+    input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
+    label_key: str | None = Field(default="label", description="key of the reference answer")
+    metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
+    tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
+    apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = Field(default={}, description="extra variables for the chat template")
+    overlong_prompts: Literal["refuse", "filter"] = Field(
+        default="refuse", description="prompts over rollout_max_prompt_len: refuse the run, or leave them out and count them"
+    )
+    bad_prompts: Literal["refuse", "skip"] = Field(
+        default="refuse", description="lines that are no prompt: refuse the run, or leave them out and count them"
+    )
+    rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
+    rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")
+
+    def _misfits(self) -> Iterator[str]:
+        if self.prompt_data is None and self.data_source is None:
+            yield f"data.prompt_data: required: {type(self).model_fields['prompt_data'].description}"

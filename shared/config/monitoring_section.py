@@ -1,0 +1,48 @@
+"""`[monitoring]`: measurements and where they go."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from shared.config.section import MUTABLE, Section
+
+
+class MonitoringSection(Section):
+    """Measurements, and their destinations besides TensorBoard and Prometheus."""
+
+    log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
+    passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)
+    use_wandb: bool = Field(default=False, description="write to W&B, too; needs the extra wandb", **MUTABLE)
+    wandb_project: str = Field(default="myxo", min_length=1, description="W&B project", **MUTABLE)
+    wandb_group: str | None = Field(default=None, description="W&B group; default: the run's name", **MUTABLE)
+    wandb_team: str | None = Field(default=None, description="W&B team; default: your own", **MUTABLE)
+    wandb_mode: Literal["online", "offline"] = Field(
+        default="online", description="send at once, by WANDB_API_KEY in the trainer's environment, or write files to sync", **MUTABLE
+    )
+    wandb_dir: Path | None = Field(default=None, description="where W&B's files lie; default: the run's directory", **MUTABLE)
+    wandb_host: str | None = Field(default=None, description="URL of a W&B server of your own", **MUTABLE)
+    http_host: str = Field(
+        default="127.0.0.1", min_length=1, description="where services serve /healthz and /metrics; MYXO_HTTP, host:port, wins", **MUTABLE
+    )
+    logprob_alarm: float = Field(
+        default=0.1, gt=0, description="mean difference of engine's and trainer's log-probs at equal versions that is warned of", **MUTABLE
+    )
+    keep_rollouts: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="share of the training groups whose prompts and responses the buffer writes to rollouts/ in the run's directory, "
+        "besides all held-out ones; 0 = nothing is kept",
+        **MUTABLE,
+    )
+    keep_rollouts_bytes: int = Field(default=2**31, ge=2**20, description="of rollouts/; beyond it the oldest files are removed", **MUTABLE)
+    keep_rollouts_tokens: bool = Field(
+        default=False, description="keep token ids, masks and log-probs there, too: about 20 bytes a token more", **MUTABLE
+    )
+    save_debug_rollout_data: str | None = Field(
+        default=None, description="path with {rollout_id}: each batch as `myxo replay` trains it again", **MUTABLE
+    )
+    save_debug_train_data: str | None = Field(
+        default=None, description="path with {rollout_id} and {rank}: every tensor that a rank's steps read, as safetensors", **MUTABLE
+    )

@@ -1,0 +1,80 @@
+"""`[rollout]`: generation, and how far it may run ahead of training."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from shared.config.section import HOOK, MUTABLE, Rule, Section, hook
+from shared.schema.limits import MAX_SAMPLES
+from shared.schema.overlong import OverlongPolicy
+
+
+class RolloutSection(Section):
+    """Generation, and how far it may run ahead of training."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule("rollout_top_k", lambda _, given: given == 0, "at least 1, or -1 for all tokens"),
+        Rule(
+            ("over_sampling_batch_size", "rollout_window"),
+            lambda rollout, given: given is not None and given < rollout.rollout_batch_size,
+            "{1} groups do not fill a batch; rollout_batch_size = {0.rollout_batch_size}",
+        ),
+        Rule(
+            "rollout_window",
+            lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
+            "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
+        ),
+    )
+
+    num_rollout: int = Field(gt=0, description="training steps (one rollout batch each)", **MUTABLE)
+    rollout_batch_size: int = Field(gt=0, le=65536, description="prompts (groups) a step")
+    n_samples_per_prompt: int = Field(default=1, gt=0, le=MAX_SAMPLES, description="samples a group")
+    max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
+    staleness_policy: Literal["drop", "requeue", "continue", "mask"] = Field(
+        default="drop",
+        description="groups over the bound: drop them for new prompts, generate them anew, go on with them under the new version, "
+        "or train them without their stale tokens",
+    )
+    rollout_order: Literal["completion", "windowed_fifo", "fifo"] = Field(
+        default="completion", description="which groups a batch takes: those that ended first, or those admitted first"
+    )
+    rollout_window: int | None = Field(default=None, gt=0, description="groups that windowed_fifo looks ahead; default: two batches")
+    over_sampling_batch_size: int | None = Field(
+        default=None, gt=0, description="groups that are under way for a batch, at least rollout_batch_size; default: as many as it"
+    )
+    max_dead_in_a_row: int | None = Field(
+        default=None, ge=0, description="dead groups in a row that end the run; 0: none do; default: four batches, at least 32", **MUTABLE
+    )
+    dynamic_sampling_filter_path: str | None = Field(
+        default=None,
+        pattern=rf"^nonzero_std$|{HOOK}",
+        description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or package.module:function",
+    )
+    rollout_sample_filter_path: str | None = hook("that takes samples of a scored group out of the loss")
+    rollout_all_samples_process_path: str | None = hook("that sees every scored group, kept or not")
+    buffer_filter_path: str | None = hook("that chooses a batch's groups among those that are ready")
+    custom_generate_function_path: str | None = Field(
+        default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
+    )
+    rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
+    rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
+    rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
+    rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens of a prompt; longer ones: see overlong_prompts")
+    rollout_max_response_len: int = Field(default=1024, gt=0, description="tokens generated at most")
+    overlong_samples: OverlongPolicy = Field(
+        default="mask",
+        description="a sample of more tokens than max_tokens_per_gpu x context_parallel_size, as an agent may make: truncate trains the "
+        "beginning of its response, mask nothing of it (its reward counts in the group), drop gives its group up",
+    )
+    rollout_stop: list[str] = Field(default=[], description="stop strings")
+    rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
+    rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
+    rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
+    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, le=8, description="GPUs of an engine (its tensor parallel size)")
+    rollout_concurrency: int = Field(default=64, gt=0, description="groups a replica generates at once", **MUTABLE)
+    in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
+        default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
+    )
+    engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
+    generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
+    sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")

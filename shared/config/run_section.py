@@ -1,0 +1,30 @@
+"""`[run]`: name and place of the run."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from shared.bus.subjects import RUN_ID
+from shared.config.section import MUTABLE, Rule, Section
+
+
+class RunSection(Section):
+    """Name and place of the run."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "name",
+            lambda _, given: not RUN_ID.match(given),
+            "use 1 to 63 lower-case letters, digits, '-' and '_', starting with a letter or digit",
+        ),
+    )
+
+    name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
+    dir: Path = Field(default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME")
+    buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
+
+    @property
+    def root(self) -> Path:
+        """Returns the run's own directory."""
+        return self.dir / self.name
