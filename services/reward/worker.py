@@ -1,22 +1,24 @@
 """Scores groups in a process of its own, which the service kills when a call blocks it.
 
-``python -m services.reward.worker``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{"verifier": name}``, or
-``{"config": JSON}`` for the user's own functions; out: ``{"waits": [verb, …]}`` with the verbs whose functions are async, or
-``{"refused": [field, value, expected]}`` where a function cannot be imported. Then in: ``{"responses": [text, …], "label": text,
-"seconds": number}`` for a verifier, else what `services.reward.custom_functions.Functions.answer` takes; out: ``{"scores": [score, …]}``,
-for functions with ``"filtered"``, or ``{"error": text}``.
+``python -m services.reward.worker``; it speaks as `services.reward.worker_pool.WorkerPool` says. In, once: ``{"verifiers": [name, …]}``,
+or ``{"config": JSON}`` for the user's own functions; out: ``{"waits": [verb, …]}`` with the verbs whose functions are async, or
+``{"refused": [field, value, expected]}`` where a function cannot be imported. Then in: what `VerifierCalls.answer` or
+`services.reward.custom_functions.Functions.answer` takes; out: ``{"scores": [score, …]}``, for functions with ``"filtered"``, or
+``{"error": text}``.
 """
 
 import asyncio
 import resource
 import time
-from functools import partial
+from dataclasses import asdict
 from typing import Any, Protocol
 
-from services.reward import frames
+from services.reward import frames, rewards
 from services.reward.frames import FrameStream
 from services.reward.time_limit import OutOfTime, within
-from services.reward.verifiers import READ_LABEL, VERIFIERS
+from services.reward.verifiers import load, pattern_answer, read_label, verify
+from shared.rewards.names import base, wrong
+from shared.rewards.reference import Reference
 from shared.runtime.errors import ConfigError
 
 FIRST_STEPS_SECONDS = 0.001
@@ -27,6 +29,9 @@ then ends before the next call's deadline begins."""
 MEMORY_BYTES = 4 << 30
 """The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""
 
+
+NAMED = {"dapo": "score"}
+"""The reward that counts of verifiers that give several, where the run names none."""
 
 LONGEST_PROBLEM = 200
 """The most characters of why a response or a label was not read: a library's error may repeat it whole."""
@@ -41,30 +46,43 @@ class Calls(Protocol):
 
 
 class VerifierCalls:
-    """Answers calls by one verifier, one after the other. A response that it cannot verify, or not in time, gets 0 and costs no other."""
+    """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets 0 and costs no other.
 
-    def __init__(self, name: str) -> None:
-        self._name, self._verifier, self._read_label = name, VERIFIERS[name], READ_LABEL.get(name, str)
-        self._verifier("", "x")  # loads lazy imports now: sympy takes seconds, which no call's deadline should include
+    Args:
+        names: the verifiers that will be asked for.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        load(names)  # now: sympy takes seconds, which no call's deadline should include
         self.waits: list[str] = []
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
-        """Returns a score for each response. Each may take its share of what is left of the call's ``seconds``."""
-        responses, label, end = request["responses"], request["label"], time.monotonic() + request["seconds"]
+        """Returns a score for each response. Each may take its share of what is left of the call's ``seconds``.
+
+        Args:
+            request: ``{"verifier": name, "responses": [text, …], "references": [map, …], "pattern": text or None, "key": name or None,
+                "seconds": number}``: a reference for each response, or one for all of them; the pattern takes the answer out of a response;
+                the key names the reward that counts.
+        """
+        name, responses, end = request["verifier"], request["responses"], time.monotonic() + request["seconds"]
+        pattern = request.get("pattern")
+        references = [Reference(**fields) for fields in request["references"]]
         try:
-            within(request["seconds"], lambda: self._read_label(label))
+            within(request["seconds"], lambda: [read_label(name, reference) for reference in references])
         except (Exception, OutOfTime) as error:
-            return {"error": f"verifier {self._name}: {_problem(error, 'the label was not read', request['seconds'])}"}
+            return {"error": f"verifier {name}: {_problem(error, 'the label was not read', request['seconds'])}"}
         scores: list[dict[str, object]] = []
         for index, text in enumerate(responses):
             seconds = (end - time.monotonic()) / (len(responses) - index)
+            reference = references[index % len(references)]
             try:
-                scores.append({"reward": float(within(seconds, partial(self._verifier, text, label)))})
+                value = within(seconds, lambda text=text, reference=reference: verify(name, pattern_answer(text, pattern), reference))
+                scores.append(asdict(rewards.read(value, request.get("key") or NAMED.get(base(name)))))
             except (Exception, OutOfTime) as error:
                 problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
-                scores.append({"reward": 0.0, "unread": f"verifier {self._name}: {problem}"})
+                scores.append({"reward": wrong(name), "unread": f"verifier {name}: {problem}"})
         return {"scores": scores}
 
 
@@ -90,8 +108,8 @@ def main() -> None:
 
 
 def _calls(setup: dict[str, Any]) -> Calls:
-    if "verifier" in setup:
-        return VerifierCalls(setup["verifier"])
+    if "verifiers" in setup:
+        return VerifierCalls(setup["verifiers"])
     from services.reward.custom_functions import Functions  # imports the whole config, which verifiers do without
     from shared.config.run_config import RunConfig
 

@@ -31,15 +31,15 @@ _REPLACED = (
     ("\\text{m}", "\\text{}"),
 )
 
-_WORDS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds meters meals "
-    "edges students childrentickets multiples"
-).split()
-_MARKUP = (
-    ("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}")
-    + ("\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots")
-    + ("<|im_end|>", "<|endoftext|>")
+# fmt: off
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet", "minutes",
+    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
+    "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ",
+    "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>",
 )
+# fmt: on
+"""What is left out, one after the other."""
 
 _REWRITTEN = tuple(
     (re.compile(pattern), replacement)
@@ -115,7 +115,7 @@ def normalize_final_answer(answer: Any) -> str:
     text = str(answer).rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)
-    for removed in (*_WORDS, *_MARKUP):
+    for removed in _REMOVED:
         text = text.replace(removed, "")
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)

@@ -1,7 +1,7 @@
 """Compares answers as expressions, by sympy: numbers, fractions, tuples and intervals, and expressions in at most two letters.
 
-The rules are those of the grader of PRM800K (Lightman et al. 2023), which DeepScaleR and slime took over. None of it has a deadline: sympy may
-compute on a few characters for ever, so the caller has one.
+The rules are those of the grader of PRM800K (Lightman et al. 2023), which DeepScaleR and slime took over. Nothing here has a deadline, and
+sympy may compute on a few characters for ever: the caller needs one.
 """
 
 import re
