@@ -9,7 +9,7 @@ from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
 from services.reward.reward_router import RewardRouter
 from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
-from services.reward.worker_pool import HooksPool, VerifierPool
+from services.reward.scoring_pools import HooksPool, VerifierPool
 from shared import hooks
 from shared.config.reward_section import CUSTOM
 from shared.environment.environment_client import open_environment

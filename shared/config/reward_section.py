@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from shared.config.environment_variables import VARIABLE
 from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.environment import environment_url as address
 from shared.rewards.names import QUEUES, VERIFIERS, queue_of
@@ -16,9 +17,6 @@ OWN = "environment"
 
 CUSTOM = "custom_rm"
 """The environment of ``custom_rm_path``."""
-
-
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class RewardSection(Section):

@@ -19,6 +19,7 @@ from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Layers, in_file
 from shared.config.data_section import DataSection
+from shared.config.environment_variables import names_credential
 from shared.config.eval_section import EvalSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
@@ -126,7 +127,8 @@ class RunConfig(Section):
                 field: hub_names.model_path(item, base) if field in MODEL_FIELDS and item is not None else data_files.absolute(item, base)
                 for field, item in value
             }
-            resolved[section] = value.model_copy(update=paths)
+            # fields that stay as they are must not count as given
+            resolved[section] = value.model_copy(update={field: path for field, path in paths.items() if path is not getattr(value, field)})
         return self.model_copy(update=resolved)
 
 
@@ -228,9 +230,9 @@ def changes(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Returns a value as errors show it: with URLs stripped of credentials."""
+    """Returns a value as errors show it: with URLs stripped of credentials, and without what is named as one."""
     if isinstance(value, dict):
-        return {key: _without_secrets(item) for key, item in value.items()}
+        return {key: "…" if names_credential(str(key)) else _without_secrets(item) for key, item in value.items()}
     return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
 
 
