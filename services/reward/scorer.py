@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 
 from pydantic import ValidationError
 
-from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.scoring_pools import HooksPool, Verification, VerifierPool
 from shared.config.reward_section import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
+from shared.hooks import reward_values
 from shared.rewards.names import needs_label
 from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -112,7 +112,7 @@ class ExternalScorer(Scorer):
     def _counted(self, scores: list[Score], key: str | None) -> list[Score]:
         """Returns the scores by the reward that the run's `reward_key` names."""
         try:
-            return [rewards.counted(score, key) for score in scores]
+            return [reward_values.counted(score, key) for score in scores]
         except ValueError as error:
             raise EnvironmentFailed(self._environment.label, str(error)) from None
 

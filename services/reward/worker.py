@@ -9,11 +9,12 @@
 import resource
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from services.reward import rewards
 from services.reward.time_limit import OutOfTime, within
-from services.reward.verifiers import load, pattern_answer, read_label, verify
+from services.reward.verifiers import Value, load, pattern_answer, read_label, verify
+from shared.hooks import reward_values
 from shared.rewards.names import base, wrong
 from shared.rewards.reference import Reference
 from shared.workers.call_server import Calls, serve_calls
@@ -62,12 +63,16 @@ class VerifierCalls:
             seconds = (end - time.monotonic()) / (len(responses) - index)
             reference = references[index % len(references)]
             try:
-                value = within(seconds, lambda text=text, reference=reference: verify(name, pattern_answer(text, pattern), reference))
-                scores.append(asdict(rewards.read(value, request.get("key") or NAMED.get(base(name)))))
+                value = within(seconds, partial(_verified, name, text, pattern, reference))
+                scores.append(asdict(reward_values.read(value, request.get("key") or NAMED.get(base(name)))))
             except (Exception, OutOfTime) as error:
                 problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
                 scores.append({"reward": wrong(name), "unread": f"verifier {name}: {problem}"})
         return {"scores": scores}
+
+
+def _verified(name: str, response: str, pattern: str | None, reference: Reference) -> Value:
+    return verify(name, pattern_answer(response, pattern), reference)
 
 
 def _problem(error: BaseException, undone: str, seconds: float) -> str:

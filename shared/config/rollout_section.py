@@ -65,7 +65,7 @@ class RolloutSection(Section):
     dynamic_sampling_filter_path: str | None = Field(
         default=None,
         pattern=rf"^nonzero_std$|{HOOK}",
-        description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or package.module:function",
+        description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or the path of a function",
     )
     rollout_sample_filter_path: str | None = hook("that takes samples of a scored group out of the loss")
     rollout_all_samples_process_path: str | None = hook("that sees every scored group, kept or not")

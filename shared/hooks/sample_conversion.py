@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.hooks import reward_values
 from shared.hooks.hook_sample import FINISHED, HookSample, Status
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
@@ -53,7 +54,7 @@ def group_index(group: str) -> int:
 
 def from_stored(stored: StoredSample, score: Score | None = None, reward_key: str | None = None) -> HookSample:
     """Returns a stored sample as hooks have it, with its reward where it has been scored."""
-    reward: float | dict[str, Any] | None = None
+    reward: float | dict[str, Any] | None = copy.copy(stored.given_reward)
     if score is not None:
         reward = {reward_key or "reward": score.reward, **score.parts} if score.parts else score.reward
     return HookSample(
@@ -94,14 +95,16 @@ def to_stored(given: HookSample, group: str, index: int, rollout: int, served: S
         raise BadMessage(f"{where}: rollout_log_probs is missing; each trained token needs the log-prob that the engine gave it")
     if given.status not in _FINISH:
         raise BadMessage(f"{where}: status is {given.status}; expected COMPLETED or TRUNCATED")
-    if given.reward is not None:
-        raise BadMessage(f"{where}: reward is set; put it into metadata and give it back from reward.custom_rm_path")
     if not isinstance(given.response, str) or not isinstance(given.label, str | None) or not isinstance(given.metadata, dict):
         raise BadMessage(f"{where}: response is text, label is text or None, metadata is a dict")
     try:
         codec.unpack(codec.pack([given.prompt, given.response, given.label, given.metadata]))
     except (TypeError, ValueError, OverflowError, BadMessage) as error:
         raise BadMessage(f"{where}: prompt, response or metadata does not travel in a message: {error}") from None
+    try:
+        given_reward = None if given.reward is None else reward_values.plain(given.reward)
+    except ValueError as error:
+        raise BadMessage(f"{where}: reward: {error}") from None
     prompt, response = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
     stored = StoredSample(
         group=group,
@@ -117,6 +120,7 @@ def to_stored(given: HookSample, group: str, index: int, rollout: int, served: S
         prompt_text=given.prompt,
         label=given.label,
         metadata=copy.deepcopy(given.metadata),
+        given_reward=given_reward,
     )
     stored.check()
     return stored

@@ -53,6 +53,21 @@ async def test_groups_are_scored_in_order_and_keep_what_is_known_of_them(
     assert await Registry(desk.bus, desk.config.run.name).alive() == []
 
 
+async def test_a_reward_that_a_sample_was_generated_with_counts_in_place_of_scoring(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact", "reward_key": "score"})
+    await desk.serve()
+    await desk.generated("g0", "42", "41", "42", given={0: -0.25, 1: {"score": 0.5, "turns": 2}})
+    await desk.generated("g1", "42", label=None, given={0: 1})
+    await desk.generated("g2", "42", given={0: {"turns": 2.0}})
+    outcomes = await desk.outcomes(3)
+    mixed, unlabelled, nameless = outcomes["g0"], outcomes["g1"], outcomes["g2"]
+    assert isinstance(mixed, Scored) and isinstance(unlabelled, Scored) and isinstance(nameless, Failed)
+    assert mixed.rewards == [-0.25, 0.5, 1.0]
+    assert mixed.parts == ({}, {"score": 0.5, "turns": 2.0}, {})
+    assert unlabelled.rewards == [1.0], "no verifier was asked, which would need a label"
+    assert "sample g2/0: the reward that it was generated with: no reward is named score; there are turns" in nameless.reason
+
+
 async def test_a_response_that_is_late_has_0_and_says_why_and_the_right_answer_beside_it_counts(bench: NewBench) -> None:
     desk = await bench(reward={"rm_type": "math_verify", "reward_timeout": 2.0, "reward_workers": 1})
     process = await desk.launch()

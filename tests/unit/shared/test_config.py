@@ -190,7 +190,7 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("reward", "environments", {"math": "http://grader:8080"}),
         ("reward", "environments", {"environment": "http://grader:8080"}),
         ("reward", "environments", {"custom_rm": "http://grader:8080"}),
-        ("reward", "custom_rm_path", "my.rewards.score"),
+        ("reward", "custom_rm_path", "my rewards.score"),
         ("reward", "group_rm", True),
         ("rollout", "dynamic_sampling_filter_path", "nonzero"),
         ("reward", "environment_concurrency", 0),
