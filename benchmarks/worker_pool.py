@@ -20,7 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.reward.scoring_pools import VerifierPool
+from services.reward import verifiers
+from services.reward.scoring_pools import Verification, VerifierPool
+from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded
 
 CALLS, WORKERS, IN_HAND = 4000, 2, 4

@@ -78,7 +78,7 @@ async def test_a_response_that_is_late_has_0_and_says_why_and_the_right_answer_b
     assert isinstance(late, Scored) and isinstance(fine, Scored)
     assert late.rewards == [0.0, 0.0, 1.0, 0.0]
     [(position, reason)] = late.unread
-    assert position == 0 and re.fullmatch(r"verifier math: a response of \d+ characters was not verified within \d\.\d s", reason)
+    assert position == 0 and re.fullmatch(r"verifier math_verify: a response of \d+ characters was not verified within \d\.\d s", reason)
     assert (fine.rewards, fine.unread) == ([0.0, 1.0], ())
     [card] = await Registry(desk.bus, desk.config.run.name).alive("reward")
     async with httpx.AsyncClient() as client:
