@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import replace
 from typing import Any
 
 from services.reward.group_filter import GroupFilter
@@ -109,7 +108,7 @@ class GroupConsumer:
             metrics.add("responses_unread", len(unread), environment=group.environment)
             log.warning("responses_unread", samples=dict(unread))
         return Scored(
-            **dict(group) | {"samples": [replace(item.meta(), digest=item.token_digest()) for item in samples]},
+            **dict(group) | {"samples": [item.meta(item.token_digest()) for item in samples]},
             rewards=[score.reward for score in final],
             parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
             removed=tuple(index for index, score in enumerate(final) if score.removed),

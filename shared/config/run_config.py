@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.config import megatron_flags
-from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
+from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Layers, in_file
 from shared.config.data_section import DataSection
@@ -83,7 +83,7 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        if self.algorithm.advantage_estimator in GROUP_RELATIVE and n < 2:
+        if self.algorithm.needs_groups and n < 2:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:

@@ -32,6 +32,8 @@ _ARRAYS: dict[str, tuple[str, np.dtype[Any]]] = {
 }
 """numpy's kinds that a sample's arrays may be of, and the type that they travel as."""
 
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+
 _FINISH = ("stop", "length", "abort")
 
 
@@ -131,17 +133,22 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
+        if (problem := self._given_problem()) is not None:
+            return problem
+        return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
+
+    def _given_problem(self) -> str | None:
         for name in ("metadata", "attributes"):
             if not isinstance(getattr(self, name), dict):
                 return f"{name} is not a map"
         if self.given_reward is not None and not _is_given_reward(self.given_reward):
             return f"given_reward is {str(self.given_reward)[:80]!r}; expected a number up to {LARGEST_REWARD:g}, or {MAX_PARTS} by name"
-        return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
+        return None
 
     def _token_problem(self, vocabulary: int) -> str | None:
         for name in ("prompt", "response"):
             ids = getattr(self, name)
-            unsigned = ids.view(f"u{ids.itemsize}")  # in which negative ids are larger than any vocabulary
+            unsigned = ids.view(_UNSIGNED[ids.itemsize])  # in which negative ids are larger than any vocabulary
             if len(ids) and np.maximum.reduce(unsigned) >= vocabulary:
                 position = int(np.argmax(unsigned >= vocabulary))
                 return f"{name} holds token {ids[position]} at {position}, which is not in [0, {vocabulary})"
@@ -185,8 +192,11 @@ class Sample:
             out[start:end] = version
         return out
 
-    def meta(self) -> SampleMeta:
-        """Returns the metadata for references, without the digest: length, trained tokens, and the weight versions that these are of.
+    def meta(self, digest: int = 0) -> SampleMeta:
+        """Returns the metadata for references: length, trained tokens, and the weight versions that these are of.
+
+        Args:
+            digest: its `token_digest`, by who scores it.
 
         Raises BadMessage where these are more than `MAX_SPANS`.
         """
@@ -203,6 +213,7 @@ class Sample:
             finish=self.finish,
             trained=sum(trained.values()),
             spans=tuple((version, trained[version]) for version in versions) if len(versions) > 1 else (),
+            digest=digest,
         )
 
     def token_digest(self) -> int:

@@ -312,7 +312,7 @@ def test_an_environment_that_cannot_be_is_refused_by_field(
 
 
 def test_a_single_sample_is_enough_where_no_group_is_compared(tmp_path: Path) -> None:
-    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus_baseline"})
+    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus"})
 
 
 TOML = """

@@ -68,6 +68,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "started": 1.0,
         "ended": 2.0,
     },
+    "Discarded": {"group": "g00000000", "attempt": 0, "reason": "not handed in", "by": "r"},
+    "Wanted": {"group": "g00000000", "attempt": 0, "count": 2, "by": "r"},
     "Interrupted": {"group": "g00000000", "attempt": 0, "stale": False, "replica": "r", "payload": PAYLOAD},
     "Failed": {"group": "g00000000", "attempt": 0, "reason": "the verifier hung", "by": "reward-1", "payload": PAYLOAD},
     "BatchRequest": {"step": 0, "version": 0},
