@@ -129,7 +129,9 @@ class Task(Message):
 
 
 class Generated(Message, GeneratedGroup):
-    """A group to be scored. Subject ``<run>.generated.<environment>``."""
+    """A group to be scored by ``environment``. Subject ``<run>.generated.<queue>``: verifiers that need the same libraries share one."""
+
+    environment: Name
 
 
 class Outcome(Message):

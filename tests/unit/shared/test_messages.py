@@ -51,6 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "attempt": 0,
         "payload": PAYLOAD,
         "samples": [SAMPLE],
+        "environment": "math",
         "replica": "r",
         "started": 1.0,
         "ended": 2.0,
