@@ -121,9 +121,7 @@ async def generate_and_rm(args: Any, sample: HookSample, sampling_params: dict[s
     return given
 
 
-async def generate_and_rm_group(
-    args: Any, group: list[HookSample], sampling_params: dict[str, Any], evaluation: bool = False
-) -> list[Any]:
+async def generate_and_rm_group(args: Any, group: list[HookSample], sampling_params: dict[str, Any], evaluation: bool = False) -> list[Any]:
     """Returns a group's samples, generated and scored; a list in the place of a sample where its rollout gave several."""
     state = GenerateState(args)
     if state.aborted:
@@ -133,10 +131,11 @@ async def generate_and_rm_group(
         sample.session_id = sample.session_id or str(uuid.uuid4())
         seed = {"sampling_seed": state.group_sampling_seeds[index]} if args.sglang_enable_deterministic_inference else {}
         rollouts.append(generate_and_rm(args, sample, {**sampling_params, **seed}, evaluation=evaluation))
-    given = list(await asyncio.gather(*rollouts))
+    given: list[Any] = list(await asyncio.gather(*rollouts))
     if args.group_rm and not state.aborted:
-        for sample, reward in zip(given, await reward_dispatch.batched_async_rm(args, given), strict=True):
-            sample.reward = reward  # type: ignore[union-attr]
+        rewards = await reward_dispatch.batched_async_rm(args, given)
+        for scored, reward in zip(given, rewards, strict=True):
+            scored.reward = reward
     return given
 
 
