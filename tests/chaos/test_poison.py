@@ -31,7 +31,7 @@ def test_a_run_with_poison_and_deaths_reaches_its_end(
     """One group in ``every`` is bad, so that each kind comes within so many steps."""
     monkeypatch.setattr(poisonous_rollout, "EVERY", every)
     rollout = {"num_rollout": steps, "rollout_batch_size": GROUPS_A_STEP, "max_staleness": 1}
-    config = config_file(rollout=rollout, reward={"rm_type": "math"}, trainer={"save_interval": 2})
+    config = config_file(rollout=rollout, reward={"rm_type": "math_verify"}, trainer={"save_interval": 2})
     root, output = tmp_path / "runs" / "test", tmp_path / "output"
     with output.open("wb") as out:
         launcher = subprocess.Popen(
