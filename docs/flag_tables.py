@@ -278,7 +278,6 @@ _SLIME_REPLACED = {
     "keep_old_actor": "leave it out: log-probs before a step are computed where --off-policy asks for them",
     "eval_top_p": "evaluation has --rollout-top-p; --eval-temperature and --eval-max-response-len are its own",
     "eval_top_k": "evaluation has --rollout-top-k; --eval-temperature and --eval-max-response-len are its own",
-    "eval_reward_key": "evaluation has --reward-key",
     "eval_config": "use --eval-prompt-data, --eval-interval and the other fields of [eval]",
     "data_source_path": "use --data-source package.module:function",
     "tb_project_name": "leave it out: TensorBoard's files lie in RUN/tensorboard",

@@ -133,12 +133,17 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
+        if (problem := self._given_problem()) is not None:
+            return problem
+        return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
+
+    def _given_problem(self) -> str | None:
         for name in ("metadata", "attributes"):
             if not isinstance(getattr(self, name), dict):
                 return f"{name} is not a map"
         if self.given_reward is not None and not _is_given_reward(self.given_reward):
             return f"given_reward is {str(self.given_reward)[:80]!r}; expected a number up to {LARGEST_REWARD:g}, or {MAX_PARTS} by name"
-        return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
+        return None
 
     def _token_problem(self, vocabulary: int) -> str | None:
         for name in ("prompt", "response"):

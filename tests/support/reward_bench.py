@@ -130,10 +130,11 @@ class Bench:
             samples=[one.meta() for one in samples],
             rollouts=rollouts or [],
             replica="replica-1",
+            environment=environment or self.config.reward.environment_of(None),
             started=1.0,
             ended=2.0,
         ).model_copy(update=changes)
-        await self.bus.publish(self.names.generated(environment or self.config.reward.environment_of(None)), message)
+        await self.bus.publish(self.names.generated(message.environment), message)
         return message
 
     async def outcomes(self, count: int) -> dict[str, Outcome]:
