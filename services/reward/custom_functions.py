@@ -52,6 +52,7 @@ class Functions:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
         of_verb = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
         of_verb["select"] = [self._functions[field] for field in self._functions if field != SCORE]
+        self.block_s: float | None = None
         self.waits = [verb for verb, functions in of_verb.items() if functions and all(map(_is_async, functions))]
         """Those of the verbs whose functions are all async: while one call waits, others may be made."""
 

@@ -40,6 +40,7 @@ class VerifierCalls:
     def __init__(self, names: list[str]) -> None:
         load(names)  # now: sympy takes seconds, which no call's deadline should include
         self.waits: list[str] = []
+        self.block_s: float | None = None
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
 

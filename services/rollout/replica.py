@@ -161,10 +161,14 @@ class Replica:
         """Attaches an engine that has started; its weights have not been verified."""
         self.client = client
         if self._exposed or self._rollout.custom_generate_function_path is not None:
-            await self.proxy.open(own_address() if self._exposed else LOOPBACK)
+            await self.open_proxy()
         self.served.engine_started()
         self.engine_up.set()
         await self.publish()
+
+    async def open_proxy(self) -> None:
+        """Opens the way to the engine for a router or for generate functions, if it is not open."""
+        await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
     async def _start(self) -> EngineProcess:
         service = self._service

@@ -10,7 +10,7 @@ from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
-from services.rollout.partial_samples import Partial, restored, samples_of
+from services.rollout.partial_samples import restored, samples_of
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
 from services.rollout.token_rate import DrawnTokens, TokenRate
@@ -65,14 +65,14 @@ class Rollout:
         self.in_flight = InFlight(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
-        custom = self._config.rollout.custom_generate_function_path
-        self._custom = None if custom is None else CustomGenerate(service, self.replica)
+        self._custom = CustomGenerate(service, self.replica, self._tokenizer)
         self.running: dict[asyncio.Task[None], int] = {}
         self.tokens = 0
 
     async def run(self) -> None:
         """Generates until asked to stop; the groups in progress are then handed on, or go back to the queue."""
         service = self._service
+        await self.start_functions()
         await self.weights.listen()
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
@@ -86,8 +86,18 @@ class Rollout:
                 if self.running:
                     await asyncio.wait(self.running, timeout=HAND_ON_SECONDS)
                 await cancelled(self.running)
+                await self._custom.close()
                 for router in routers:
                     await router.leave()
+
+    async def start_functions(self) -> None:
+        """Starts the processes of the run's generate function, if it has one. Raises ConfigError where it cannot be imported."""
+        if self._config.rollout.custom_generate_function_path is not None:
+            await self._custom.start()
+
+    async def close_functions(self) -> None:
+        """Kills the processes of generate functions."""
+        await self._custom.close()
 
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity; training tasks wait while evaluations use all of it."""
@@ -139,16 +149,12 @@ class Rollout:
 
     async def _generate(self, task: Task) -> Generated | Interrupted:
         started = time.time()
-        if self._custom is None:
-            partials = restored(await self._earlier(task), task)
-            in_flight = None if is_evaluation(task.group) else self.in_flight
-            try:
-                await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
-            except Stopped as stopped:
-                return await self._interrupted(task, partials, stopped)
-            samples = samples_of(task, partials, self._tokenizer)
-        else:
-            samples = await self._custom.group(task)
+        in_flight = None if is_evaluation(task.group) else self.in_flight
+        earlier = await self._earlier(task)
+        by_function = self._custom.path(task) is not None
+        samples, stopped = await (self._custom.group if by_function else self._by_engine)(task, earlier, in_flight)
+        if stopped is not None:
+            return await self._interrupted(task, samples, stopped)
         if not is_evaluation(task.group):
             samples = fitted(samples, self._config.trainer.micro_batch_tokens, self._config.rollout.overlong_samples)
         ended = time.time()
@@ -165,10 +171,19 @@ class Rollout:
             ended=ended,
         )
 
-    async def _interrupted(self, task: Task, partials: list[Partial], stopped: Stopped) -> Interrupted:
+    async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
+        """Returns the task's samples; with why they were stopped, as far as they have come."""
+        partials, why = restored(earlier, task), None
+        try:
+            await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
+        except Stopped as stopped:
+            why = stopped
+        return samples_of(task, partials, self._tokenizer), why
+
+    async def _interrupted(self, task: Task, samples: list[Sample], stopped: Stopped) -> Interrupted:
         """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""
-        kept = not stopped.stale and any(len(partial.tokens) for partial in partials)
-        payload = await self._stored(task, samples_of(task, partials, self._tokenizer)) if kept else None
+        kept = not stopped.stale and any(len(sample.response) for sample in samples)
+        payload = await self._stored(task, samples) if kept else None
         self._service.log.info("group_interrupted", group=task.group, attempt=task.attempt, stale=stopped.stale, kept=kept)
         return Interrupted(group=task.group, attempt=task.attempt, stale=stopped.stale, replica=self._service.instance, payload=payload)
 

@@ -9,8 +9,10 @@ from shared.config.run_config import RunConfig
 from shared.hooks import slime_names
 from shared.runtime.errors import ConfigError, MyxoError
 
+GENERATE = "rollout.custom_generate_function_path"
+
 RUN_BY = {
-    "rollout.custom_generate_function_path": "rollout",
+    GENERATE: "rollout",
     "reward.custom_rm_path": "reward",
     "rollout.dynamic_sampling_filter_path": "reward",
     "rollout.rollout_sample_filter_path": "reward",

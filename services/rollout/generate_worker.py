@@ -1,0 +1,95 @@
+"""Runs generate functions of the user's in a process of its own, many rollouts at a time.
+
+``python -m services.rollout.generate_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; where the
+run has a function of its own it is imported then. A request: ``{"verb": "generate", "field": name, "path": path, "sample": fields,
+"sampling_params": map, "evaluation": flag, "engine": [host, port], "token": text, "seconds": number}``; an answer: ``{"samples": [fields,
+…]}``, or ``{"error": text}``. Samples travel as `shared.hooks.sample_message` has them.
+"""
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from shared.config.run_config import RunConfig
+from shared.hooks import Arguments, HookSample, load, sample_message
+from shared.hooks.call_context import CallContext, current_call
+from shared.hooks.loading import GENERATE
+from shared.runtime.daemon_thread import run_in_thread
+from shared.workers.call_server import serve_calls
+
+BLOCKED_SHARE = 0.5
+"""The share of a rollout's time for which it may block its process: those beside it then still have the other half."""
+
+
+class GenerateCalls:
+    """Answers calls. Raises ConfigError where the run's own function cannot be imported."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.waits = ["generate"]
+        self.block_s: float | None = BLOCKED_SHARE * config.rollout.generate_timeout
+        self._args = Arguments(config)
+        if (path := config.rollout.custom_generate_function_path) is not None:
+            load(GENERATE, path)
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, object]:
+        """Returns the samples of one rollout, or why there are none."""
+        host, port = request["engine"]
+        self._args.sglang_router_ip, self._args.sglang_router_port = host, port
+        current_call.set(CallContext(request["token"], f"{host}:{port}", time.monotonic() + request["seconds"]))
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            function = load(request["field"], request["path"])
+            evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
+            sample = sample_message.unpacked(request["sample"])
+            given = await _called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation))
+            return {"samples": [sample_message.packed(one) for one in _samples(given)]}
+        except asyncio.CancelledError:
+            if this.cancelling():
+                raise
+            return {"error": "cancelled itself"}
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # it fails its rollout, not this process
+            traceback.print_exc()
+            return {"error": str(error) if isinstance(error, UnusableResult) else f"{type(error).__name__}: {error}"}
+
+
+class UnusableResult(Exception):
+    """A function returned something other than samples."""
+
+
+async def _called(call: Callable[[], Any]) -> Any:
+    """Returns the result of a function, async or plain; a plain one has a thread of its own."""
+    function: Any = call.func if isinstance(call, functools.partial) else call
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return await call()
+    context = contextvars.copy_context()
+    result = await asyncio.wrap_future(run_in_thread(functools.partial(context.run, call), "custom-generate-call"))
+    return await result if inspect.isawaitable(result) else result
+
+
+def _samples(given: object) -> list[HookSample]:
+    samples: list[Any] = given if isinstance(given, list) else [given]
+    for sample in samples:
+        if not isinstance(sample, HookSample):
+            raise UnusableResult(f"gave a {type(sample).__name__}; expected a slime.utils.types.Sample or a list of them")
+    if not samples:
+        raise UnusableResult("gave an empty list; expected at least one sample")
+    return samples
+
+
+def main() -> None:
+    """Answers requests until the service is gone."""
+    serve_calls(lambda setup: GenerateCalls(RunConfig.model_validate_json(setup["config"])))
+
+
+if __name__ == "__main__":
+    main()
