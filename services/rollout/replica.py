@@ -160,7 +160,7 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started; its weights have not been verified."""
         self.client = client
-        if self._exposed or self._rollout.custom_generate_function_path is not None:
+        if self._exposed or self._rollout.custom_generate_function_path or self._rollout.rollout_function_path:
             await self.proxy.open(own_address() if self._exposed else LOOPBACK)
         self.served.engine_started()
         self.engine_up.set()

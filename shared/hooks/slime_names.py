@@ -18,6 +18,8 @@ MODULES = {
     "slime.utils": _OURS,
     "slime.utils.types": f"{_OURS}.sample_types",
     "slime.rollout": _OURS,
+    "slime.rollout.base_types": "shared.hooks.rollout_output",
+    "slime.rollout.data_source": f"{_OURS}.data_source",
     "slime.rollout.filter_hub": _OURS,
     "slime.rollout.filter_hub.base_types": "shared.hooks.filters",
     "slime.rollout.filter_hub.dynamic_sampling_filters": "shared.hooks.filters",
