@@ -1,26 +1,11 @@
-"""What a rollout function in slime's manner returns: groups of samples for training, or rewards of held-out sets."""
+"""Reads what a rollout function in slime's manner returns: the samples of its groups, in any nesting of lists."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared.hooks.hook_sample import HookSample
-
-
-@dataclass
-class RolloutFnTrainOutput:
-    """The groups that a rollout function has made, each a list of samples or of lists of them, and metrics of its own."""
-
-    samples: list[Any]
-    metrics: dict[str, Any] | None = None
-
-
-@dataclass
-class RolloutFnEvalOutput:
-    """Of each held-out set by name ``{"rewards": […], "truncated": […], "samples": […]}``, and metrics of its own."""
-
-    data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
+from shared.hooks.slime.rollout_output import RolloutFnTrainOutput
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.rollout.producer.service_calls import ServiceCalls
 from shared.config.run_config import RunConfig
-from shared.hooks.hook_sample import HookSample, Status
+from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.hooks.rollout_output import ReturnedGroup
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.hooks.slime.data_source import DataSource
@@ -30,6 +30,9 @@ GLANCE_S = 0.02
 
 PATIENCE_S = 30.0
 """The time after which a thread that waits for prompts gets groups ahead of those that will be discarded, though it has unfinished ones."""
+
+
+_ENDED, _OPEN = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED), (Status.PENDING, Status.ABORTED)
 
 
 class _Token:
@@ -71,7 +74,7 @@ class DrawnGroup:
     def finished(self) -> bool:
         """Returns whether all of its samples that are still there have ended."""
         living = [sample for reference in self.samples if (sample := reference()) is not None]
-        return all(sample.status in (Status.COMPLETED, Status.TRUNCATED, Status.FAILED) for sample in living)
+        return all(status_of(sample.status) in _ENDED for sample in living)
 
 
 class DrawnGroups(DataSource):
@@ -145,7 +148,7 @@ class DrawnGroups(DataSource):
         drawn = self._drawn.get(returned.number)
         if drawn is None:
             return f"group_index {returned.number} is no group that get_samples gave and that is still out"
-        if any(sample.status in (Status.ABORTED, Status.PENDING) for sample in returned.samples):
+        if any(status_of(sample.status) in _OPEN for sample in returned.samples):
             self.give_back(drawn, returned.samples)
             return None
         try:
@@ -244,13 +247,9 @@ class DrawnGroups(DataSource):
         versions = Served(drawn.begun, served["newest"], frozenset(served["late"]))
         stored = []
         for index, (sample, rollout) in enumerate(zip(samples, rollouts, strict=True)):
-            ended, status = sample.status not in (Status.ABORTED, Status.PENDING), sample.status
-            if not ended:
-                sample.status = Status.TRUNCATED
-            made = to_stored(sample, drawn.group, index, rollout, versions, served["vocabulary"])
-            if not ended:
-                sample.status, made.finish = status, "abort"
-            stored.append(made)
+            if status_of(sample.status) is Status.PENDING:
+                sample.status = Status.ABORTED
+            stored.append(to_stored(sample, drawn.group, index, rollout, versions, served["vocabulary"], unfinished=True))
         return stored
 
 
