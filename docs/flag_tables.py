@@ -290,7 +290,6 @@ _SLIME_REPLACED = {
     "log_probs_chunk_size": "lower --max-tokens-per-gpu where logits do not fit into memory",
     "update_weight_delta_checksum": "leave it out: every tensor of a push is checked",
     "rollout_health_check_timeout": "use --engine-start-timeout and --generate-timeout",
-    "rollout_function_path": "use --custom-generate-function-path: the loop itself is split over the services (docs/hooks.md)",
     "model_name": "leave it out: the model's family is read from --hf-checkpoint",
     "reset_optimizer_states": "start a run of another name from the weights that --save-hf has written",
 }

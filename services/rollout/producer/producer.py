@@ -93,7 +93,8 @@ class Producer:
         self._count = count
         self._waiting: list[DrawnTask] = []  # fetched, and not yet drawn by the function
         self._drawn: dict[str, DrawnTask] = {}
-        self._next_rollout, self._failures = 0, 0
+        self._next_rollout: int | None = None
+        self._failures = 0
         self._moved = 0.0  # when the function last got prompts, handed something in, or was found waiting
         self._wanted_at = float("-inf")
         self._drawing = asyncio.Lock()
@@ -194,13 +195,15 @@ class Producer:
     # --- what the process asks
 
     async def _on_next(self) -> dict[str, Any]:
-        """Returns the number of the next call once there is a task for it, and the engine's address."""
+        """Returns the number of the next call once there is a task for it, or the function still has some, and the engine's address."""
         self._calling = False
         async with self._drawing:
-            while not self._waiting:
+            while not self._waiting and not self._drawn:
                 await self._fetch(1)
-        first = min(group_number(drawn.task.group) for drawn in self._waiting)
-        rollout_id = max(self._next_rollout, first // self._config.rollout.rollout_batch_size)
+        rollout_id = self._next_rollout
+        if rollout_id is None:  # of a run that goes on, as far as its groups tell
+            first = min(group_number(drawn.task.group) for drawn in (*self._waiting, *self._drawn.values()))
+            rollout_id = first // self._config.rollout.rollout_batch_size
         self._next_rollout, self._calling, self._moved = rollout_id + 1, True, time.monotonic()
         assert self._replica.proxy.address is not None  # it is open from the engine's start on
         host, port = self._replica.proxy.address
