@@ -5,6 +5,7 @@ A group's samples are encoded into one or more blobs (MessagePack, arrays as raw
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -244,6 +245,14 @@ def _is_given_reward(given: object) -> bool:
 
 def _is_given_number(given: object) -> bool:
     return isinstance(given, int | float) and not isinstance(given, bool) and is_reward(given)
+
+
+def segments_of(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Returns the spans (start, end, version) that tile the versions of a response's tokens, int32 [R]."""
+    if not versions.size:
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [(start, end, int(versions[start])) for start, end in pairwise(edges)]
 
 
 def token_digest(*tokens: NDArray[Any]) -> int:
