@@ -49,6 +49,7 @@ MUTABLE = {
     "async_save",
     "keep_checkpoints",
     "save_hf",
+    "save_final_hf",
     "batch_timeout",
     "collective_timeout",
     "torch_threads",
