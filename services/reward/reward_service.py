@@ -31,7 +31,7 @@ async def serve(service: Service) -> None:
             environment = open_environment(name, url, service.bus, service.run)
             opened.push_async_callback(environment.close)
             checks.append(EnvironmentHealthCheck(service, environment))
-            scorers.append(ExternalScorer(environment, checks[-1], service.run, service.config.reward))
+            scorers.append(ExternalScorer(environment, checks[-1], service.config))
         group_filter = GroupFilter(service.config, functions)
         reader = await PayloadReader.open(service)
         consumers = [GroupConsumer(service, reader, scorer, group_filter) for scorer in scorers]
@@ -47,7 +47,7 @@ async def serve(service: Service) -> None:
 async def _own_scorers(service: Service, functions: HooksPool | None, opened: AsyncExitStack) -> list[Scorer]:
     """Returns the scorers of the run's environments that are inside of Myxo."""
     config, scorers = service.config.reward, list[Scorer]()
-    names = config.environment_names()
+    names = service.config.environment_names()
     for name in VERIFIERS:
         if name in names:
             pool = VerifierPool(name, config.reward_workers)

@@ -9,7 +9,9 @@ from pydantic import ValidationError
 from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.scoring_pools import HooksPool, VerifierPool
+from shared.config.eval_views import reward_key
 from shared.config.reward_section import CUSTOM, RewardSection
+from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -73,18 +75,18 @@ class CustomScorer(Scorer):
 class ExternalScorer(Scorer):
     """An environment outside of Myxo. Its health check tells whether it is reachable; groups that it had when it left are tried again."""
 
-    def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
-        super().__init__(environment.name, config.environment_concurrency, health.reachable)
-        self._environment, self._health, self._run, self._timeout = environment, health, run, config.reward_timeout
-        self._key = config.reward_key
+    def __init__(self, environment: Environment, health: EnvironmentHealthCheck, config: RunConfig) -> None:
+        reward = config.reward
+        super().__init__(environment.name, reward.environment_concurrency, health.reachable)
+        self._environment, self._health, self._config, self._timeout = environment, health, config, reward.reward_timeout
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
-        request = _request(self._run, group, samples)
+        request = _request(self._config.run.name, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
         reason = ""
         while (left := end - time.monotonic()) > 0:
             try:
-                return self._counted(await self._environment.score(request, left))
+                return self._counted(group.group, await self._environment.score(request, left))
             except EnvironmentAway as error:
                 reason = error.reason
                 self._health.lost(reason)
@@ -96,10 +98,11 @@ class ExternalScorer(Scorer):
         next_action = f"the group is given up ({reason})"
         raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, next_action)
 
-    def _counted(self, scores: list[Score]) -> list[Score]:
-        """Returns the scores by the reward that the run's `reward_key` names."""
+    def _counted(self, group: str, scores: list[Score]) -> list[Score]:
+        """Returns the scores by the reward that the `reward_key` of the run, or of the group's evaluation set, names."""
+        key = reward_key(self._config, group)
         try:
-            return [rewards.counted(score, self._key) for score in scores]
+            return [rewards.counted(score, key) for score in scores]
         except ValueError as error:
             raise EnvironmentFailed(self._environment.label, str(error)) from None
 

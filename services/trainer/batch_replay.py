@@ -20,7 +20,7 @@ from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
-from shared.schema.messages import BatchAnswer, RunDone, Trained, WarmStartEnded
+from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained, WarmStartEnded
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
@@ -37,7 +37,7 @@ class ReplayClient:
 
     stopping = False
     replicas: list[Any] = []
-    evaluations: dict[str, tuple[int, float]] = {}
+    evaluations: list[EvalFigures] = []
 
     def __init__(self, dumps: Any) -> None:
         self._dumps = dumps

@@ -98,7 +98,7 @@ async def _create(bus: Bus, config: RunConfig) -> None:
         await _limit(bus, stream)
     for consumer in (
         *(task_consumer(run, config.bus, task_class) for task_class in (TRAIN, EVAL)),
-        *(generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()),
+        *(generated_consumer(run, config.bus, environment) for environment in config.environment_names()),
         scored_consumer(run, config.bus),
     ):
         await _add_consumer(bus, consumer)

@@ -26,7 +26,7 @@ class RolloutSection(Section):
         ),
     )
 
-    num_rollout: int = Field(gt=0, description="training steps (one rollout batch each)", **MUTABLE)
+    num_rollout: int = Field(ge=0, description="training steps (one rollout batch each); 0: only evaluate, or train on sft_data", **MUTABLE)
     rollout_batch_size: int = Field(gt=0, le=65536, description="prompts (groups) a step")
     n_samples_per_prompt: int = Field(default=1, gt=0, le=MAX_SAMPLES, description="samples a group")
     max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")

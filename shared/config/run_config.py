@@ -19,10 +19,11 @@ from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Layers, in_file
 from shared.config.data_section import DataSection
+from shared.config.eval_config_file import read_sets
 from shared.config.eval_section import EvalSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
-from shared.config.reward_section import RewardSection
+from shared.config.reward_section import CUSTOM, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
 from shared.config.section import Misfits, Section
@@ -58,6 +59,7 @@ class RunConfig(Section):
     def _misfits(self) -> Iterator[str]:
         yield from self._sizes()
         yield from self._shared_gpus()
+        yield from self._rewards_of_sets()
 
     def _sizes(self) -> Iterator[str]:
         """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
@@ -112,6 +114,17 @@ class RunConfig(Section):
                 f"the trainer's {ranks} (actor_num_gpus_per_node), which colocate makes them share"
             )
 
+    def _rewards_of_sets(self) -> Iterator[str]:
+        """Yields the rewards of evaluation sets that the run does not have."""
+        for field, item in self.eval.named.items():
+            if item.rm_type is None or item.custom_rm_path is not None:
+                continue
+            try:
+                RewardSection.model_validate(self.reward.model_copy(update={"rm_type": item.rm_type}).model_dump())
+            except ValidationError as error:
+                reason = error.errors()[0].get("ctx", {}).get("error")
+                yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
+
     @property
     def trained(self) -> Path:
         """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
@@ -127,7 +140,13 @@ class RunConfig(Section):
                 for field, item in value
             }
             resolved[section] = value.model_copy(update=paths)
-        return self.model_copy(update=resolved)
+        absolute = self.model_copy(update=resolved)
+        return absolute.model_copy(update={"eval": absolute.eval.absolute(base)})
+
+    def environment_names(self) -> list[str]:
+        """Returns every environment that a prompt of this run may name, those of its evaluation sets among them; each has a queue."""
+        custom = {CUSTOM for item in self.eval.named.values() if item.custom_rm_path is not None}
+        return sorted({*self.reward.environment_names(), *custom})
 
 
 def parse(values: dict[str, Any]) -> RunConfig:
@@ -176,9 +195,20 @@ def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tupl
     layers.lay(overrides or {}, path)
     problems = layers.problems
     try:
+        _read_eval_config(layers.values.get("eval", {}))
         return parse(layers.values).absolute(Path.cwd()), problems
     except BadInput as error:
         return None, problems + [_with_origin(problem, layers, path) for problem in _without_consequences(problems_of(error), problems)]
+
+
+def _read_eval_config(values: dict[str, Any]) -> None:
+    """Puts the sets of slime's ``eval_config``, where one is given, in the place of those that ``[eval]`` names. Raises ConfigError."""
+    if (given := values.get("eval_config")) is None:
+        return
+    sets = read_sets(Path(given))
+    if values.get("sets", sets) != sets:
+        raise ConfigError("eval.sets", f"{len(values['sets'])} sets", f"given besides eval_config = {given}; leave one of them out")
+    values["sets"] = sets
 
 
 def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
@@ -284,7 +314,10 @@ def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[C
 def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
     value: Any = values
     for part in location:
-        value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
     if kind == "missing":
         model = section_model(location[0]) if len(location) > 1 else None
         description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"
