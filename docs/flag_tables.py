@@ -273,13 +273,11 @@ _SLIME_REPLACED = {
     "rollout_num_gpus": "use --rollout-replicas, each with --rollout-num-gpus-per-engine GPUs",
     "ref_load": "leave it out: the reference policy starts from --hf-checkpoint, see --ref-update-interval",
     "offload": "use --offload-train and --offload-rollout",
-    "num_epoch": "use --num-rollout: prompts over --rollout-batch-size make the steps of an epoch",
     "partial_rollout": "use --staleness-policy continue, and --over-sampling-batch-size",
     "mask_offpolicy_in_partial_rollout": "use --staleness-policy mask",
     "keep_old_actor": "leave it out: log-probs before a step are computed where --off-policy asks for them",
     "eval_top_p": "evaluation has --rollout-top-p; --eval-temperature and --eval-max-response-len are its own",
     "eval_top_k": "evaluation has --rollout-top-k; --eval-temperature and --eval-max-response-len are its own",
-    "eval_reward_key": "evaluation has --reward-key",
     "eval_config": "use --eval-prompt-data, --eval-interval and the other fields of [eval]",
     "data_source_path": "use --data-source package.module:function",
     "tb_project_name": "leave it out: TensorBoard's files lie in RUN/tensorboard",
@@ -293,16 +291,14 @@ _SLIME_REPLACED = {
     "update_weight_delta_checksum": "leave it out: every tensor of a push is checked",
     "rollout_health_check_timeout": "use --engine-start-timeout and --generate-timeout",
     "rollout_function_path": "use --custom-generate-function-path: the loop itself is split over the services (docs/hooks.md)",
-    "custom_convert_samples_to_train_data_path": "see docs/hooks.md: --custom-reward-post-process-path, --custom-advantage-function-path",
-    "rollout_data_postprocess_path": "use --custom-advantage-function-path (docs/hooks.md)",
     "model_name": "leave it out: the model's family is read from --hf-checkpoint",
     "reset_optimizer_states": "start a run of another name from the weights that --save-hf has written",
 }
 """Flags of slime's with a replacement: what to do instead."""
 
 _SLIME_ABSENT = (
-    "allgather_cp ci_test custom_eval_rollout_log_function_path custom_megatron_before_log_prob_hook_path "
-    "custom_megatron_before_train_step_hook_path custom_megatron_init_path custom_model_provider_path "
+    "allgather_cp ci_test custom_eval_rollout_log_function_path "
+    "custom_model_provider_path "
     "custom_rollout_log_function_path debug_rollout_only enable_experimental enable_mtp_training log_multi_turn "
     "memory_snapshot_dir multimodal_keys profile_target recompute_loss_function rollout_external_engine_addrs "
     "use_gated_attention use_rollout_routing_replay use_routing_replay"

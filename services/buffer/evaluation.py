@@ -13,6 +13,7 @@ from services.buffer.state import BufferState, EvaluationState
 from shared.data import pass_rates
 from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord
 from shared.schema.messages import Failed, Scored
+from shared.schema.versions import is_periodic
 
 QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 """Those of the lengths of responses."""
@@ -25,7 +26,8 @@ def is_due(limits: BufferConfig, version: int) -> bool:
     if version == 0:
         return not limits.evaluation.skip_eval_before_train
     interval = limits.evaluation.eval_interval
-    return interval is not None and (version * limits.weights.update_weights_interval) % interval == 0
+    steps = version * limits.weights.update_weights_interval
+    return interval is not None and is_periodic(steps, interval, limits.rollout.num_rollout_per_epoch)
 
 
 def due(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:

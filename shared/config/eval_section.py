@@ -59,7 +59,6 @@ class EvalSection(Section):
     eval_input_key: str | None = Field(default=None, description="key of the prompt; default: input_key")
     eval_label_key: str | None = Field(default=None, description="key of the reference answer; default: label_key")
     eval_tool_key: str | None = Field(default=None, description="key of the tools; default: tool_key")
-    eval_reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: reward_key")
 
     @property
     def named(self) -> dict[str, EvalSet]:

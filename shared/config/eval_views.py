@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from shared.config.eval_set import EvalSet
+from shared.config.reward_section import RewardSection
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.schema.ledger import eval_group_parts
@@ -33,7 +34,7 @@ _FIELDS: dict[str, dict[str, tuple[str, str | None]]] = {
         "apply_chat_template": ("apply_chat_template", None),
         "apply_chat_template_kwargs": ("apply_chat_template_kwargs", None),
     },
-    "reward": {"custom_rm_path": ("custom_rm_path", None), "reward_key": ("reward_key", "eval_reward_key")},
+    "reward": {"custom_rm_path": ("custom_rm_path", None)},
 }
 """Section → field of the run → field of a set, and of ``[eval]`` where there is one."""
 
@@ -82,6 +83,8 @@ class EvalView:
                     values.setdefault(field, value)
         if name == "rollout":
             values["rollout_max_prompt_len"] = self._max_prompt_len()
+        if name == "reward":
+            values["reward_key"] = self.own.reward_key or self.run.reward.key(evaluation=True)
         return getattr(self.run, name).model_copy(update=values)
 
     def _max_prompt_len(self) -> int | None:
@@ -101,10 +104,15 @@ def eval_view(config: RunConfig, group: str) -> EvalView | None:
     return None if parts is None else next((view for view in eval_views(config) if view.name == parts[0]), None)
 
 
+def reward_section(config: RunConfig, group: str) -> RewardSection:
+    """Returns what scores a group: the run's section, or that of its set."""
+    view = eval_view(config, group)
+    return config.reward if view is None else view.config.reward
+
+
 def reward_key(config: RunConfig, group: str) -> str | None:
     """Returns which of several named rewards of a group counts; None: the one that is called reward."""
-    view = eval_view(config, group)
-    return config.reward.reward_key if view is None else view.config.reward.reward_key
+    return reward_section(config, group).reward_key
 
 
 def reward_field(config: RunConfig, group: str) -> str:
