@@ -1,7 +1,9 @@
 """What a response is compared with: the label and the metadata of its prompt."""
 
 import json
+import math
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 
@@ -27,3 +29,18 @@ class Reference:
     def value(self) -> Any:
         """Returns the label as the prompt file has it: a number, a list or an object where it is no text."""
         return json.loads(self.label) if self.is_json and self.label is not None else self.label
+
+
+def label_text(value: Any) -> tuple[str | None, bool]:
+    """Returns a label of a prompt file as text, and whether that is JSON.
+
+    A number keeps the text that it has in the file (`shared.data.json_numbers`); one that has none is written in decimal digits, for nobody
+    answers ``1e-05``. Raises ValueError for NaN and infinities, TypeError for what is no JSON.
+    """
+    if value is None or isinstance(value, str):
+        return value, False
+    if not isinstance(value, float):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False), True
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no number in JSON")
+    return getattr(value, "text", None) or f"{Decimal(repr(value)):f}", True
