@@ -9,7 +9,7 @@ and stands in a table below. None needs a GPU; all together take seconds.
 from collections.abc import Callable
 from pathlib import Path
 
-from myxo.preflight import data_checks, epochs, label_checks, length_checks, machine_checks, model_checks, server_checks
+from myxo.preflight import data_checks, epochs, label_checks, length_checks, machine_checks, model_checks, objective_checks, server_checks
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
 from shared.config.run_config import RunConfig, read
@@ -38,6 +38,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     machine_checks.check_functions,
+    objective_checks.check_presets,
 )
 """Checks of what a config names, but for its rows of data."""
 

@@ -1,10 +1,11 @@
 """The section of the run's config that defines the objective. Names are slime's; `docs/algorithms.md` has the formulas."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from shared.config import presets
 from shared.config.algorithm_rules import CONTRADICTIONS, EFFECTS
 from shared.config.section import Rule, Section, hook
 
@@ -20,6 +21,10 @@ class AlgorithmSection(Section):
     """The objective."""
 
     rules: ClassVar[tuple[Rule, ...]] = (*EFFECTS, *CONTRADICTIONS)
+
+    preset: Annotated[list[str], BeforeValidator(presets.listed)] = Field(
+        default=[], description="published algorithms by name, whose fields are set unless given: docs/algorithms.md"
+    )
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
         default="policy_loss", description="policy gradient; maximum likelihood of the samples that pass rejection_threshold; or your own"

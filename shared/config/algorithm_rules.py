@@ -49,6 +49,8 @@ EFFECTS: tuple[Rule, ...] = (
         *("advantage_estimator", "normalize_advantages", "custom_advantage_function_path", "custom_reward_post_process_path"),
         *("eps_clip", "eps_clip_high", "eps_clip_c", "use_m2po", "use_kl_loss", "kl_loss_coef", "kl_coef", "entropy_coef"),
         *("off_policy", "use_rollout_logprobs", "use_tis", "use_opsm", "use_opd", "custom_pg_loss_reducer_function_path"),
+        *("disable_rewards_normalization", "disable_grpo_std_normalization", "tis_mode", "tis_level", "tis_clip", "tis_clip_low"),
+        *("tis_batch_normalize", "use_rs", "rs_veto_threshold", "custom_tis_function_path"),
     ),
     *_where(lambda a: a.loss_type == "sft_loss", "belongs to loss_type = sft_loss, which is {0.loss_type}", "rejection_threshold"),
     *_where(

@@ -7,7 +7,7 @@ without a field is refused with its replacement, an unknown flag with the neares
 import ast
 import types
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -97,7 +97,7 @@ def _value(flag: str, info: FieldInfo, given: str | None, rest: list[str]) -> An
         words = _following(rest, None if list in kinds else 1)
     if not words and (optional or list not in kinds):
         raise ConfigError(flag, "", f"needs a value: {info.description}")
-    if optional and [word.lower() for word in words] == ["none"]:
+    if optional and [word.lower() for word in words] == ["none"] and words[0] not in _choices(info.annotation):
         return None
     if list in kinds:
         return words
@@ -129,6 +129,13 @@ def _kinds(annotation: Any) -> set[type]:
         return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
     origin = get_origin(annotation)
     return {origin if isinstance(origin, type) else annotation if isinstance(annotation, type) else object}
+
+
+def _choices(annotation: Any) -> set[Any]:
+    """Returns the values of the literals among an annotation's types: ``none`` may be one of them."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {choice for argument in get_args(annotation) for choice in _choices(argument)}
+    return set(get_args(annotation)) if get_origin(annotation) is Literal else set()
 
 
 def flags() -> list[str]:

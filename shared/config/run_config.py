@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config import megatron_flags
+from shared.config import megatron_flags, presets
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Layers, in_file
@@ -135,13 +135,36 @@ class RunConfig(Section):
 def parse(values: dict[str, Any]) -> RunConfig:
     """Builds the config from nested plain values. Raises ConfigError with field, value and what is expected, or Problems of several."""
     known, problems = _known(values)
+    known, preset = _with_presets(known)
     try:
         config = RunConfig.model_validate(known)
     except ValidationError as error:
-        problems += _without_consequences(_config_errors(error, values), problems)
+        problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
-    raise_problems(problems)
+    raise_problems([_of_preset(problem, preset) for problem in problems])
     return config
+
+
+def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the values with those of the presets that they name; and of each field that was set so the names of the presets."""
+    try:
+        named = [str(name) for name in presets.listed(known.get("algorithm", {}).get("preset", []))]
+    except ValueError:  # the field's own check tells it
+        named = []
+    owners = field_sections()
+    given = {field: value for fields in known.values() for field, value in fields.items()}
+    defaults = {field: section_model(section).model_fields[field].default for field, section in owners.items()}
+    found = presets.fields_of(named, given, defaults)
+    for field, value in found.items():
+        known = {**known, owners[field]: {**known.get(owners[field], {}), field: value}}
+    return known, {f"{owners[field]}.{field}": ", ".join(named) for field in found}
+
+
+def _of_preset(problem: BadInput, preset: dict[str, str]) -> BadInput:
+    """Returns the same problem with the preset that set the field."""
+    if not isinstance(problem, ConfigError) or problem.field not in preset:
+        return problem
+    return ConfigError(problem.field, problem.value, f"{problem.expected} (set by preset {preset[problem.field]})")
 
 
 def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: dict[str, Any]) -> list[BadInput]:
