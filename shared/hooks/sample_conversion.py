@@ -14,7 +14,6 @@ import copy
 import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +27,7 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample as StoredSample
-from shared.schema.sample import Score
+from shared.schema.sample import Score, segments_of
 
 log = structlog.get_logger()
 
@@ -157,7 +156,7 @@ def to_stored(
         response=response,
         log_probs=log_probs,
         mask=mask,
-        segments=_segments(_versions(given.weight_versions, mask, served, where)),
+        segments=segments_of(_versions(given.weight_versions, mask, served, where)),
         finish=_FINISH[status],
         text=given.response,
         prompt_text=given.prompt,
@@ -264,11 +263,3 @@ def _of_spans(spans: list[Any], length: int, where: str) -> NDArray[np.int32]:
             raise BadMessage(f"{where}: weight_versions has a span {start} to {end} of {length} response tokens")
         versions[start:end] = int(version)
     return versions
-
-
-def _segments(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
-    """Returns spans (start, end, version) that tile the versions of the response's tokens."""
-    if not versions.size:
-        return []
-    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [(start, end, int(versions[start])) for start, end in pairwise(edges)]

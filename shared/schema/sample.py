@@ -5,6 +5,7 @@ A group's samples are encoded into one or more blobs (MessagePack, arrays as raw
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -262,6 +263,14 @@ def _is_json(label: str | None) -> bool:
     except ValueError:
         return False
     return True
+
+
+def segments_of(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Returns the spans (start, end, version) that tile the versions of a response's tokens, int32 [R]."""
+    if not versions.size:
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [(start, end, int(versions[start])) for start, end in pairwise(edges)]
 
 
 def token_digest(*tokens: NDArray[Any]) -> int:

@@ -1,5 +1,6 @@
 """Prompts: read, rendered and tokenised, or refused with file, line, key and what would be right."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_number_as_label_keeps_its_text(tmp_path: Path, tokenizer: Tokenizer, 
     config = run_config(tmp_path, data={"prompt_data": str(tmp_path / "numbers.jsonl")})
     prompt = TrainingPrompts(config, tokenizer)[0]
     assert (prompt.label, prompt.label_json) == (number, True)
-    assert Reference(prompt.label, prompt.label_json).value == float(number)
+    assert Reference(prompt.label, prompt.label_json).value == json.loads(number)
 
 
 def test_a_number_of_a_parquet_file_is_written_in_digits() -> None:
