@@ -281,9 +281,6 @@ _SLIME_REPLACED = {
     "tb_experiment_name": "leave it out: TensorBoard's files lie in RUN/tensorboard",
     "wandb_key": "give WANDB_API_KEY in the trainer's environment",
     "custom_config_path": "put the fields into the run's TOML file",
-    "dump_details": "use --save-debug-rollout-data and --save-debug-train-data",
-    "load_debug_rollout_data": "use `myxo replay CONFIG TEMPLATE`",
-    "debug_train_only": "use `myxo replay CONFIG TEMPLATE` on what --save-debug-rollout-data has written",
     "log_probs_chunk_size": "lower --max-tokens-per-gpu where logits do not fit into memory",
     "update_weight_delta_checksum": "leave it out: every tensor of a push is checked",
     "rollout_health_check_timeout": "use --engine-start-timeout and --generate-timeout",
@@ -296,7 +293,7 @@ _SLIME_REPLACED = {
 _SLIME_ABSENT = (
     "allgather_cp ci_test custom_eval_rollout_log_function_path "
     "custom_model_provider_path "
-    "custom_rollout_log_function_path debug_rollout_only enable_experimental enable_mtp_training log_multi_turn "
+    "custom_rollout_log_function_path enable_experimental enable_mtp_training log_multi_turn "
     "memory_snapshot_dir multimodal_keys profile_target recompute_loss_function rollout_external_engine_addrs "
     "use_gated_attention use_rollout_routing_replay use_routing_replay"
 )

@@ -42,6 +42,8 @@ def check_files(inspection: Inspection) -> Findings:
     config = inspection.config
     sets = {view.field: view.files for view in eval_views(config)}
     fields = {"data.prompt_data": config.data.prompt_data, **sets, "sft.sft_data": config.sft.sft_data}
+    if config.debug.trains_only:
+        fields = {"sft.sft_data": config.sft.sft_data}
     expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
     for field, value in fields.items():
         for path in data_files.paths(value):

@@ -16,6 +16,7 @@ from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.run_config import RunConfig
 from shared.data.prompts import PromptFile, TrainingPrompts
 from shared.rewards.names import VERIFIERS, base
+from shared.rewards.reference import label_text
 from shared.runtime.errors import ConfigError
 
 MODULE = "services.reward.label_trial"
@@ -80,7 +81,7 @@ def first_labels(config: RunConfig, prompts: TrainingPrompts | PromptFile, overr
         named = {**(metadata if isinstance(metadata, dict) else {}), **(overrides or {})}.get("rm_type")
         verifier = reward.environment_of(named)
         if verifier in VERIFIERS and isinstance(label, str | int | float):
-            found.append(Label(rows.where(row), verifier, str(label)))
+            found.append(Label(rows.where(row), verifier, label_text(label)[0] or ""))
     return found
 
 
