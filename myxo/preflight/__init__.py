@@ -9,7 +9,18 @@ and stands in a table below. None needs a GPU; all together take seconds.
 from collections.abc import Callable
 from pathlib import Path
 
-from myxo.preflight import data_checks, epochs, label_checks, length_checks, machine_checks, model_checks, objective_checks, server_checks
+from myxo.preflight import (
+    data_checks,
+    epochs,
+    label_checks,
+    length_checks,
+    machine_checks,
+    model_checks,
+    objective_checks,
+    package_checks,
+    server_checks,
+    shape_checks,
+)
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
 from shared.config.run_config import RunConfig, read
@@ -32,6 +43,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_other_models,
     model_checks.check_megatron_flags,
     model_checks.check_ranks,
+    shape_checks.check_described_shape,
     model_checks.check_engines,
     model_checks.check_training,
     model_checks.check_engine_flags,
@@ -44,6 +56,8 @@ INPUT_CHECKS: tuple[Check, ...] = (
 
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
+    package_checks.check_engine_packages,
+    package_checks.check_trainer_packages,
     machine_checks.check_gpus,
     machine_checks.check_earlier_run,
     machine_checks.check_directories,
