@@ -111,7 +111,8 @@ def check_training(inspection: Inspection) -> Findings:
     try:
         for rate in (trainer.lr, trainer.critic_lr if config.algorithm.has_critic else None):
             if rate is not None:
-                LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
+                warmup, decay = trainer.warmup_steps(steps), trainer.decay_steps(steps)
+                LearningRateSchedule(rate, trainer.min_lr, warmup, decay, trainer.lr_decay_style)
     except ConfigError as error:
         yield error
     if actor is None:

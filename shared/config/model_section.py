@@ -16,3 +16,8 @@ class ModelSection(Section):
         description="the initial policy: a directory with config.json, safetensors and tokenizer.json, or a name on the Hugging Face hub, "
         "ORG/NAME or ORG/NAME@REVISION"
     )
+    ref_load: Path | None = Field(
+        default=None,
+        description="slime's checkpoint of the reference policy. Here that starts from hf_checkpoint, as the policy does: a torch_dist "
+        "directory is taken for a conversion of it, another HF checkpoint is refused",
+    )

@@ -18,7 +18,7 @@ class Arguments:
     def __init__(self, config: RunConfig, **more: Any) -> None:
         fields = {field: getattr(getattr(config, section), field) for field, section in field_sections().items()}
         engine = {f"sglang_{flag.lstrip('-').replace('-', '_')}": value for flag, value in config.rollout.sglang.items()}
-        self.__dict__.update({**fields, **engine, **more})
+        self.__dict__.update({**config.run.custom_args, **fields, **engine, **more})
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"args has no {name}; {nearest(name, list(self.__dict__))}")
