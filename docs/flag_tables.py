@@ -1,5 +1,5 @@
-"""What Myxo makes of Megatron's flags: which describe the architecture, which it sets itself, which have no effect or mean nothing here, and
-other spellings. slime's own flags are in `shared.config.slime_flags`.
+"""What Myxo makes of Megatron's flags: which describe the architecture, which it sets itself, which have no effect or mean nothing here,
+and other spellings. slime's own flags are in `shared.config.slime_flags`.
 
 Names are those of Megatron's command line with underscores. What stands in no table is a field of one of Megatron's
 dataclasses and goes there as given.
@@ -177,7 +177,8 @@ _REASONS = {
     "a field of [trainer], which see": (
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size sequence_parallel "
         "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size use_distributed_optimizer recompute_granularity "
-        "recompute_method recompute_num_layers recompute_modules lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
+        "recompute_method recompute_num_layers recompute_modules lr "
+        "lr_warmup_fraction lr_decay_iters min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
     ),
     "weights come from hf_checkpoint; nothing is initialised": (
         "perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std embedding_init_method_std "
@@ -208,7 +209,7 @@ _REASONS = {
     ),
     "use max_tokens_per_gpu: sequences are packed by tokens": ("decoder_seq_length encoder_seq_length batch_size rampup_batch_size"),
     "use lr, min_lr, lr_warmup_iters and lr_decay_style; the schedule runs over num_rollout x num_steps_per_rollout steps": (
-        "decoupled_lr decoupled_min_lr lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_samples lr_warmup_init "
+        "decoupled_lr decoupled_min_lr lr_decay_samples lr_warmup_samples lr_warmup_init "
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples start_weight_decay end_weight_decay weight_decay_incr_style "
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
     ),

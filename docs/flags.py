@@ -45,8 +45,8 @@ fields. Values are checked where the command is given, without Megatron or torch
 - **Fields of Megatron's dataclasses** go there as given: TransformerConfig, OptimizerConfig, DistributedDataParallelConfig.
 - **Flags of the architecture change nothing.** The model is the one of `hf_checkpoint`; a flag that says otherwise is refused with both
   values. So a script written for another size does not train the wrong model.
-- **Nothing is ignored in silence.** An unknown flag is refused with the nearest one, a flag that means nothing here with the reason and what
-  to use instead, another value than Myxo's own with the reason for Myxo's. A flag that changes no value, only where memory lies or which
+- **Nothing is ignored in silence.** An unknown flag is refused with the nearest one, a flag that means nothing here with the reason and
+  what to use instead, another value than Myxo's own with the reason for it. A flag that changes no value, only where memory lies or which
   kernels run, is accepted; where it has no effect, that is told when the run starts. What needs Transformer Engine is refused where that is
   not installed. slime's own flags: [coming-from-slime.md](coming-from-slime.md).
 - **A switch** is given as `--name`, `--no-name` or `--name false`; a list as words, or as scripts write it, `--moe-layer-freq

@@ -6,7 +6,8 @@ for the sake of something that another check reports. A new one is a function in
 and stands in a table below. None needs a GPU; all together take seconds.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from myxo.preflight import data_checks, label_checks, length_checks, machine_checks, model_checks, server_checks
@@ -31,6 +32,8 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_actor,
     model_checks.check_other_models,
     model_checks.check_megatron_flags,
+    model_checks.check_layout_reach,
+    model_checks.check_given_checkpoints,
     model_checks.check_ranks,
     model_checks.check_engines,
     model_checks.check_training,
@@ -72,14 +75,17 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
 
     Raises ConfigError, or Problems of several.
     """
-    overrides, problems = flags.read(arguments)
+    given = flags.read(arguments)
+    problems = given.problems
     try:
-        config, found = read(path, overrides)
+        config, found, notes = read(path, given.overrides)
         problems += found
         if config is not None:
             hub = Hub.of()
             config = server_checks.pinned(config, hub, fresh=fresh)
-            problems += inspect(Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config))
+            os.environ.update(given.environment)
+            inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
+            problems += inspect(inspection, [] if problems else [*given.notes, *notes])
     except BadInput as error:
         problems += problems_of(error)
     raise_problems(problems)
@@ -87,10 +93,13 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
     return config
 
 
-def inspect(inspection: Inspection) -> list[BadInput]:
-    """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error."""
+def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
+    """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error.
+
+    ``told``: notes of before.
+    """
     problems: list[BadInput] = []
-    notes: list[str] = []
+    notes = list(told)
     known = 0
     for check in (*INPUT_CHECKS, *(MACHINE_CHECKS if inspection.starts else ()), *DATA_CHECKS):
         try:

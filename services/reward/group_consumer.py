@@ -10,7 +10,6 @@ from typing import Any
 from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
 from services.reward.scorer import Scorer
-from services.reward.worker_process import WorkerFailed
 from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
@@ -20,6 +19,7 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge,
 from shared.runtime.service_base import Service
 from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
 from shared.schema.sample import Sample, Score
+from shared.workers.worker_process import WorkerFailed
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What code raises that meets input nobody has thought of: it costs the group that brought it, not the service. Errors of servers are not

@@ -1,7 +1,7 @@
 """Decides which scored groups are kept, and which of their samples are trained, by the run's filters, for training groups alone."""
 
 from services.reward.custom_functions import SCORE, FilterResult
-from services.reward.worker_pool import HooksPool
+from services.reward.scoring_pools import HooksPool
 from shared import hooks
 from shared.config.run_config import RunConfig
 from shared.hooks.filters import BUILT_IN

@@ -8,7 +8,7 @@ from services.reward.group_consumer import GroupConsumer
 from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
 from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
-from services.reward.worker_pool import HooksPool, VerifierPool
+from services.reward.scoring_pools import HooksPool, VerifierPool
 from shared import hooks
 from shared.config.reward_section import CUSTOM, VERIFIERS
 from shared.environment.environment_client import open_environment

@@ -8,14 +8,14 @@ from pydantic import ValidationError
 
 from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
-from services.reward.worker_pool import HooksPool, VerifierPool
-from services.reward.worker_process import WorkerFailed
+from services.reward.scoring_pools import HooksPool, VerifierPool
 from shared.config.reward_section import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
+from shared.workers.worker_process import WorkerFailed
 
 IN_HAND = 4
 """The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""

@@ -6,7 +6,7 @@ and every data-parallel rank the same number of them.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,12 +60,15 @@ class Actor:
         self._saving: Save | None = None
 
     @classmethod
-    def create(cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False) -> "Actor":
+    def create(
+        cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False, initialized: Callable[[], None] | None = None
+    ) -> "Actor":
         """Joins the other ranks (see :mod:`.megatron.runtime`), builds this rank's part of the model and loads it.
 
         Args:
             hf_dir: a Hugging Face checkpoint: ``config.json``, ``*.safetensors``, tokenizer.
             random: keep Megatron's random weights; ``config.json`` is then enough.
+            initialized: is called once the process groups are there.
 
         Raises:
             ConfigError: the checkpoint is missing, of an unknown family, or not what its config says; the layout divides neither
@@ -84,6 +87,8 @@ class Actor:
         if settings.lora is not None:
             settings.lora.check(architecture, settings.layout, overrides)
         runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
+        if initialized is not None:
+            initialized()
         megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
         chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head)
         if settings.lora is not None:
@@ -135,6 +140,7 @@ class Actor:
         *,
         need_entropy: bool = False,
         temperature: float | None = None,
+        before: Callable[[], None] | None = None,
     ) -> StepResult:
         """Takes one optimizer step on the gradient of the summed loss.
 
@@ -144,13 +150,15 @@ class Actor:
         Args:
             batches: this data-parallel rank's micro-batches, at least one.
             loss_fn: see :data:`LossFunction`. need_entropy: compute the entropy for it (differentiable).
-            temperature: instead of the configured one.
+            temperature: instead of the configured one. before: is called once gradients are zero.
 
         Raises:
             BadLoss: the loss function broke its contract. DeadlineExceeded, PeerLost: the other ranks did not keep up.
         """
         self.model.zero_gradients()
         self.optimizer.zero_gradients()
+        if before is not None:
+            before()
         with deadline("the forward and backward passes"):
             divisor = self.settings.temperature if temperature is None else temperature
             loss, metrics = passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.trainer.batch_metrics import StatColumn, Table, metrics_of_batch
 from services.trainer.objective.reduce import denominator, passing, sample_weights
-from services.trainer.packing import BadSample, PackedBatch, collect, pack, spread
+from services.trainer.packing import NO_VERSION, BadSample, PackedBatch, collect, pack, spread
 from services.trainer.partition import Partition, Placement
 from services.trainer.placement import balance
 from services.trainer.shard_reader import Shard
@@ -42,13 +42,16 @@ class MicroBatch:
 class TrainBatch:
     """One rank's part of a training step, split into optimizer steps; every rank has as many of them, of as many micro-batches.
 
-    ``sample_stats`` are the whole batch's. ``denominators``: for each optimizer step, the divisor of sums over samples.
+    ``sample_stats`` are the whole batch's. ``denominators``: for each optimizer step, the divisor of sums over samples. ``rewards``,
+    ``raw``: as in `Shard`.
     """
 
     partition: Partition
     sample_stats: Table
     steps: list[list[MicroBatch]]
     denominators: tuple[float, ...] = ()
+    rewards: list[float] | None = None
+    raw: list[float] | None = None
 
     @property
     def step(self) -> int:
@@ -113,6 +116,16 @@ class TrainBatch:
         by_index = dict(zip(self.indices, values, strict=True))
         return self._with(name, lambda item: spread(item.samples, [by_index[index] for index in item.indices], name))
 
+    def with_masks(self, masks: Sequence[Tensor]) -> "TrainBatch":
+        """Returns the same batch with fewer trained tokens; weights stay those of all.
+
+        Args:
+            masks: bool [R] of each of ``indices``, 0 where a token is not trained, or not any more.
+        """
+        by_index = dict(zip(self.indices, masks, strict=True))
+        steps = [[_masked(item, [by_index[index] for index in item.indices]) for item in step] for step in self.steps]
+        return replace(self, steps=steps)
+
     def _with(self, name: str, values: Callable[[MicroBatch], Tensor]) -> "TrainBatch":
         steps = [[replace(item, packed=item.packed.with_fields(**{name: values(item)})) for item in step] for step in self.steps]
         return replace(self, steps=steps)
@@ -138,7 +151,7 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
             denominators.append(divisor)
     if not steps:
         raise BadBatch(f"the loss mask is 0 on every token of step {partition.batch.step} ({len(partition.items)} samples)")
-    return TrainBatch(partition, stats, steps, tuple(denominators))
+    return TrainBatch(partition, stats, steps, tuple(denominators), shard.rewards, shard.raw)
 
 
 def demonstration_micro_batches(
@@ -178,6 +191,13 @@ def _micro_batch(indices: list[int], shard: Shard, weights: Mapping[int, float],
     if objective.use_opd and objective.opd_type == "sglang":
         packed = packed.with_fields(**{TEACHER: spread(samples, [_teacher_log_probs(sample) for sample in samples], TEACHER)})
     return MicroBatch(indices, samples, packed)
+
+
+def _masked(item: MicroBatch, masks: Sequence[Tensor]) -> MicroBatch:
+    samples = [replace(sample, mask=sample.mask & mask.numpy()) for sample, mask in zip(item.samples, masks, strict=True)]
+    kept = spread(item.samples, [mask.float() for mask in masks], "loss_masks")
+    fields = {name: values.where(kept > 0, NO_VERSION if name == "versions" else 0) for name, values in item.packed.fields.items()}
+    return MicroBatch(item.indices, samples, replace(item.packed, loss_mask=item.packed.loss_mask * kept, fields=fields))
 
 
 def _teacher_log_probs(sample: Sample) -> Tensor:

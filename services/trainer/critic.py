@@ -15,7 +15,6 @@ from services.trainer.commands import Leave, Train, Value, Wait
 from services.trainer.control_client import ControlClient
 from services.trainer.loss_inputs import LossInputs
 from services.trainer.objective.advantage import needs
-from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.loss import ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.partition import Partition
@@ -38,7 +37,7 @@ class Critic(RoleWorker):
         self._shared = exchange
         # neither distillation nor whitening touches the returns
         self._objective = self._objective.model_copy(update={"use_opd": False, "normalize_advantages": False})
-        self._loss_inputs = LossInputs(self._objective, CustomFunctions.of(config), store)
+        self._loss_inputs = LossInputs(self._objective, self._custom, store)
         self._with_kl = needs(self._objective).kl
         self._valued: TrainBatch | None = None
         self._reported = 0

@@ -6,6 +6,7 @@ After the warm start each round takes a command: push the weights, or train a ba
 
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from torch import Tensor
@@ -23,12 +24,12 @@ from services.trainer.loss_inputs import LossInputs, old_log_probs
 from services.trainer.megatron import runtime
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.objective.advantage import needs
-from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.packing import PackedBatch
 from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_scheduler import StepScheduler
+from services.trainer.train_data import POSTPROCESS, postprocessed
 from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
@@ -52,7 +53,7 @@ class Trainer(RoleWorker):
         self._colocation.begin()
         super().__init__(config, store, control, "actor", exchange)
         self._colocation.attach(self._actor)
-        self._loss_inputs = LossInputs(self._objective, CustomFunctions.of(config), store)
+        self._loss_inputs = LossInputs(self._objective, self._custom, store)
         self._teacher: FrozenWeights | None = None
         self._reference: ReferencePolicy | None = None
         if needs(self._objective).reference:
@@ -110,8 +111,11 @@ class Trainer(RoleWorker):
         prepared = self._prepared(batch, ahead)
         if self._control is not None and (template := self._config.monitoring.save_debug_rollout_data) is not None:
             dumps.write_batch(template, batch, self._store)
-        means = token_means(prepared.packed, runtime.sum_over_data_parallel)
         attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
+        if POSTPROCESS in self._custom:
+            with runtime.together(f"the data of step {batch.step}, postprocessed"):
+                prepared = postprocessed(self._custom, prepared)
+        means = token_means(prepared.packed, runtime.sum_over_data_parallel)
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
             need_entropy = self._objective.entropy_coef != 0.0
@@ -135,13 +139,13 @@ class Trainer(RoleWorker):
         prepared = self._assembled(batch, ahead)
         wanted = needs(self._objective, len(prepared.steps))
         if wanted.proximal:  # with a single step the policy itself is the proximal one
-            prepared = self._computed(prepared, "proximal_log_probs", self._actor.log_probs)
+            prepared = self._computed(prepared, "proximal_log_probs", self._log_probs(""))
         if self._reference is not None:
             with self._reference.in_place_of_the_policy():
-                prepared = self._computed(prepared, "ref_log_probs", self._actor.log_probs)
+                prepared = self._computed(prepared, "ref_log_probs", self._log_probs("ref_"))
         if self._teacher is not None:
             with self._teacher.in_place_of(self._actor.model):
-                prepared = self._computed(prepared, "teacher_log_probs", self._actor.log_probs)
+                prepared = self._computed(prepared, "teacher_log_probs", self._log_probs("teacher_"))
         if wanted.kl:
             prepared = prepared.with_field("kl", self._reward_kl)
             if self._exchange is not None:  # the critic's returns contain the penalty too
@@ -149,6 +153,15 @@ class Trainer(RoleWorker):
         if wanted.values:
             prepared = self._with_given("values", prepared)
         return self._loss_inputs.with_advantages(prepared)
+
+    def _log_probs(self, prefix: str) -> Callable[[Sequence[PackedBatch]], list[Tensor]]:
+        """Returns the computation of log-probs under the weights that are in place. ``prefix``: slime's, of what is computed."""
+
+        def compute(batches: Sequence[PackedBatch]) -> list[Tensor]:
+            self._hooks.before_log_probs(self._actor, prefix)
+            return self._actor.log_probs(batches)
+
+        return compute
 
     def _reward_kl(self, batch: PackedBatch) -> Tensor:
         """Returns the KL penalty in the rewards of a micro-batch's tokens: [T]."""

@@ -78,17 +78,21 @@ class LossInputs:
         """Returns the advantages of this rank's samples before distillation and whitening."""
         partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
         groups = [item.group for item in partition.items]
-        of_sample = reward_advantages(self._objective, self._rewards(partition), groups, rollouts_of(partition, batch.sample_stats))[own]
+        of_sample = reward_advantages(self._objective, self._rewards(batch), groups, rollouts_of(partition, batch.sample_stats))[own]
         if ADVANTAGE in self._custom:
             shown = {name: _in_order(batch, field) for name, field in SHOWN.items() if field in batch.packed[0].fields}
-            raw = [partition.rewards[index] for index in own]
+            raw = [(partition.rewards if batch.raw is None else batch.raw)[index] for index in own]
             return self._custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": raw, **shown})
         kl = _in_order(batch, "kl") if wanted.kl else None
         values = _in_order(batch, "values") if wanted.values else None
         return token_advantages(self._objective, of_sample, masks, kl=kl, values=values)
 
-    def _rewards(self, partition: Partition) -> list[float]:
-        """Returns the whole batch's rewards by index, as ``custom_reward_post_process_path``, which gets all samples, returns them."""
+    def _rewards(self, batch: TrainBatch) -> list[float]:
+        """Returns the whole batch's rewards by index, as a convert function or ``custom_reward_post_process_path`` makes them of all
+        samples."""
+        partition = batch.partition
+        if batch.rewards is not None:
+            return batch.rewards
         if REWARDS not in self._custom:
             return partition.rewards
         with runtime.together(f"the rewards of step {partition.batch.step}"):

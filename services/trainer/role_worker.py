@@ -17,13 +17,17 @@ from services.trainer.attribution import agreed, attributed, refuse_infinite
 from services.trainer.batches import TrainBatch
 from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient, StopAsked
+from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
+from services.trainer.megatron_hooks import MegatronHooks
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
+from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import PackedBatch
 from services.trainer.partition import Partition, partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
+from services.trainer.train_data import CONVERT, converted
 from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.untrainable import Untrainable
 from shared.config.run_config import RunConfig
@@ -72,7 +76,10 @@ class RoleWorker:
         self._objective = config.algorithm
         self._set_state("loading the model")
         check_architecture(config, role)
-        self._actor = Actor.create(TrainerSettings.from_run(config, role), model_directory(config, role))
+        self._custom = CustomFunctions.of(config)
+        self._hooks = MegatronHooks(self._custom)
+        settings = TrainerSettings.from_run(config, role)
+        self._actor = Actor.create(settings, model_directory(config, role), initialized=self._hooks.initialized)
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
         self._reader = ShardReader(store, self._actor.data_parallel_rank, self._actor.architecture.vocab_size)
@@ -104,7 +111,10 @@ class RoleWorker:
     def _assembled(self, batch: Batch, ahead: Batch | None = None) -> TrainBatch:
         """Returns this rank's part of a batch; that of the next batch is read while this one trains. Raises Untrainable on all ranks."""
         with agreed(batch, f"reading the samples of step {batch.step}"):
-            shard = self._reader.take(self._partition(batch))
+            shard = self._reader.take(partition := self._partition(batch))
+        if CONVERT in self._custom:
+            with runtime.together(f"the train data of step {batch.step}"):
+                shard = converted(self._custom, partition, scored(partition, self._store)).applied(shard)
         if ahead is not None:
             with contextlib.suppress(Untrainable):  # it is refused when its turn comes
                 self._reader.read_ahead(self._partition(ahead))
@@ -138,7 +148,8 @@ class RoleWorker:
             try:
                 loss = loss_of_step(index)
                 with attributed(batch.partition, step):
-                    result = self._actor.train_step(packed, loss, need_entropy=need_entropy)
+                    before = partial(self._hooks.before_step, self._actor, batch.step, index)
+                    result = self._actor.train_step(packed, loss, need_entropy=need_entropy, before=before)
                 if not math.isfinite(result.loss) and not results and self._actor.settings.layout.expert == 1:
                     refuse_infinite(batch.partition, step, partial(self._actor.loss_alone, loss_fn=loss, need_entropy=need_entropy))
                 results.append(result)

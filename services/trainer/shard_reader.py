@@ -29,11 +29,14 @@ class Shard:
         samples: by their indices in the partition. Their masks are those used in training: without tokens of versions below the
             batch's ``mask_below``, and 0 everywhere in samples that a filter removed.
         stats: this rank's rows of the batch's statistics; those of samples that others read are 0.
+        rewards, raw: of the whole batch, where a convert function has made them: what advantages are made of, and what is shown.
     """
 
     partition: Partition
     samples: dict[int, Sample]
     stats: Table
+    rewards: list[float] | None = None
+    raw: list[float] | None = None
 
 
 class ShardReader:

@@ -172,6 +172,8 @@ class AlgorithmSection(Section):
     custom_tis_function_path: str | None = hook("that weighs and masks the per-token loss of off_policy decoupled")
     custom_pg_loss_reducer_function_path: str | None = hook("that makes the reducer of the policy loss")
     custom_reward_post_process_path: str | None = hook("that makes of a batch's rewards what advantages are made of")
+    custom_convert_samples_to_train_data_path: str | None = hook("that makes rewards and loss masks of a batch's samples")
+    rollout_data_postprocess_path: str | None = hook("that changes a batch's data once its advantages are there")
 
     @property
     def correction(self) -> OffPolicy:
@@ -188,7 +190,8 @@ class AlgorithmSection(Section):
     @property
     def normalizes_rewards(self) -> bool:
         """Returns whether rewards are compared within their group; a custom function replaces that."""
-        return not (self.disable_rewards_normalization or self.custom_reward_post_process_path)
+        custom = self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path
+        return not (self.disable_rewards_normalization or custom)
 
     @property
     def measures_kl(self) -> bool:

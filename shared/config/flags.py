@@ -6,9 +6,10 @@ nearest valid one.
 """
 
 import ast
+import dataclasses
 import json
 import types
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -26,7 +27,7 @@ Overrides = dict[str, dict[str, Any]]
 """Section → field → value."""
 
 
-@dataclass
+@dataclasses.dataclass
 class CommandLine:
     """The flags of a command line.
 
@@ -35,10 +36,10 @@ class CommandLine:
         notes: lines for the user: flags under other names, without effect, or given twice. environment: variables for the services.
     """
 
-    overrides: Overrides = field(default_factory=dict)
-    problems: list[BadInput] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    overrides: Overrides = dataclasses.field(default_factory=dict)
+    problems: list[BadInput] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def set(self, section: str, name: str, value: Any) -> None:
         """Sets a field; a mapping is added to the one that is there."""
@@ -107,9 +108,7 @@ def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> N
         given.overrides.setdefault("trainer", {}).setdefault("megatron", {})[megatron_name] = value
 
 
-def _slime(
-    flag: str, name: str, entry: Entry, own: list[str] | None, rest: list[str], owners: dict[str, str], given: CommandLine
-) -> None:
+def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list[str], owners: dict[str, str], given: CommandLine) -> None:
     """Reads a flag of slime's that is no field. Raises ConfigError."""
     if own is None and slime_flags.is_switch(entry) and not _next_is(rest, "true", "false"):
         words = ["true"]
@@ -142,28 +141,27 @@ def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple
 def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -> Any:
     """Returns the value of a field's flag: the text after its ``=`` (``own``), or the words that follow. Raises ConfigError."""
     kinds = _kinds(info.annotation)
-    optional = type(None) in kinds
-    reader = next((item for item in info.metadata if isinstance(item, Words)), None)
-    if own is not None:
-        words = own
-    elif reader is not None:
-        words = _following(rest)
-    elif bool in kinds and not _next_is(rest, "true", "false", *(["none"] if optional else [])):
+    reader = next((item.read for item in info.metadata if isinstance(item, Words)), None)
+    none = ["none"] if type(None) in kinds else []
+    if own is None and bool in kinds and not _next_is(rest, "true", "false", *none):
         return True
-    else:
-        words = _following(rest, None if list in kinds else 1)
-    if not words and (optional or list not in kinds):
+    words = _following(rest, None if list in kinds or reader is not None else 1) if own is None else own
+    if not words and (none or list not in kinds):
         raise ConfigError(flag, "", f"needs a value: {info.description}")
-    if optional and [word.lower() for word in words] == ["none"]:
+    if [word.lower() for word in words] == ["none"] == none:
         return None
-    if reader is not None:
-        try:
-            return reader.read(words)
-        except ValueError as error:
-            raise ConfigError(flag, " ".join(words), str(error)) from None
-    if list in kinds:
-        return words
-    return _mapping(flag, words[0]) if dict in kinds else words[0]
+    return _of_words(flag, kinds, words) if reader is None else _read_by(reader, flag, words)
+
+
+def _of_words(flag: str, kinds: set[type], words: list[str]) -> Any:
+    return words if list in kinds else _mapping(flag, words[0]) if dict in kinds else words[0]
+
+
+def _read_by(reader: Callable[[list[str]], Any], flag: str, words: list[str]) -> Any:
+    try:
+        return reader(words)
+    except ValueError as error:
+        raise ConfigError(flag, " ".join(words), str(error)) from None
 
 
 def _mapping(flag: str, text: str) -> Any:

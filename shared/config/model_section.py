@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from shared.config.section import Section
+from shared.config.section import MUTABLE, Section
 from shared.hub import hub_names
 
 
@@ -20,4 +20,5 @@ class ModelSection(Section):
         default=None,
         description="slime's checkpoint of the reference policy. Here that starts from hf_checkpoint, as the policy does: a torch_dist "
         "directory is taken for a conversion of it, another HF checkpoint is refused",
+        **MUTABLE,
     )

@@ -85,7 +85,10 @@ class RolloutSection(Section):
     rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
     rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
     rollout_num_gpus: int | None = Field(
-        default=None, gt=0, description="GPUs of all engines: rollout_replicas x rollout_num_gpus_per_engine; default: what they make it", **MUTABLE
+        default=None,
+        gt=0,
+        description="GPUs of all engines: rollout_replicas x rollout_num_gpus_per_engine; default: what they make it",
+        **MUTABLE,
     )
     rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine (its tensor parallel size)")
     rollout_concurrency: int = Field(default=64, gt=0, description="groups a replica generates at once", **MUTABLE)

@@ -25,9 +25,13 @@ class RunSection(Section):
     buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
 
     custom_config_path: Path | None = Field(
-        default=None, description="YAML file of further values, which stand over all others: fields of any section, or what custom_args takes"
+        default=None,
+        description="YAML file of values that stand over all others: fields of any section, the rest goes into custom_args",
+        **MUTABLE,
     )
-    custom_args: dict[str, Any] = Field(default={}, description="attributes that your own functions find in args, besides the config's fields")
+    custom_args: dict[str, Any] = Field(
+        default={}, description="attributes that your own functions find in args, besides the config's fields"
+    )
 
     @property
     def root(self) -> Path:

@@ -1,9 +1,9 @@
 """slime's flags that are no fields of the config: what becomes of each, on the command line and as a key of TOML.
 
-A flag of slime's is in one of four classes. It is *taken* if the config has a field of its name: nothing else says so, and whoever adds the
-field deletes the flag from the tables here. The others stand in one of the tables: *renamed* (accepted, and set under the field's own name),
-a *no-op* (accepted, without effect, for a reason), *refused* (for a reason, with what to do instead). What is renamed or a no-op is told
-once, when the run starts. Flags of Megatron's have the same classes, in `shared.config.megatron_flags`.
+A flag of slime's is in one of four classes. It is *taken* if the config has a field of its name: nothing else says so, and whoever adds
+the field deletes the flag from the tables here. The others stand in one of the tables: *renamed* (accepted, and set under a field's own
+name), a *no-op* (accepted, without effect, for a reason), *refused* (for a reason, with what to do instead). What is renamed or a no-op
+is told once, when the run starts. Flags of Megatron's have the same classes, in `shared.config.megatron_flags`.
 """
 
 from collections.abc import Callable
@@ -43,13 +43,13 @@ class NoOp:
 
 
 @dataclass(frozen=True)
-class Refused:
+class NotTaken:
     """A flag that no value is taken of. reason: why, and what to do instead."""
 
     reason: str
 
 
-Entry = Renamed | NoOp | Refused
+Entry = Renamed | NoOp | NotTaken
 
 
 @dataclass
@@ -168,9 +168,7 @@ _REASONS = {
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
     "rollout_function_path": "use --custom-generate-function-path: the loop itself is split over the services (docs/hooks.md)",
     "rollout_sample_hook_path": "do it at the end of --custom-generate-function-path",
-    "custom_convert_samples_to_train_data_path": "see docs/hooks.md: --custom-reward-post-process-path, --custom-advantage-function-path",
-    "rollout_data_postprocess_path": "use --custom-advantage-function-path (docs/hooks.md)",
-    "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run over the bus (docs/deployment.md)",
+    "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run (docs/deployment.md)",
     "sglang_router_ip": "MYXO_ROUTER_URL in the environment opens the engines to a router",
     "sglang_router_port": "MYXO_ROUTER_URL in the environment opens the engines to a router",
     "wandb_run_id": "a run's id in W&B is its name: give --name",
@@ -178,8 +176,8 @@ _REASONS = {
 
 _NOTHING_OF_THE_KIND = (
     "ci_test ci_disable_kl_checker ci_train_rollout_logprob_abs_diff_threshold ci_save_grad_norm ci_load_grad_norm "
-    "custom_eval_rollout_log_function_path custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path "
-    "custom_megatron_init_path custom_rollout_log_function_path enable_mtp_training fetch_trajectory_retry_times freeze_indexer "
+    "custom_eval_rollout_log_function_path  "
+    "custom_rollout_log_function_path enable_mtp_training fetch_trajectory_retry_times freeze_indexer "
     "log_correct_samples log_multi_turn log_reward_category megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules "
     "megatron_deepgemm_moe_forward_layers megatron_deepgemm_moe_forward_modules memory_recorder memory_snapshot_dir "
     "memory_snapshot_num_steps min_batch_collection_ratio multimodal_keys profile_target record_memory_history rollout_buffer_url "
@@ -187,16 +185,19 @@ _NOTHING_OF_THE_KIND = (
 )
 """Flags of slime's without an equivalent."""
 
-REFUSED: dict[str, Refused] = {
-    **{name: Refused(reason) for name, reason in _REASONS.items()},
-    **{name: Refused("Myxo has nothing of the kind") for name in _NOTHING_OF_THE_KIND.split()},
+REFUSED: dict[str, NotTaken] = {
+    **{name: NotTaken(reason) for name, reason in _REASONS.items()},
+    **{name: NotTaken("Myxo has nothing of the kind") for name in _NOTHING_OF_THE_KIND.split()},
 }
 """Flags of slime's that no value is taken of."""
 
 ROUTER = "router_"
 """What the flags of slime's router begin with."""
 
-_OF_THE_ROUTER = NoOp("texts", "there is no router: rollout services take their work from the run's queues")
+ANYTHING = "anythings"
+"""The kind of a flag whose value nobody looks at: any number of words."""
+
+_OF_THE_ROUTER = NoOp(ANYTHING, "there is no router: rollout services take their work from the run's queues")
 
 
 @cache
@@ -212,12 +213,12 @@ def find(name: str) -> Entry | None:
 
 def takes_several(entry: Entry) -> bool:
     """Returns whether several words may follow a flag."""
-    return isinstance(entry, Refused) or entry.kind.endswith("s")
+    return isinstance(entry, NotTaken) or entry.kind.endswith("s")
 
 
 def is_switch(entry: Entry) -> bool:
     """Returns whether a flag stands without a value."""
-    return not isinstance(entry, Refused) and entry.kind == "switch"
+    return not isinstance(entry, NotTaken) and entry.kind == "switch"
 
 
 def translate(name: str, entry: Entry, value: Any) -> Translation:
@@ -225,9 +226,9 @@ def translate(name: str, entry: Entry, value: Any) -> Translation:
 
     Raises ValueError: the flag is refused, or the value is none of its kind.
     """
-    if isinstance(entry, Refused):
+    if isinstance(entry, NotTaken):
         raise ValueError(f"a flag of slime's; {entry.reason}")
-    typed = Flag(name, entry.kind, choices=entry.choices).typed(value)
+    typed = value if entry.kind == ANYTHING else Flag(name, entry.kind, choices=entry.choices).typed(value)
     spelled = "--" + name.replace("_", "-")
     if isinstance(entry, NoOp):
         return Translation(notes=[f"{spelled} changes nothing: {entry.reason}"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from shared.config.learning_rate import DecayStyle
-from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section
+from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section, hook
 from shared.hub import hub_names
 from shared.runtime.errors import nearest
 
@@ -95,7 +95,10 @@ class TrainerSection(Section):
     min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
     lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     lr_warmup_fraction: float | None = Field(
-        default=None, ge=0, lt=1, description="the warm-up as a share of the steps over which the rate decays, in the place of lr_warmup_iters"
+        default=None,
+        ge=0,
+        lt=1,
+        description="the warm-up as a share of the steps of the decay, in the place of lr_warmup_iters",
     )
     lr_decay_style: DecayStyle = Field(default="constant", description="learning rate decay over the run")
     lr_decay_iters: int | None = Field(
@@ -128,8 +131,8 @@ class TrainerSection(Section):
     )
     load: Path | None = Field(
         default=None,
-        description="where slime looks for checkpoints to go on from. A run goes on from its own, which lie in SAVE/NAME: `myxo train` takes "
-        "the name of the newest run there",
+        description="where slime looks for checkpoints. A run goes on from its own, in SAVE/NAME; `myxo train` takes the name of the "
+        "newest run there",
         **MUTABLE,
     )
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
@@ -151,6 +154,9 @@ class TrainerSection(Section):
         **MUTABLE,
     )
     torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
+    custom_megatron_init_path: str | None = hook("that every trainer rank calls before it builds the model")
+    custom_megatron_before_log_prob_hook_path: str | None = hook("that is called before log-probs are computed")
+    custom_megatron_before_train_step_hook_path: str | None = hook("that is called before each optimizer step")
     megatron: dict[str, Any] = Field(
         default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
     )

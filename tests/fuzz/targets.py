@@ -16,7 +16,6 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from services.reward import frames
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import GenerationRequest, parse_group, wire_rid
 from shared.config import flags, run_config
@@ -38,6 +37,7 @@ from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 from shared.transfer.weight_checkpoint import CHECKPOINT_FILE, BrokenCheckpoint, FileSum, WeightCheckpoint, load_checkpoint
 from shared.transfer.weight_delta import apply_delta, encode_delta
+from shared.workers import frames
 from tests.fuzz.mutations import as_json, as_msgpack, spoiled_bytes, spoiled_text
 from tests.fuzz.valid_messages import every_message
 
@@ -193,9 +193,9 @@ def read_flags(data: bytes) -> None:
         words = flag_words(data)
     except ValueError:
         return  # the shell's own
-    found, problems = flags.read(words)
-    assert all(isinstance(problem, BadInput) for problem in problems)
-    read_values(found)
+    given = flags.read(words)
+    assert all(isinstance(problem, BadInput) for problem in given.problems)
+    read_values(given.overrides)
 
 
 def read_values(over: dict[str, Any]) -> object:

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.reward import worker_process
-from services.reward.worker_pool import VerifierPool
-from services.reward.worker_process import LOOP_SECONDS, WorkerFailed
+from services.reward.scoring_pools import VerifierPool
 from shared.runtime.errors import DeadlineExceeded
+from shared.workers import worker_process
+from shared.workers.worker_process import LOOP_SECONDS, WorkerFailed
 
 SOON = 60.0
 """A deadline that a healthy verifier does not reach on a slow machine."""

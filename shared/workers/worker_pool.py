@@ -1,4 +1,4 @@
-"""Worker processes that score groups within a deadline or are killed and replaced.
+"""Worker processes that answer calls within a deadline or are killed and replaced.
 
 A process has at most one call that blocks its event loop, and besides any number of calls that only wait (``waits``). If a process with
 several calls dies, each of them is made once more, alone in a process, so that no call fails because of another.
@@ -6,43 +6,27 @@ several calls dies, each of them is made once more, alone in a process, so that 
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from services.reward.custom_functions import SCORE, FilterResult
-from services.reward.worker_process import LOOP_SECONDS, Worker, WorkerBlocked, WorkerDied, WorkerFailed, WorkerGone, worker_environment
-from shared.config.run_config import RunConfig
-from shared.environment.protocol import first_problem
-from shared.hooks import paths
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.schema import sample
-from shared.schema.sample import Sample, Score
+from shared.workers.worker_process import Worker, WorkerBlocked, WorkerDied, WorkerFailed, WorkerGone, worker_environment
 
 
 class CallLate(DeadlineExceeded):
     """A call was not answered in time; it was cancelled, or its process was killed."""
 
 
-_MODULE = "services.reward.worker"
-
-_ANSWER = TypeAdapter(FilterResult)
-
-
 class WorkerPool:
     """A pool of ``size`` processes, and at most as many retired ones that only finish their calls.
 
     Args:
-        name: their name in errors. module: the module that they run. It speaks in `services.reward.frames`: a request is ``[id, request]``
-            and is answered with ``[id, None]`` when it is taken up and with ``[id, answer]``, a map, when it is done; the request None
-            cancels the call of its id, which is answered at once.
-        setup: the first request, answered when the process is ready, as `services.reward.worker` says.
+        name: their name in errors. module: the module that they run, which calls `shared.workers.call_server.serve_calls`.
+        setup: the first request, answered when the process is ready.
         variables: of the service's environment that they get besides the usual ones. Raises ConfigError for one that is not set.
     """
 
-    def __init__(self, name: str, size: int, setup: object, module: str = _MODULE, variables: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, size: int, setup: object, module: str, variables: Sequence[str] = ()) -> None:
         self._name, self._size, self._setup, self._module = name, size, setup, module
         self._environment = worker_environment(variables)
         self._workers = [self._fresh() for _ in range(size)]
@@ -66,8 +50,10 @@ class WorkerPool:
         found = [worker.process for worker in (*self._workers, *self._leaving) if worker.process is not None]
         return [process for process in found if process.running()]
 
-    async def ask(self, request: dict[str, Any], count: int, awaited: str, awaited_from: str, deadline: float) -> FilterResult:
-        """Returns a worker's answer about a group of ``count`` samples, checked: a model's or a user's code may share the worker's process.
+    async def ask(self, request: dict[str, Any], awaited: str, awaited_from: str, deadline: float) -> dict[str, Any]:
+        """Returns a worker's answer, which is not to be trusted: a model's or a user's code may share the worker's process.
+
+        A caller that is cancelled has the call cancelled in the worker, too.
 
         Args:
             request: where its ``verb`` is one of those that wait, the call gives way to others: a worker may have many such in hand.
@@ -87,13 +73,7 @@ class WorkerPool:
             raise WorkerFailed(f"{self._name}'s process was ended")
         if "error" in answer:
             raise WorkerFailed(str(answer["error"]))
-        try:
-            result = _ANSWER.validate_python(answer)
-        except ValidationError as error:
-            raise WorkerFailed(f"{self._name} answered with what is no score: {first_problem(error)}") from None
-        if len(result.scores) != count:
-            raise WorkerFailed(f"{self._name} gave {len(result.scores)} scores for {count} samples")
-        return result
+        return answer
 
     async def close(self) -> None:
         """Kills every worker."""
@@ -110,6 +90,9 @@ class WorkerPool:
             return answer
         except BadMessage:  # the request was not sent
             ended = False
+            raise
+        except asyncio.CancelledError:
+            ended = not waits  # a call that waits gives way
             raise
         except TimeoutError:
             raise TimeoutError("its call was cancelled") from None
@@ -161,59 +144,3 @@ class WorkerPool:
 
     def _fresh(self) -> Worker:
         return Worker(self._name, ["-m", self._module], self._setup, self._environment)
-
-
-class VerifierPool(WorkerPool):
-    """Runs one verifier.
-
-    Args:
-        name: the verifier, a key of `services.reward.verifiers.VERIFIERS`.
-    """
-
-    def __init__(self, name: str, size: int, module: str = _MODULE) -> None:
-        super().__init__(f"verifier {name}", size, {"verifier": name}, module)
-
-    async def score(self, responses: list[str], label: str, deadline: float) -> list[Score]:
-        """Returns one score a response; those that could not be verified have 0, and say why in ``unread``.
-
-        The worker gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each
-        alone, within as long again. Raises as `ask` does, but for the errors that a response is the cause of.
-        """
-        request = {"responses": responses, "label": label, "seconds": deadline}
-        try:
-            return (await self.ask(request, len(responses), "the rewards", self._name, deadline + LOOP_SECONDS)).scores
-        except (CallLate, WorkerDied) as error:
-            if len(responses) == 1:
-                return [Score(reward=0.0, unread=str(error))]
-        return [score for response in responses for score in await self.score([response], label, deadline / len(responses))]
-
-
-class HooksPool(WorkerPool):
-    """Runs the user's own functions: ``reward_workers`` processes, each with all of them. Calls raise as `ask` does."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config, found = config, paths(config, "reward")
-        self._called = {
-            "score": f"{SCORE} = {found.get(SCORE)}",
-            "select": ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE),
-        }
-        name = f"the functions {', '.join(found.values())}"
-        setup, variables = {"config": config.model_dump_json()}, config.reward.worker_environment
-        super().__init__(name, config.reward.reward_workers, setup, variables=variables)
-
-    @property
-    def scores_at_once(self) -> int | None:
-        """Returns how many groups an async ``custom_rm_path`` may have in hand; None where it is plain, or before the start."""
-        return self._config.reward.environment_concurrency if "score" in self._waits else None
-
-    async def score(self, samples: list[Sample]) -> list[Score]:
-        """Returns one score a sample, by ``custom_rm_path``."""
-        return (await self._call("score", samples, f"{len(samples)} rewards")).scores
-
-    async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
-        """Returns the outcome of the filters for a scored group."""
-        return await self._call("select", samples, "a verdict", scores=[asdict(score) for score in scores])
-
-    async def _call(self, verb: str, samples: list[Sample], awaited: str, **more: object) -> FilterResult:
-        request = {"verb": verb, "samples": sample.encode(samples, self._config.store.blob_bytes), **more}
-        return await self.ask(request, len(samples), awaited, self._called[verb], self._config.reward.reward_timeout)

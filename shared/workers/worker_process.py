@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from services.reward import frames
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
+from shared.workers import frames
 
 START_SECONDS = 120.0
 """The deadline for a fresh process to load its libraries; a call's own deadline begins after that."""
@@ -40,7 +40,7 @@ def worker_environment(named: Sequence[str] = (), given: Mapping[str, str] = os.
     """Returns a worker's variables: those of `ENVIRONMENT` that are set, and the ``named`` ones. Raises ConfigError for one that is not."""
     for name in named:
         if name not in given:
-            raise ConfigError("reward.worker_environment", name, "names of variables that are set where the reward service starts")
+            raise ConfigError("reward.worker_environment", name, "names of variables that are set where the service starts")
     return {name: given[name] for name in (*ENVIRONMENT, *named) if name in given}
 
 
@@ -105,6 +105,7 @@ class Worker:
 
         Raises TimeoutError, once the process has confirmed that the call is cancelled and goes on with the others. Raises WorkerBlocked
         where it is late and does not confirm it, WorkerGone where the process ended, and BadMessage for a request that is too long.
+        Where the caller is cancelled, so is a call that waits.
         """
         call_id, answers = next(self._call_ids), _Answers()
         data = frames.frame([call_id, request])
@@ -121,6 +122,10 @@ class Worker:
                     raise WorkerBlocked(f"{self._name}'s process is held up") from None
                 await self._exchange(frames.frame([call_id, None]), answers, LOOP_SECONDS, "is held up")
                 raise
+        except asyncio.CancelledError:
+            if waits and self._requests is not None:
+                self._requests.write(frames.frame([call_id, None]))
+            raise
         finally:
             del self._open[call_id]
 

@@ -1,0 +1,90 @@
+"""Worker processes that score groups: those of a verifier, and those of the user's functions. Both raise as `WorkerPool.ask` does."""
+
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from services.reward.custom_functions import SCORE, FilterResult
+from shared.config.run_config import RunConfig
+from shared.environment.protocol import first_problem
+from shared.hooks import paths
+from shared.schema import sample
+from shared.schema.sample import Sample, Score
+from shared.workers.worker_pool import CallLate, WorkerPool
+from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
+
+_MODULE = "services.reward.worker"
+
+_ANSWER = TypeAdapter(FilterResult)
+
+
+class ScoringPool(WorkerPool):
+    """A pool whose workers answer with scores."""
+
+    async def scores(self, request: dict[str, Any], count: int, awaited: str, awaited_from: str, deadline: float) -> FilterResult:
+        """Returns a worker's answer about a group of ``count`` samples, checked. Raises as `ask` does."""
+        answer = await self.ask(request, awaited, awaited_from, deadline)
+        try:
+            result = _ANSWER.validate_python(answer)
+        except ValidationError as error:
+            raise WorkerFailed(f"{self._name} answered with what is no score: {first_problem(error)}") from None
+        if len(result.scores) != count:
+            raise WorkerFailed(f"{self._name} gave {len(result.scores)} scores for {count} samples")
+        return result
+
+
+class VerifierPool(ScoringPool):
+    """Runs one verifier.
+
+    Args:
+        name: the verifier, a key of `services.reward.verifiers.VERIFIERS`.
+    """
+
+    def __init__(self, name: str, size: int, module: str = _MODULE) -> None:
+        super().__init__(f"verifier {name}", size, {"verifier": name}, module)
+
+    async def score(self, responses: list[str], label: str, deadline: float) -> list[Score]:
+        """Returns one score a response; those that could not be verified have 0, and say why in ``unread``.
+
+        The worker gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each
+        alone, within as long again. Raises as `ask` does, but for the errors that a response is the cause of.
+        """
+        request = {"responses": responses, "label": label, "seconds": deadline}
+        try:
+            return (await self.scores(request, len(responses), "the rewards", self._name, deadline + LOOP_SECONDS)).scores
+        except (CallLate, WorkerDied) as error:
+            if len(responses) == 1:
+                return [Score(reward=0.0, unread=str(error))]
+        return [score for response in responses for score in await self.score([response], label, deadline / len(responses))]
+
+
+class HooksPool(ScoringPool):
+    """Runs the user's own functions: ``reward_workers`` processes, each with all of them. Calls raise as `ask` does."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, found = config, paths(config, "reward")
+        self._called = {
+            "score": f"{SCORE} = {found.get(SCORE)}",
+            "select": ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE),
+        }
+        name = f"the functions {', '.join(found.values())}"
+        setup, variables = {"config": config.model_dump_json()}, config.reward.worker_environment
+        super().__init__(name, config.reward.reward_workers, setup, _MODULE, variables)
+
+    @property
+    def scores_at_once(self) -> int | None:
+        """Returns how many groups an async ``custom_rm_path`` may have in hand; None where it is plain, or before the start."""
+        return self._config.reward.environment_concurrency if "score" in self._waits else None
+
+    async def score(self, samples: list[Sample]) -> list[Score]:
+        """Returns one score a sample, by ``custom_rm_path``."""
+        return (await self._call("score", samples, f"{len(samples)} rewards")).scores
+
+    async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
+        """Returns the outcome of the filters for a scored group."""
+        return await self._call("select", samples, "a verdict", scores=[asdict(score) for score in scores])
+
+    async def _call(self, verb: str, samples: list[Sample], awaited: str, **more: object) -> FilterResult:
+        request = {"verb": verb, "samples": sample.encode(samples, self._config.store.blob_bytes), **more}
+        return await self.scores(request, len(samples), awaited, self._called[verb], self._config.reward.reward_timeout)
