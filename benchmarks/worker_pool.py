@@ -20,8 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.reward.scoring_pools import VerifierPool
-from services.reward.verifiers import VERIFIERS
+from services.reward import verifiers
+from services.reward.scoring_pools import Verification, VerifierPool
+from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded
 
 CALLS, WORKERS, IN_HAND = 4000, 2, 4
@@ -42,17 +43,17 @@ Score = Callable[[tuple[list[str], str], float], Awaitable[list[float]]]
 
 def verify(name: str, responses: list[str], label: str) -> list[float]:
     """What a worker of Pebble's runs."""
-    return [float(VERIFIERS[name](response, label)) for response in responses]
+    return [float(verifiers.verify(name, response, Reference(label))) for response in responses]
 
 
 @asynccontextmanager
 async def ours(name: str, workers: int) -> Any:
     """Yields how a group is scored by Myxo's own pool."""
-    pool = VerifierPool(name, workers)
+    pool = VerifierPool(name, [name], workers)
     await pool.start()
 
     async def score(call: tuple[list[str], str], deadline_s: float) -> list[float]:
-        return [score.reward for score in await pool.score(*call, deadline_s)]
+        return [score.reward for score in await pool.score(Verification(name, call[0], [Reference(call[1])]), deadline_s)]
 
     yield score
     await pool.close()
@@ -109,9 +110,9 @@ async def measure(kind: str, calls: int, workers: int) -> dict[str, float]:
     """Returns the figures of one pool."""
     async with POOLS[kind]("exact", workers) as score:
         quick = await calls_per_second(score, QUICK, calls, workers * IN_HAND)
-    async with POOLS[kind]("math", workers) as score:
+    async with POOLS[kind]("math_verify", workers) as score:
         parsed = await calls_per_second(score, PARSED, max(1, calls // 10), workers * IN_HAND)
-    async with POOLS[kind]("math", 1) as score:
+    async with POOLS[kind]("math_verify", 1) as score:
         late, again = await kill_latency(score)
     return {"quick_calls_per_s": quick, "math_calls_per_s": parsed, "late_ms": 1000 * late, "replaced_ms": 1000 * again}
 

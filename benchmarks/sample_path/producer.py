@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import replace
 
 from benchmarks.sample_path.content import SAMPLES, Pool, array_bytes
 from shared.bus import runs
@@ -95,7 +94,7 @@ class Producer:
             group=task.group,
             attempt=task.attempt,
             payload=reference(self._names.run, written, [one.length for one in samples]),
-            samples=[replace(one.meta(), digest=one.token_digest()) for one in samples],
+            samples=[one.meta(one.token_digest()) for one in samples],
             rewards=[float(index % 2) for index in range(task.n)],
             replica="producer",
             environment=task.environment,

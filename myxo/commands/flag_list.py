@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared.config import flags, megatron_flags
+from shared.config import flags, megatron_flags, presets
 from shared.config.megatron_flags import UNSET, Flag
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
@@ -52,6 +52,8 @@ def lines_of(pattern: str | None) -> list[str]:
     sought = pattern.lower().lstrip("-").replace("_", "-")
     own = [line for line in flags.help_lines() if line.startswith("  --") and sought in line.split()[0]]
     given = {line.split()[0] for line in own}
+    if "--preset" in given:
+        own += [f"  --preset {name:25} {presets.flags_of(name)}" for name in presets.PRESETS]
     matching = [flag for flag in catalogue if any(sought in spelling for spelling in flag.command_line)]
     return [*own, *(_line(flag) for flag in matching if flag.command_line[0] not in given)]
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from myxo.preflight import data_checks, label_checks, length_checks, machine_checks, model_checks, server_checks
+from myxo.preflight import data_checks, epochs, label_checks, length_checks, machine_checks, model_checks, objective_checks, server_checks
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
 from shared.config.run_config import RunConfig, read
@@ -41,6 +41,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     machine_checks.check_functions,
+    objective_checks.check_presets,
 )
 """Checks of what a config names, but for its rows of data."""
 
@@ -83,8 +84,11 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
         if config is not None:
             hub = Hub.of()
             config = server_checks.pinned(config, hub, fresh=fresh)
-            os.environ.update(given.environment)
             inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
+            rollout = {"rollout": epochs.settled(inspection)}
+            inspection.config, config = inspection.config.model_copy(update=rollout), config.model_copy(update=rollout)
+            inspection.frozen = config
+            os.environ.update(given.environment)
             problems += inspect(inspection, [] if problems else [*given.notes, *notes])
     except BadInput as error:
         problems += problems_of(error)

@@ -12,8 +12,8 @@ from itertools import zip_longest
 from typing import Any
 
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config.reward_section import VERIFIERS
 from shared.data.prompts import PromptFile, TrainingPrompts
+from shared.rewards.names import VERIFIERS, base
 from shared.runtime.errors import ConfigError
 
 MODULE = "services.reward.label_trial"
@@ -29,6 +29,7 @@ START_SECONDS = 30.0
 PROSE_WORDS = 12
 """A label of more words is a text, not an answer."""
 
+_MATHEMATICAL = ("dapo", "deepscaler", "math", "math_verify")
 _MISSING = 3
 _HASH = "####"
 
@@ -94,16 +95,19 @@ def ask(labels: list[tuple[str, str]]) -> tuple[dict[tuple[str, str], dict[str, 
 def problem(label: Label, result: dict[str, Any], inspection: Inspection) -> tuple[bool, str] | None:
     """Returns what is wrong with a label, given what its verifier says of it: whether surely no answer can match it, and why."""
     text, right = label.text.strip(), "give the final answer alone, such as 42 or \\frac{1}{2}"
+    name = base(label.verifier)
     if not text:
-        return True, f"is empty; {right if label.verifier == 'math' else 'give the text that an answer must have'}"
+        return True, f"is empty; {right if name in _MATHEMATICAL else 'give the text that an answer must have'}"
+    if result["why"]:
+        return True, f"{result['why']}; {right}"
     prose = len(text.split()) > PROSE_WORDS
-    if label.verifier == "math":
-        if result["why"]:
-            return True, f"{result['why']}; {right}"
+    if name in _MATHEMATICAL:
         if not result["matches"]:
-            return True, f"math reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
+            return True, f"{name} reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
         if prose and _HASH not in text and "\\boxed" not in text:
-            return False, f"is a whole text, of which math reads {result['reads']!r} alone; {right}"
+            return False, f"is a whole text, of which {name} reads {result['reads'][:60]!r} alone; {right}"
+        return None
+    if name != "exact":
         return None
     longest, tokenizer = inspection.config.rollout.rollout_max_response_len, inspection.tokenizer
     if tokenizer is not None and len(text) > longest and (tokens := len(tokenizer.encode(text))) > longest:

@@ -356,7 +356,7 @@ class Buffer:
         consumers = {
             "queue_task": [task_consumer(run, bus_config, TRAIN)],
             "queue_eval": [task_consumer(run, bus_config, EVAL)],
-            "queue_generated": [generated_consumer(run, bus_config, name) for name in self._config.reward.environment_names()],
+            "queue_generated": [generated_consumer(run, bus_config, name) for name in self._config.reward.queues()],
             "queue_scored": [scored_consumer(run, bus_config)],
         }
         queues = {name: [WorkQueue(self._bus, consumer, Task) for consumer in parts] for name, parts in consumers.items()}

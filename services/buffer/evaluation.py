@@ -6,6 +6,7 @@ from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, EvaluationState
 from shared.schema.ledger import EvalEnded, EvalScored, LedgerRecord
 from shared.schema.messages import Failed, Scored
+from shared.schema.versions import is_periodic
 
 
 def is_due(limits: BufferConfig, version: int) -> bool:
@@ -15,7 +16,8 @@ def is_due(limits: BufferConfig, version: int) -> bool:
     if version == 0:
         return not limits.evaluation.skip_eval_before_train
     interval = limits.evaluation.eval_interval
-    return interval is not None and (version * limits.weights.update_weights_interval) % interval == 0
+    steps = version * limits.weights.update_weights_interval
+    return interval is not None and is_periodic(steps, interval, limits.rollout.num_rollout_per_epoch)
 
 
 def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[LedgerRecord]:

@@ -21,6 +21,7 @@ from shared.schema.messages import (
     Attestation,
     Batch,
     BatchGroup,
+    Discarded,
     Failed,
     GroupOutcome,
     Interrupted,
@@ -29,6 +30,7 @@ from shared.schema.messages import (
     RewardPart,
     Scored,
     ScoredGroup,
+    Wanted,
 )
 
 STALE = "stale"
@@ -39,6 +41,12 @@ SURPLUS = "surplus"
 
 FILTERED, NOTHING_LEFT = "filtered", "no sample is left to train"
 """The beginning of the reason of groups dropped by a filter, and its continuation where a sample filter took every sample."""
+
+DISCARDED = "discarded"
+"""The beginning of the reason of groups dropped because a rollout function of the user's did not hand them in."""
+
+WANTED_BATCHES = 16
+"""The batches' worth of groups that may be outstanding for a rollout function that discards most of what it finishes."""
 
 RECORD_SAMPLES = 2048
 """Samples of one `GroupsScored`: about 70 bytes each. With many named rewards it is divided again (`services.buffer.record_size`)."""
@@ -99,6 +107,10 @@ def outcomes(state: BufferState, limits: BufferConfig, messages: Sequence[GroupO
             return failed(state, message, now)
         case [Interrupted() as message]:
             return interrupted(state, limits, message, now)
+        case [Discarded() as message]:
+            return discarded(state, message, now)
+        case [Wanted() as message]:
+            return wanted(state, limits, message, now)
         case _:
             return scored(state, limits, [message for message in messages if isinstance(message, Scored)], now)
 
@@ -160,6 +172,23 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
         return [_drop([group.id], now)] if limits.rollout.staleness_policy == "drop" else [_requeue(group, STALE, now)]
     has = message.payload or group.partial
     return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
+
+
+def discarded(state: BufferState, message: Discarded, now: float) -> list[LedgerRecord]:
+    """Drops a group that a rollout function took and does not hand in."""
+    group = state.groups.get(message.group)
+    if group is None or not _awaited(group, message):
+        return []
+    return [ledger.GroupsDropped(groups=[message.group], reason=f"{DISCARDED}: {message.reason}", at=now)]
+
+
+def wanted(state: BufferState, limits: BufferConfig, message: Wanted, now: float) -> list[LedgerRecord]:
+    """Admits groups ahead of those that a rollout function will discard, as long as it has a group, and not too many are outstanding."""
+    group = state.groups.get(message.group)
+    room = WANTED_BATCHES * limits.rollout.rollout_batch_size - len(state.outstanding)
+    if group is None or not _awaited(group, message) or room <= 0:
+        return []
+    return [ledger.GroupsAdmitted(first=state.admitted, count=min(message.count, room), version=state.live_version, at=now)]
 
 
 def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:

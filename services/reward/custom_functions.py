@@ -15,10 +15,10 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from services.reward import rewards
 from shared.config.run_config import RunConfig
-from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample, load, paths
+from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample, load, paths, reward_values
 from shared.hooks.filters import BUILT_IN
+from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
@@ -114,7 +114,7 @@ class Functions:
 
     def _read(self, field: str, value: object, index: int) -> Score:
         try:
-            return rewards.read(value, self._key)
+            return reward_values.read(value, self._key)
         except ValueError as error:
             raise self._failed(field, f"sample {index}: {error}") from None
 
@@ -127,7 +127,7 @@ class Functions:
         if keep:
             return None
         reason = output.reason if isinstance(output, DynamicFilterOutput) else None
-        return str(reason or self._paths[KEEP].rpartition(":")[2])[:LONGEST_REASON]
+        return str(reason or split_path(self._paths[KEEP])[1])[:LONGEST_REASON]
 
     async def _call(self, field: str, *given: Any) -> Any:
         """Returns the result of a plain or an async function. Raises HookFailed."""

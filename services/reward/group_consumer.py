@@ -1,14 +1,14 @@
-"""Takes the groups of one environment from its queue, has them scored, and sends the outcome on."""
+"""Takes groups from a queue, has them scored, and sends the outcome on."""
 
 import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import replace
 from typing import Any
 
 from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
+from services.reward.reward_router import RewardRouter
 from services.reward.scorer import Scorer
 from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
@@ -27,10 +27,14 @@ among them."""
 
 
 class GroupConsumer:
-    """The queue of one environment and its groups in progress; a slow environment delays only its own groups."""
+    """A queue and its groups in progress; a slow environment delays only the groups of its own queue.
 
-    def __init__(self, service: Service, reader: PayloadReader, scorer: Scorer, group_filter: GroupFilter) -> None:
-        self._service, self._reader, self._scorer, self._filter = service, reader, scorer, group_filter
+    Args:
+        scorer: says how many groups of the queue are in hand at once, and when it takes work. router: scores them.
+    """
+
+    def __init__(self, service: Service, reader: PayloadReader, scorer: Scorer, router: RewardRouter, group_filter: GroupFilter) -> None:
+        self._service, self._reader, self._scorer, self._router, self._filter = service, reader, scorer, router, group_filter
         consumer = generated_consumer(service.run, service.config.bus, scorer.name)
         self._queue = WorkQueue(service.bus, consumer, Generated, self._on_unreadable)
         self.in_hand: set[asyncio.Task[None]] = set()
@@ -80,7 +84,7 @@ class GroupConsumer:
 
     async def _outcome(self, lease: MessageLease[Generated]) -> Outcome:
         group = lease.message
-        log = self._service.log.bind(group=group.group, environment=self._scorer.name)
+        log = self._service.log.bind(group=group.group, environment=group.environment)
         if lease.exhausted:
             return self._failed(group, f"given up after {lease.deliveries - 1} deliveries")
         try:
@@ -98,28 +102,27 @@ class GroupConsumer:
         decided = await self._filter.decide(group.group, samples, scores)
         metrics, final = self._service.metrics, decided.scores
         metrics.add("samples_scored", len(scores))
-        metrics.add("groups_scored", environment=self._scorer.name)
+        metrics.add("groups_scored", environment=group.environment)
         unread = tuple((index, score.unread) for index, score in enumerate(final) if score.unread)
         if unread:
-            metrics.add("responses_unread", len(unread), environment=self._scorer.name)
+            metrics.add("responses_unread", len(unread), environment=group.environment)
             log.warning("responses_unread", samples=dict(unread))
         return Scored(
-            **dict(group) | {"samples": [replace(item.meta(), digest=item.token_digest()) for item in samples]},
+            **dict(group) | {"samples": [item.meta(item.token_digest()) for item in samples]},
             rewards=[score.reward for score in final],
             parts=tuple(score.parts for score in final) if any(score.parts for score in final) else (),
             removed=tuple(index for index, score in enumerate(final) if score.removed),
             unread=unread,
             filtered=decided.filtered,
-            environment=self._scorer.name,
         )
 
     async def _timed(self, group: Generated, samples: list[Sample]) -> list[Score]:
         started = time.monotonic()
         try:
-            return await self._scorer.score(group, samples)
+            return await self._router.score(group, samples)
         finally:
-            self._service.metrics.add("score_seconds", time.monotonic() - started, environment=self._scorer.name)
+            self._service.metrics.add("score_seconds", time.monotonic() - started, environment=group.environment)
 
     def _failed(self, group: Generated, reason: str) -> Failed:
-        self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
+        self._service.metrics.add("groups_not_scored", environment=group.environment)
         return Failed(group=group.group, attempt=group.attempt, reason=reason, by=self._service.instance, payload=group.payload)

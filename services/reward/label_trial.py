@@ -8,10 +8,13 @@ In, all at once: a JSON line ``[verifier, label]`` for each. Out, for each in th
 import json
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
-from services.reward.verifiers import READ_LABEL, VERIFIERS
+from services.reward.verifiers import Value, load, read_label, verify
+from shared.rewards.names import QUEUES, TEXT, base, needs_label
+from shared.rewards.reference import Reference
 
 LABEL_SECONDS = 5.0
 """The time for a label. One that needs more would take it from every response that is compared with it."""
@@ -22,14 +25,15 @@ MISSING = 3
 
 def answers(verifier: str, label: str) -> list[str]:
     """Returns answers that consist of the label alone, in the forms that this verifier reads, those that compare fastest first."""
-    if verifier != "math":
-        return [label]
-    boxed = f"\\boxed{{{label}}}"
-    return [label, boxed] if label[-1:].isdigit() else [boxed, label]
+    boxed, name = f"\\boxed{{{label}}}", base(verifier)
+    if name == "math_verify":
+        return [label, boxed] if label[-1:].isdigit() else [boxed, label]
+    said = {"dapo": f"Answer: {label}", "deepscaler": f"</think>{boxed}", "math": boxed}.get(name, label)
+    return [said if name == verifier else f"\\boxed{{{said}}}"]
 
 
 def tried(verifier: str, label: str) -> dict[str, Any]:
-    """Returns the result of trying a label. An empty label does not match, since no answer is empty."""
+    """Returns the result of trying a label. An empty label does not match where one is needed, since no answer is empty."""
     try:
         return within(LABEL_SECONDS, lambda: _tried(verifier, label))
     except OutOfTime:
@@ -39,23 +43,30 @@ def tried(verifier: str, label: str) -> dict[str, Any]:
 
 
 def _tried(verifier: str, label: str) -> dict[str, Any]:
-    reads = READ_LABEL.get(verifier, str)(label)
-    matches = bool(label.strip()) and any(VERIFIERS[verifier](answer, label) >= 1 for answer in answers(verifier, label))
+    reference = Reference(label)
+    reads = read_label(verifier, reference)
+    if not needs_label(verifier):
+        return {"matches": True, "reads": reads, "why": ""}
+    matches = bool(label.strip()) and any(_right(verify(verifier, answer, reference)) for answer in answers(verifier, label))
     return {"matches": matches, "reads": reads, "why": ""}
 
 
+def _right(value: Value) -> bool:
+    return (value["score"] if isinstance(value, Mapping) else value) >= 1
+
+
 def needs_parser(verifier: str, label: str) -> bool:
-    """Returns whether math-verify reads the label."""
+    """Returns whether a library reads the label."""
     number = label.strip().lstrip("+-")
-    return verifier == "math" and bool(number) and not (number.isascii() and number.isdecimal())
+    return QUEUES[base(verifier)] != TEXT and bool(number) and not (number.isascii() and number.isdecimal())
 
 
 def main() -> int:
     """Runs the command line and returns the exit code."""
     asked = [json.loads(line) for line in sys.stdin]
     try:
-        if any(needs_parser(*question) for question in asked):
-            VERIFIERS["math"]("x", "x")  # loads lazy imports now, so that no label's time includes them
+        for verifier in {verifier for verifier, label in asked if needs_parser(verifier, label)}:
+            load([verifier])  # now, so that no label's time includes it
         end = time.process_time() + float(sys.argv[1])
         for verifier, label in asked:
             print(json.dumps(tried(verifier, label)), flush=True)

@@ -7,11 +7,13 @@ from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.group_consumer import GroupConsumer
 from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
+from services.reward.reward_router import RewardRouter
 from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
 from services.reward.scoring_pools import HooksPool, VerifierPool
 from shared import hooks
-from shared.config.reward_section import CUSTOM, VERIFIERS
+from shared.config.reward_section import CUSTOM
 from shared.environment.environment_client import open_environment
+from shared.rewards.names import QUEUES, queue_of
 from shared.runtime.service_base import Service
 
 POLL_INTERVAL_S = 0.5
@@ -34,7 +36,8 @@ async def serve(service: Service) -> None:
             scorers.append(ExternalScorer(environment, checks[-1], service.run, service.config.reward))
         group_filter = GroupFilter(service.config, functions)
         reader = await PayloadReader.open(service)
-        consumers = [GroupConsumer(service, reader, scorer, group_filter) for scorer in scorers]
+        router = RewardRouter(service.config.reward, {scorer.name: scorer for scorer in scorers})
+        consumers = [GroupConsumer(service, reader, scorer, router, group_filter) for scorer in scorers]
         service.state = "ready"
         work = [*(check.run() for check in checks), *(consumer.run() for consumer in consumers), _count(service, consumers)]
         try:
@@ -47,15 +50,14 @@ async def serve(service: Service) -> None:
 async def _own_scorers(service: Service, functions: HooksPool | None, opened: AsyncExitStack) -> list[Scorer]:
     """Returns the scorers of the run's environments that are inside of Myxo."""
     config, scorers = service.config.reward, list[Scorer]()
-    names = config.environment_names()
-    for name in VERIFIERS:
-        if name in names:
-            pool = VerifierPool(name, config.reward_workers)
-            opened.push_async_callback(pool.close)
-            if name == config.rm_type:  # the run's own verifier: its first group should not wait for imports
-                await pool.start()
-            scorers.append(VerifierScorer(name, pool, config))
-    if functions is not None and CUSTOM in names:
+    queues = config.queues()
+    for queue in sorted(set(QUEUES.values()).intersection(queues)):
+        pool = VerifierPool(queue, [name for name in QUEUES if QUEUES[name] == queue], config.reward_workers)
+        opened.push_async_callback(pool.close)
+        if queue == queue_of(config.rm_type):  # the run's own verifier: its first group should not wait for imports
+            await pool.start()
+        scorers.append(VerifierScorer(queue, pool, config))
+    if functions is not None and CUSTOM in queues:
         scorers.append(CustomScorer(functions, config))
     return scorers
 

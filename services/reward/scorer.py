@@ -6,13 +6,16 @@ from abc import ABC, abstractmethod
 
 from pydantic import ValidationError
 
-from services.reward import rewards
 from services.reward.environment_health import EnvironmentHealthCheck
-from services.reward.scoring_pools import HooksPool, VerifierPool
+from services.reward.scoring_pools import HooksPool, Verification, VerifierPool
 from shared.config.reward_section import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
+from shared.hooks import reward_values
+from shared.rewards.names import needs_label
+from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_process import WorkerFailed
@@ -38,25 +41,35 @@ class Scorer(ABC):
             self.open.set()
 
     @abstractmethod
-    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
         """Returns one score a sample, in order, within the run's `reward_timeout`.
+
+        Args:
+            environment: what scores these samples of the group: one of those of this scorer's queue.
 
         Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
 
 
 class VerifierScorer(Scorer):
-    """A verifier of `services.reward.verifiers`."""
+    """The verifiers of `services.reward.verifiers` that share a queue."""
 
-    def __init__(self, name: str, pool: VerifierPool, config: RewardSection) -> None:
-        super().__init__(name, config.reward_workers * IN_HAND)
-        self._pool, self._timeout = pool, config.reward_timeout
+    def __init__(self, queue: str, pool: VerifierPool, config: RewardSection) -> None:
+        super().__init__(queue, config.reward_workers * IN_HAND)
+        self._pool, self._config = pool, config
 
-    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
-        label = samples[0].label
-        if label is None:
-            raise WorkerFailed(f"verifier {self.name} needs a label and the prompt has none")
-        return await self._pool.score([sample.text for sample in samples], label, self._timeout)
+    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
+        if needs_label(environment) and any(sample.label is None for sample in samples):
+            raise WorkerFailed(f"verifier {environment} needs a label and the prompt has none")
+        first, *others = references = [Reference(sample.label, metadata=sample.metadata) for sample in samples]
+        asked = Verification(
+            environment,
+            [sample.text for sample in samples],
+            references if any(reference != first for reference in others) else [first],
+            self._config.answer_pattern if environment == self._config.rm_type else None,
+            self._config.key(is_evaluation(group.group)),
+        )
+        return await self._pool.score(asked, self._config.reward_timeout)
 
 
 class CustomScorer(Scorer):
@@ -66,7 +79,7 @@ class CustomScorer(Scorer):
         super().__init__(CUSTOM, max(config.reward_workers * IN_HAND, pool.scores_at_once or 0))
         self._pool = pool
 
-    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
         return await self._pool.score(samples)
 
 
@@ -76,15 +89,15 @@ class ExternalScorer(Scorer):
     def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
         super().__init__(environment.name, config.environment_concurrency, health.reachable)
         self._environment, self._health, self._run, self._timeout = environment, health, run, config.reward_timeout
-        self._key = config.reward_key
+        self._config = config
 
-    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
         request = _request(self._run, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
         reason = ""
         while (left := end - time.monotonic()) > 0:
             try:
-                return self._counted(await self._environment.score(request, left))
+                return self._counted(await self._environment.score(request, left), self._config.key(is_evaluation(group.group)))
             except EnvironmentAway as error:
                 reason = error.reason
                 self._health.lost(reason)
@@ -96,10 +109,10 @@ class ExternalScorer(Scorer):
         next_action = f"the group is given up ({reason})"
         raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, next_action)
 
-    def _counted(self, scores: list[Score]) -> list[Score]:
+    def _counted(self, scores: list[Score], key: str | None) -> list[Score]:
         """Returns the scores by the reward that the run's `reward_key` names."""
         try:
-            return [rewards.counted(score, self._key) for score in scores]
+            return [reward_values.counted(score, key) for score in scores]
         except ValueError as error:
             raise EnvironmentFailed(self._environment.label, str(error)) from None
 

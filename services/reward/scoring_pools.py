@@ -1,6 +1,7 @@
-"""Worker processes that score groups: those of a verifier, and those of the user's functions. Both raise as `WorkerPool.ask` does."""
+"""Worker processes that score groups: those of verifiers, and those of the user's functions. Both raise as `WorkerPool.ask` does."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -9,6 +10,8 @@ from services.reward.custom_functions import SCORE, FilterResult
 from shared.config.run_config import RunConfig
 from shared.environment.protocol import first_problem
 from shared.hooks import paths
+from shared.rewards.names import wrong
+from shared.rewards.reference import Reference
 from shared.schema import sample
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_pool import CallLate, WorkerPool
@@ -34,29 +37,53 @@ class ScoringPool(WorkerPool):
         return result
 
 
-class VerifierPool(ScoringPool):
-    """Runs one verifier.
+@dataclass(frozen=True)
+class Verification:
+    """What is asked of a verifier.
 
-    Args:
-        name: the verifier, a key of `services.reward.verifiers.VERIFIERS`.
+    name: the verifier. responses: their texts. references: what each is compared with, or one for all. pattern: takes the answer out of a
+    response. key: the reward that counts of several.
     """
 
-    def __init__(self, name: str, size: int, module: str = _MODULE) -> None:
-        super().__init__(f"verifier {name}", size, {"verifier": name}, module)
+    name: str
+    responses: Sequence[str]
+    references: Sequence[Reference]
+    pattern: str | None = None
+    key: str | None = None
 
-    async def score(self, responses: list[str], label: str, deadline: float) -> list[Score]:
-        """Returns one score a response; those that could not be verified have 0, and say why in ``unread``.
+    def request(self, seconds: float) -> dict[str, Any]:
+        """Returns the request to a worker, which `services.reward.worker.VerifierCalls.answer` reads."""
+        return {**asdict(self), "seconds": seconds}
+
+    def each(self) -> list["Verification"]:
+        """Returns a verification for each response alone."""
+        references = [self.references[index % len(self.references)] for index in range(len(self.responses))]
+        return [replace(self, responses=[one], references=[reference]) for one, reference in zip(self.responses, references, strict=True)]
+
+
+class VerifierPool(ScoringPool):
+    """Runs the verifiers of one queue.
+
+    Args:
+        queue: its name. names: the verifiers, keys of `services.reward.verifiers.VERIFIERS`.
+    """
+
+    def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE) -> None:
+        super().__init__(queue, size, {"verifiers": list(names)}, module)
+
+    async def score(self, asked: Verification, deadline: float) -> list[Score]:
+        """Returns one score a response; those that could not be verified have that of a wrong answer, and say why in ``unread``.
 
         The worker gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each
         alone, within as long again. Raises as `ask` does, but for the errors that a response is the cause of.
         """
-        request = {"responses": responses, "label": label, "seconds": deadline}
+        count, source = len(asked.responses), f"verifier {asked.name}"
         try:
-            return (await self.scores(request, len(responses), "the rewards", self._name, deadline + LOOP_SECONDS)).scores
+            return (await self.scores(asked.request(deadline), count, "the rewards", source, deadline + LOOP_SECONDS)).scores
         except (CallLate, WorkerDied) as error:
-            if len(responses) == 1:
-                return [Score(reward=0.0, unread=str(error))]
-        return [score for response in responses for score in await self.score([response], label, deadline / len(responses))]
+            if count == 1:
+                return [Score(reward=wrong(asked.name), unread=str(error))]
+        return [score for alone in asked.each() for score in await self.score(alone, deadline / count)]
 
 
 class HooksPool(ScoringPool):

@@ -1,54 +1,78 @@
 """Scores groups in a process of its own, which the service kills when a call blocks it.
 
-``python -m services.reward.worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"verifier": name}``, or
-``{"config": JSON}`` for the user's own functions. A request: ``{"responses": [text, …], "label": text, "seconds": number}`` for a verifier,
-else what `services.reward.custom_functions.Functions.answer` takes; an answer: ``{"scores": [score, …]}``, for functions with
-``"filtered"``, or ``{"error": text}``.
+``python -m services.reward.worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"verifiers": [name, …]}``, or
+``{"config": JSON}`` for the user's own functions. A request: what `VerifierCalls.answer` or
+`services.reward.custom_functions.Functions.answer` takes; an answer: ``{"scores": [score, …]}``, for functions with ``"filtered"``, or
+``{"error": text}``.
 """
 
 import resource
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
-from services.reward.verifiers import READ_LABEL, VERIFIERS
+from services.reward.verifiers import Value, load, pattern_answer, read_label, verify
+from shared.hooks import reward_values
+from shared.rewards.names import base, wrong
+from shared.rewards.reference import Reference
 from shared.workers.call_server import Calls, serve_calls
 
 MEMORY_BYTES = 4 << 30
 """The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""
 
 
+NAMED = {"dapo": "score"}
+"""The reward that counts of verifiers that give several, where the run names none."""
+
 LONGEST_PROBLEM = 200
 """The most characters of why a response or a label was not read: a library's error may repeat it whole."""
 
 
 class VerifierCalls:
-    """Answers calls by one verifier, one after the other. A response that it cannot verify, or not in time, gets 0 and costs no other."""
+    """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets 0 and costs no other.
 
-    def __init__(self, name: str) -> None:
-        self._name, self._verifier, self._read_label = name, VERIFIERS[name], READ_LABEL.get(name, str)
-        self._verifier("", "x")  # loads lazy imports now: sympy takes seconds, which no call's deadline should include
+    Args:
+        names: the verifiers that will be asked for.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        load(names)  # now: sympy takes seconds, which no call's deadline should include
         self.waits: list[str] = []
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
-        """Returns a score for each response. Each may take its share of what is left of the call's ``seconds``."""
-        responses, label, end = request["responses"], request["label"], time.monotonic() + request["seconds"]
+        """Returns a score for each response. Each may take its share of what is left of the call's ``seconds``.
+
+        Args:
+            request: ``{"name": verifier, "responses": [text, …], "references": [map, …], "pattern": text or None, "key": text or None,
+                "seconds": number}``: a reference for each response, or one for all of them; the pattern takes the answer out of a response;
+                the key names the reward that counts.
+        """
+        name, responses, end = request["name"], request["responses"], time.monotonic() + request["seconds"]
+        pattern = request.get("pattern")
+        references = [Reference(**fields) for fields in request["references"]]
         try:
-            within(request["seconds"], lambda: self._read_label(label))
+            within(request["seconds"], lambda: [read_label(name, reference) for reference in references])
         except (Exception, OutOfTime) as error:
-            return {"error": f"verifier {self._name}: {_problem(error, 'the label was not read', request['seconds'])}"}
+            return {"error": f"verifier {name}: {_problem(error, 'the label was not read', request['seconds'])}"}
         scores: list[dict[str, object]] = []
         for index, text in enumerate(responses):
             seconds = (end - time.monotonic()) / (len(responses) - index)
+            reference = references[index % len(references)]
             try:
-                scores.append({"reward": float(within(seconds, partial(self._verifier, text, label)))})
+                value = within(seconds, partial(_verified, name, text, pattern, reference))
+                scores.append(asdict(reward_values.read(value, request.get("key") or NAMED.get(base(name)))))
             except (Exception, OutOfTime) as error:
                 problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
-                scores.append({"reward": 0.0, "unread": f"verifier {self._name}: {problem}"})
+                scores.append({"reward": wrong(name), "unread": f"verifier {name}: {problem}"})
         return {"scores": scores}
+
+
+def _verified(name: str, response: str, pattern: str | None, reference: Reference) -> Value:
+    return verify(name, pattern_answer(response, pattern), reference)
 
 
 def _problem(error: BaseException, undone: str, seconds: float) -> str:
@@ -61,8 +85,8 @@ def main() -> None:
 
 
 def _calls(setup: dict[str, Any]) -> Calls:
-    if "verifier" in setup:
-        return VerifierCalls(setup["verifier"])
+    if "verifiers" in setup:
+        return VerifierCalls(setup["verifiers"])
     from services.reward.custom_functions import Functions  # imports the whole config, which verifiers do without
     from shared.config.run_config import RunConfig
 

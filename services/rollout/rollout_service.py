@@ -160,6 +160,7 @@ class Rollout:
             samples=[sample.meta() for sample in samples],
             rollouts=sample_codec.rollouts(samples),
             replica=self._service.instance,
+            environment=task.environment,
             started=started,
             ended=ended,
         )

@@ -22,7 +22,8 @@ def launch(role: str) -> None:
 
 
 def prepare_environment(config: RunConfig) -> None:
-    """Sets the environment variables that every rank's libraries read when they are imported."""
+    """Sets the environment variables that every rank's libraries read when they are imported, those of ``train_env_vars`` first."""
+    os.environ |= config.trainer.train_env_vars
     os.environ.setdefault("OMP_NUM_THREADS", str(config.trainer.torch_threads or 1))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that an engine may want
     if config.trainer.train_device == "cpu":

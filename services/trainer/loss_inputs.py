@@ -11,7 +11,16 @@ from services.trainer.batch_metrics import Sum
 from services.trainer.batches import TEACHER, TrainBatch, rollouts_of
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.objective.advantage import Advantages, distilled, needs, reward_advantages, token_advantages, whitened
+from services.trainer.objective.advantage import (
+    Advantages,
+    Rewards,
+    distilled,
+    less_kl,
+    needs,
+    reward_advantages,
+    token_advantages,
+    whitened,
+)
 from services.trainer.objective.correction import Statistics, batch_statistics
 from services.trainer.objective.custom_objective import ADVANTAGE, REWARDS, CustomFunctions
 from services.trainer.objective.loss import loss_of
@@ -78,12 +87,15 @@ class LossInputs:
         """Returns the advantages of this rank's samples before distillation and whitening."""
         partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
         groups = [item.group for item in partition.items]
-        of_sample = reward_advantages(self._objective, self._rewards(batch), groups, rollouts_of(partition, batch.sample_stats))[own]
+        kl = _in_order(batch, "kl") if wanted.kl else None
+        rewards: Rewards = self._rewards(batch)
+        if kl is not None and self._objective.advantage_estimator == "rloo":
+            rewards = less_kl(self._objective, rewards, own, kl, masks, self._total)
+        of_sample = reward_advantages(self._objective, rewards, groups, rollouts_of(partition, batch.sample_stats))[own]
         if ADVANTAGE in self._custom:
             shown = {name: _in_order(batch, field) for name, field in SHOWN.items() if field in batch.packed[0].fields}
             raw = [(partition.rewards if batch.raw is None else batch.raw)[index] for index in own]
             return self._custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": raw, **shown})
-        kl = _in_order(batch, "kl") if wanted.kl else None
         values = _in_order(batch, "values") if wanted.values else None
         return token_advantages(self._objective, of_sample, masks, kl=kl, values=values)
 

@@ -33,7 +33,7 @@ from services.trainer.untrainable import Untrainable
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
-from shared.schema.versions import version_after
+from shared.schema.versions import is_periodic, version_after
 from shared.store.payload_store import BlockingStore
 
 SKIPPED_IN_A_ROW = 10
@@ -203,8 +203,8 @@ class RoleWorker:
         self._log.info("resumed", steps=self._progress.steps, version=self._version)
 
     def _save_if_due(self) -> None:
-        steps = self._progress.steps
-        if steps % self._config.trainer.save_interval == 0 or steps == self._config.rollout.num_rollout:
+        steps, rollout = self._progress.steps, self._config.rollout
+        if is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout:
             self._save()
 
     def _save(self) -> None:

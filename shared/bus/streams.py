@@ -25,6 +25,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.bus_section import BusSection
 from shared.config.run_config import RunConfig
+from shared.rewards.names import queue_of
 
 DUPLICATE_WINDOW = 600.0
 """Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it."""
@@ -61,9 +62,9 @@ def task_consumer(run: str, bus: BusSection, task_class: str) -> Consumer:
 
 
 def generated_consumer(run: str, bus: BusSection, environment: str) -> Consumer:
-    """Returns the consumer that all replicas of one environment share."""
+    """Returns the consumer of an environment's queue, which all reward services share."""
     names = Subjects(run)
-    return Consumer(names.generated_stream, environment, names.generated(environment), bus)
+    return Consumer(names.generated_stream, queue_of(environment), names.generated(environment), bus)
 
 
 def scored_consumer(run: str, bus: BusSection) -> Consumer:
@@ -98,7 +99,7 @@ async def _create(bus: Bus, config: RunConfig) -> None:
         await _limit(bus, stream)
     for consumer in (
         *(task_consumer(run, config.bus, task_class) for task_class in (TRAIN, EVAL)),
-        *(generated_consumer(run, config.bus, environment) for environment in config.reward.environment_names()),
+        *(generated_consumer(run, config.bus, queue) for queue in config.reward.queues()),
         scored_consumer(run, config.bus),
     ):
         await _add_consumer(bus, consumer)

@@ -2,6 +2,8 @@
 
 import re
 
+from shared.rewards.names import queue_of
+
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}\Z")
 """The form of a run's id, which becomes part of subject, stream and key names."""
 
@@ -42,7 +44,8 @@ class Subjects:
         return f"{self.run}.task.{task_class}"
 
     def generated(self, environment: str) -> str:
-        return f"{self.run}.generated.{environment}"
+        """Returns the subject of groups to be scored by ``environment``."""
+        return f"{self.run}.generated.{queue_of(environment)}"
 
     def scored(self, role: str) -> str:
         """Returns the subject on which the services of ``role`` (`ROLLOUT`, `REWARD`) report outcomes to the buffer."""

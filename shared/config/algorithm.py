@@ -1,107 +1,30 @@
 """The section of the run's config that defines the objective. Names are slime's; `docs/algorithms.md` has the formulas."""
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from shared.config import presets
+from shared.config.algorithm_rules import CONTRADICTIONS, EFFECTS
 from shared.config.section import Rule, Section, hook
 
-Estimator = Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+Estimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 Level = Literal["token", "sequence", "geometric"]
 OffPolicy = Literal["decoupled", "rollout", "none"]
 Reducer = Literal["rollout_mean", "token_mean", "fixed_length"]
 WeightBounding = Literal["truncate", "clip", "mask"]
 
-GROUP_RELATIVE = ("grpo", "gspo", "cispo")
-"""The estimators that compare the samples of a group, and use no rewards of single tokens."""
-
-_OF_WEIGHT = ("tis_batch_normalize", "use_rs", "rs_veto_threshold")
-"""The fields of the built-in importance weight."""
-
-_RULES = (
-    Rule(
-        "use_rollout_logprobs",
-        lambda a, given: given and (a.correction != "rollout" or a.use_tis),
-        "clips around the rollout's log-probs; off_policy is {0.correction}, use_tis {0.use_tis}",
-    ),
-    Rule(
-        "use_tis",
-        lambda a, given: given is not None and not a.use_rollout_logprobs and given != (a.correction == "decoupled"),
-        "contradicts off_policy = {0.correction}",
-    ),
-    Rule(
-        (*_OF_WEIGHT, "custom_tis_function_path"),
-        lambda a, given: given and a.correction != "decoupled",
-        "belongs to the importance weight of off_policy = decoupled, not to {0.correction}",
-    ),
-    Rule(_OF_WEIGHT, lambda a, given: given and a.custom_tis_function_path, "custom_tis_function_path takes its place"),
-    Rule(("rs_level", "rs_lower_bound", "rs_upper_bound"), lambda a, given: given is not None and not a.use_rs, "needs use_rs"),
-    Rule("tis_clip", lambda a, given: given <= a.tis_clip_low, "not above tis_clip_low = {0.tis_clip_low}"),
-    Rule("tis_clip_low", lambda a, given: given and a.tis_mode == "truncate", "tis_mode = truncate has no lower bound; use clip or mask"),
-    Rule(
-        "rs_upper_bound",
-        lambda a, _: a.use_rs and a.rejection_bounds[1] <= a.rejection_bounds[0],
-        "{0.rejection_bounds[1]} is not above the lower bound {0.rejection_bounds[0]}",
-    ),
-    Rule(
-        ("use_opsm", "use_m2po"),
-        lambda a, given: given and a.correction == "none",
-        "measures the distance from the rollout: off_policy is none",
-    ),
-    Rule(
-        "kl_coef",
-        lambda a, given: given and a.advantage_estimator in GROUP_RELATIVE,
-        "{0.advantage_estimator} has no rewards of single tokens; use kl_loss_coef",
-    ),
-    Rule("kl_coef", lambda a, given: given and a.kl_loss_coef, "the KL is in the loss already: kl_loss_coef = {0.kl_loss_coef}"),
-    Rule(
-        "use_unbiased_kl",
-        lambda a, given: given and not a.measures_kl,
-        "is about the KL in the loss: needs use_kl_loss or kl_loss_coef",
-    ),
-    Rule(
-        "ref_update_interval",
-        lambda a, given: given and not (a.measures_kl or a.kl_coef),
-        "there is no reference policy: needs use_kl_loss, kl_loss_coef or kl_coef",
-    ),
-    Rule(
-        "use_m2po",
-        lambda a, given: given and a.advantage_estimator in ("gspo", "cispo"),
-        "takes the place of the clip per token; {0.advantage_estimator} has another",
-    ),
-    Rule("eps_clip_c", lambda a, given: given is not None and a.use_m2po, "use_m2po takes the place of every clip"),
-    Rule("num_critic_only_steps", lambda a, given: given and not a.has_critic, "{0.advantage_estimator} has no critic; ppo has"),
-    Rule("opd_type", lambda a, given: given is None and a.use_opd, "needed with use_opd: sglang or megatron"),
-    Rule(
-        "opd_teacher_load",
-        lambda a, given: a.use_opd and (given is not None) != (a.opd_type == "megatron"),
-        "the HF checkpoint of the teacher: needed with opd_type = megatron, and only there",
-    ),
-    Rule(("opd_type", "opd_teacher_load"), lambda a, given: given is not None and not a.use_opd, "needs use_opd"),
-    Rule(
-        "custom_loss_function_path",
-        lambda a, given: (given is not None) != (a.loss_type == "custom_loss"),
-        "belongs to loss_type = custom_loss, which is {0.loss_type}",
-    ),
-    Rule(
-        "custom_advantage_function_path",
-        lambda a, given: given and a.has_critic,
-        "a critic learns the returns of ppo's own; choose another estimator",
-    ),
-    Rule(
-        "loss_divisor",
-        lambda a, given: given is not None and a.calculate_per_token_loss,
-        "calculate_per_token_loss divides by the batch's tokens",
-    ),
-)
-
 
 class AlgorithmSection(Section):
     """The objective."""
 
-    rules: ClassVar[tuple[Rule, ...]] = _RULES
+    rules: ClassVar[tuple[Rule, ...]] = (*EFFECTS, *CONTRADICTIONS)
+
+    preset: Annotated[list[str], BeforeValidator(presets.listed)] = Field(
+        default=[], description="published algorithms by name, whose fields are set unless given: docs/algorithms.md"
+    )
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
         default="policy_loss", description="policy gradient; maximum likelihood of the samples that pass rejection_threshold; or your own"
@@ -188,10 +111,17 @@ class AlgorithmSection(Section):
         return self.advantage_estimator == "ppo"
 
     @property
-    def normalizes_rewards(self) -> bool:
-        """Returns whether rewards are compared within their group; a custom function replaces that."""
+    def compares_rewards(self) -> bool:
+        """Returns whether advantages compare rewards within their group; a custom function replaces that, too."""
         custom = self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path
-        return not (self.disable_rewards_normalization or custom)
+        compares = self.advantage_estimator not in ("ppo", "reinforce_plus_plus")
+        return compares and not (self.disable_rewards_normalization or custom)
+
+    @property
+    def needs_groups(self) -> bool:
+        """Returns whether nothing is learned from a group of one: its rewards are compared, and there is nothing else to learn from."""
+        replaced = self.custom_advantage_function_path or self.use_opd
+        return self.loss_type == "policy_loss" and self.compares_rewards and not replaced
 
     @property
     def measures_kl(self) -> bool:

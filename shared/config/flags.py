@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -142,15 +142,19 @@ def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -
     """Returns the value of a field's flag: the text after its ``=`` (``own``), or the words that follow. Raises ConfigError."""
     kinds = _kinds(info.annotation)
     reader = next((item.read for item in info.metadata if isinstance(item, Words)), None)
-    none = ["none"] if type(None) in kinds else []
-    if own is None and bool in kinds and not _next_is(rest, "true", "false", *none):
+    several, optional = list in kinds, type(None) in kinds
+    if own is None and bool in kinds and not _next_is(rest, "true", "false", *["none"] * optional):
         return True
-    words = _following(rest, None if list in kinds or reader is not None else 1) if own is None else own
-    if not words and (none or list not in kinds):
+    words = _following(rest, None if several or reader else 1) if own is None else own
+    if not words and not (several and not optional):
         raise ConfigError(flag, "", f"needs a value: {info.description}")
-    if [word.lower() for word in words] == ["none"] == none:
+    if optional and _is_none(words, info):
         return None
-    return _of_words(flag, kinds, words) if reader is None else _read_by(reader, flag, words)
+    return _read_by(reader, flag, words) if reader else _of_words(flag, kinds, words)
+
+
+def _is_none(words: list[str], info: FieldInfo) -> bool:
+    return [word.lower() for word in words] == ["none"] and words[0] not in _choices(info.annotation)
 
 
 def _of_words(flag: str, kinds: set[type], words: list[str]) -> Any:
@@ -191,6 +195,13 @@ def _kinds(annotation: Any) -> set[type]:
         return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
     origin = get_origin(annotation)
     return {origin if isinstance(origin, type) else annotation if isinstance(annotation, type) else object}
+
+
+def _choices(annotation: Any) -> set[Any]:
+    """Returns the values of the literals among an annotation's types: ``none`` may be one of them."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {choice for argument in get_args(annotation) for choice in _choices(argument)}
+    return set(get_args(annotation)) if get_origin(annotation) is Literal else set()
 
 
 def flags() -> list[str]:

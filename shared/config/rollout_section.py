@@ -9,6 +9,9 @@ from shared.config.section import HOOK, MUTABLE, Rule, Section, hook
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.overlong import OverlongPolicy
 
+STEPS = "training steps (one rollout batch each), or num_epoch in its place"
+"""What `num_rollout` is."""
+
 
 class RolloutSection(Section):
     """Generation, and how far it may run ahead of training."""
@@ -35,9 +38,23 @@ class RolloutSection(Section):
             lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
             "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
         ),
+        Rule(
+            "num_rollout",
+            lambda rollout, _: "num_rollout" not in rollout.model_fields_set and rollout.num_epoch is None,
+            f"required: {STEPS}",
+        ),
+        Rule("num_rollout", lambda rollout, given: given == 0 and "num_rollout" in rollout.model_fields_set, "at least 1"),
     )
 
-    num_rollout: int = Field(gt=0, description="training steps (one rollout batch each)", **MUTABLE)
+    num_rollout: int = Field(default=0, ge=0, description=STEPS, **MUTABLE)
+    num_epoch: int | None = Field(
+        default=None,
+        gt=0,
+        description="passes over the prompts, where num_rollout is not given: num_epoch x (prompts // rollout_batch_size) steps; with "
+        "save_interval and eval_interval, each one's end is saved and evaluated, too",
+        **MUTABLE,
+    )
+    num_rollout_per_epoch: int | None = Field(default=None, gt=0, description="steps of an epoch; num_epoch sets it", **MUTABLE)
     rollout_batch_size: int = Field(gt=0, le=65536, description="prompts (groups) a step")
     n_samples_per_prompt: int = Field(default=1, gt=0, le=MAX_SAMPLES, description="samples a group")
     max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
@@ -59,7 +76,7 @@ class RolloutSection(Section):
     dynamic_sampling_filter_path: str | None = Field(
         default=None,
         pattern=rf"^nonzero_std$|{HOOK}",
-        description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or package.module:function",
+        description="keeps or drops a scored group: nonzero_std (rewards that are not all equal) or the path of a function",
     )
     rollout_sample_filter_path: str | None = hook("that takes samples of a scored group out of the loss")
     rollout_all_samples_process_path: str | None = hook("that sees every scored group, kept or not")

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, slime_flags
-from shared.config.algorithm import GROUP_RELATIVE, AlgorithmSection
+from shared.config import megatron_flags, presets, slime_flags
+from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Known, Layers, in_file
 from shared.config.data_section import DataSection
+from shared.config.environment_variables import names_credential
 from shared.config.eval_section import EvalSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
@@ -89,7 +90,7 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        if self.algorithm.advantage_estimator in GROUP_RELATIVE and n < 2:
+        if self.algorithm.needs_groups and n < 2:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:
@@ -133,7 +134,8 @@ class RunConfig(Section):
                 field: hub_names.model_path(item, base) if field in MODEL_FIELDS and item is not None else data_files.absolute(item, base)
                 for field, item in value
             }
-            resolved[section] = value.model_copy(update=paths)
+            # fields that stay as they are must not count as given
+            resolved[section] = value.model_copy(update={field: path for field, path in paths.items() if path is not getattr(value, field)})
         return self.model_copy(update=resolved)
 
 
@@ -153,13 +155,36 @@ class Reading(NamedTuple):
 def parse(values: dict[str, Any]) -> RunConfig:
     """Builds the config from nested plain values. Raises ConfigError with field, value and what is expected, or Problems of several."""
     known, problems, _ = _known(values)
+    known, preset = _with_presets(known)
     try:
         config = RunConfig.model_validate(known)
     except ValidationError as error:
-        problems += _without_consequences(_config_errors(error, values), problems)
+        problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
-    raise_problems(problems)
+    raise_problems([_of_preset(problem, preset) for problem in problems])
     return config
+
+
+def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the values with those of the presets that they name; and of each field that was set so the names of the presets."""
+    try:
+        named = [str(name) for name in presets.listed(known.get("algorithm", {}).get("preset", []))]
+    except ValueError:  # the field's own check tells it
+        named = []
+    owners = field_sections()
+    given = {field: value for fields in known.values() for field, value in fields.items()}
+    defaults = {field: section_model(section).model_fields[field].default for field, section in owners.items()}
+    found = presets.fields_of(named, given, defaults)
+    for field, value in found.items():
+        known = {**known, owners[field]: {**known.get(owners[field], {}), field: value}}
+    return known, {f"{owners[field]}.{field}": ", ".join(named) for field in found}
+
+
+def _of_preset(problem: BadInput, preset: dict[str, str]) -> BadInput:
+    """Returns the same problem with the preset that set the field."""
+    if not isinstance(problem, ConfigError) or problem.field not in preset:
+        return problem
+    return ConfigError(problem.field, problem.value, f"{problem.expected} (set by preset {preset[problem.field]})")
 
 
 def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: dict[str, Any]) -> list[BadInput]:
@@ -281,9 +306,9 @@ def changes(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Returns a value as errors show it: with URLs stripped of credentials."""
+    """Returns a value as errors show it: with URLs stripped of credentials, and without what is named as one."""
     if isinstance(value, dict):
-        return {key: _without_secrets(item) for key, item in value.items()}
+        return {key: "…" if names_credential(str(key)) else _without_secrets(item) for key, item in value.items()}
     return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
 
 

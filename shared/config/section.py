@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 """Marks fields that may change when a run is resumed."""
 
-HOOK = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-"""The pattern of a path to a custom function: ``package.module:function``."""
+HOOK = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*$"
+"""The pattern of a path to a custom function: ``package.module:function``, or slime's ``package.module.function``."""
 
 LARGEST_SEED = 2**31 - 1
 """The largest seed: random generators take 32 bits, and replicas and ranks add their number to it."""
@@ -17,7 +17,7 @@ LARGEST_SEED = 2**31 - 1
 
 def hook(purpose: str) -> Any:
     """Returns the field of a path to a custom function. ``purpose``: what the function does, as a relative clause."""
-    return Field(default=None, pattern=HOOK, description=f"package.module:function {purpose}")
+    return Field(default=None, pattern=HOOK, description=f"package.module:function, or with a dot before it, {purpose}")
 
 
 class Words(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
+from shared.config import environment_variables
 from shared.config.learning_rate import DecayStyle
 from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section, hook
 from shared.hub import hub_names
@@ -153,6 +154,12 @@ class TrainerSection(Section):
         description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA; a CPU has none to give",
         **MUTABLE,
     )
+    train_env_vars: dict[str, str] = Field(
+        default={},
+        description='environment variables of the trainer\'s ranks, as \'{"NAME": "value"}\'; no credentials, which belong into the '
+        "environment that the trainer is started in",
+        **MUTABLE,
+    )
     torch_threads: int | None = Field(default=None, gt=0, description="CPU threads of a trainer rank", **MUTABLE)
     custom_megatron_init_path: str | None = hook("that every trainer rank calls before it builds the model")
     custom_megatron_before_log_prob_hook_path: str | None = hook("that is called before log-probs are computed")
@@ -178,6 +185,8 @@ class TrainerSection(Section):
                     re.compile(pattern)
                 except re.error as error:
                     yield f"trainer.{field}: {pattern!r} is no regular expression ({error})"
+        for problem in environment_variables.problems(self.train_env_vars):
+            yield f"trainer.train_env_vars: {problem}"
         for name in self.recompute_modules:
             if name not in RECOMPUTABLE:
                 yield f"trainer.recompute_modules: {name!r} is no module of a layer; {nearest(name, list(RECOMPUTABLE))}"

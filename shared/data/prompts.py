@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.data_section import DataSection
-from shared.config.reward_section import VERIFIERS
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
@@ -20,6 +19,7 @@ from shared.data.read_progress import ReadProgress
 from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
+from shared.rewards.names import needs_label
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
@@ -116,7 +116,7 @@ class PromptReader:
         if environment not in self._environments:
             expected = f"expected a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
             raise entry.refusal(f"{self._data.metadata_key}.rm_type", f"{expected}, found {environment!r}", UnknownEnvironment)
-        if label is None and environment in VERIFIERS:
+        if label is None and needs_label(environment):
             expected = f"expected the answer that {environment} compares with: text or a number, found None"
             raise entry.refusal(self._data.label_key or "label_key", expected)
         return environment

@@ -1,20 +1,26 @@
-"""A sample as hooks see it: plain lists and slime's field names."""
+"""A sample as hooks see it: plain lists and slime's field and method names."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Self
+
+from shared.hooks import engine_meta, sample_counters
 
 
 @dataclass
 class HookSample:
     """One trajectory.
 
-    group_index: index of the group. index: of the sample in its group. rollout_id: which of the group's n rollouts it comes from.
-    prompt: as it stands in the file. tokens: ids of the rendered prompt, then of the response; response: the text of its last
-    ``response_length`` tokens. loss_mask: one entry a response token, 1 where it is trained; None: all of them.
-    rollout_log_probs: one a response token, the engine's; 0.0 where the mask is 0.
+    group_index: index of the group. index: of the rollout among all of the run's. rollout_id: samples that share it count as one rollout.
+    prompt: what was rendered by the chat template, where it is applied. tokens: ids of the rendered prompt, then of the response;
+    response: the text of its last ``response_length`` tokens. loss_mask: one entry a response token, 1 where it is trained; None: all of
+    them. rollout_log_probs: one a response token, the engine's; 0.0 where the mask is 0.
     weight_versions: see `shared.hooks.sample_conversion`. reward: one number, or named ones. remove_sample: leave it out of the loss.
+    rollout_top_p_token_ids, rollout_top_p_token_offsets: the nucleus of each response token, ragged. rollout_routed_experts: int32
+    [T - 1, layers, experts a token]. generate_function_path, custom_rm_path: this sample's own functions. train_metadata: for functions in
+    the trainer. non_generation_time: seconds. Attributes besides these may be set and reach the reward function if MessagePack carries
+    them.
     """
 
     class Status(Enum):
@@ -26,22 +32,39 @@ class HookSample:
         ABORTED = "aborted"
         FAILED = "failed"
 
+    SpecInfo = sample_counters.SpecInfo
+    PrefixCacheInfo = sample_counters.PrefixCacheInfo
+
     group_index: int | None = None
     index: int | None = None
     rollout_id: int | None = None
-    session_id: str | None = None
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
-    label: str | None = None
+    label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
-    rollout_log_probs: list[float] | None = None
     weight_versions: list[Any] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
+    rollout_routed_experts: Any = None
     remove_sample: bool = False
+    teacher_log_probs: list[float] | None = None
     status: "Status" = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    non_generation_time: float = 0.0
+    spec_info: sample_counters.SpecInfo = field(default_factory=sample_counters.SpecInfo)
+    prefix_cache_info: sample_counters.PrefixCacheInfo = field(default_factory=sample_counters.PrefixCacheInfo)
 
     @property
     def effective_response_length(self) -> int:
@@ -59,38 +82,92 @@ class HookSample:
             raise ValueError("the sample has no reward yet")
         return self.reward
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all attributes, its own and others, with status and counters as plain values."""
+        plain = {"status": Status(self.status).value, "spec_info": self.spec_info.to_dict()}
+        return {**vars(self), **plain, "prefix_cache_info": self.prefix_cache_info.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Returns the sample of `to_dict`; what is no field becomes an attribute all the same."""
+        known = {one.name for one in fields(cls)}
+        sample = cls(**{name: value for name, value in data.items() if name in known})
+        sample.status = Status(data["status"])
+        sample.spec_info = sample_counters.SpecInfo.from_dict(data.get("spec_info", {}))
+        sample.prefix_cache_info = sample_counters.PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
+        for name in data.keys() - known:
+            setattr(sample, name, data[name])
+        return sample
+
     def append_response_tokens(
         self,
         args: Any = None,
         *,
-        tokens: Sequence[int],
-        log_probs: Sequence[float] | None = None,
+        tokens: Any = None,
+        log_probs: Any = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
-        text: str = "",
+        text: str | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
-        """Appends to the response and keeps all that belongs to its tokens in step.
+        """Appends to the response and keeps all that belongs to its tokens in step. The sample's lists are extended in place.
 
         Args:
-            log_probs: one a token; needed where they are ``trainable``. Tokens of tools and environments have none and are not trained.
-            meta_info: the engine's, of the answer with these tokens: it sets ``status`` and, where the engine tells them, versions.
+            tokens, log_probs: lists, arrays or tensors; one log-prob a token, needed where they are ``trainable``. Tokens of tools and
+                environments have none and are not trained.
+            meta_info: the engine's, of the answer with these tokens: it sets ``status``, counters and, where the engine tells them,
+                versions.
+            update_terminal_info: False for a part of an answer: status and counters stay as they are.
 
         Raises ValueError.
         """
-        count, before = len(tokens), self.response_length
-        given = _checked_log_probs(count, log_probs) if trainable else [0.0] * count
-        mask = [1] * before if self.loss_mask is None else self.loss_mask
-        if self.rollout_log_probs is None and any(mask):
-            raise ValueError(f"the {before} response tokens before these have no rollout_log_probs")
+        ids, meta, before = [int(token) for token in engine_meta.listed(tokens)], meta_info or {}, self.response_length
+        given = self._checked_log_probs(len(ids), log_probs, trainable)
         versions = self.weight_versions if len(self.weight_versions) == before else [None] * before
-        self.loss_mask = [*mask, *[int(trainable)] * count]
-        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *given]
-        self.weight_versions = [*versions, *_versions(meta_info or {}, count)]
-        self.tokens = [*self.tokens, *(int(token) for token in tokens)]
-        self.response += text
-        self.response_length = before + count
-        if meta_info is not None:
-            self.status = FINISHED[meta_info["finish_reason"]["type"]]
+        self.response += text or ""
+        if ids:
+            self.tokens = _extended(self.tokens, ids)
+            self.response_length += len(ids)
+            self.loss_mask = _extended([1] * before if self.loss_mask is None else self.loss_mask, [int(trainable)] * len(ids))
+            self.rollout_log_probs = _extended([0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs, given)
+            self.weight_versions = _extended(versions, engine_meta.versions(meta, len(ids)))
+            engine_meta.add_nucleus(self, meta, len(ids), trainable)
+        elif self.rollout_log_probs is None and log_probs is not None:
+            self.rollout_log_probs = [0.0] * before
+        engine_meta.set_routed_experts(self, args, meta)
+        if update_terminal_info and "finish_reason" in meta:
+            self._end(args, meta)
+        self._check_lengths()
+
+    def _checked_log_probs(self, count: int, log_probs: Any, trainable: bool) -> list[float]:
+        """Returns the log-probs of ``count`` tokens to append, or raises ValueError."""
+        if log_probs is None:
+            if trainable and count:
+                raise ValueError(f"{count} trainable tokens without log_probs")
+            return [0.0] * count
+        given = [float(value) for value in engine_meta.listed(log_probs)]
+        if not trainable and count:
+            raise ValueError("tokens that are not trainable have no log_probs")
+        if len(given) != count:
+            raise ValueError(f"{len(given)} log_probs for {count} tokens")
+        if count and self.response_length and self.rollout_log_probs is None:
+            raise ValueError(f"the {self.response_length} response tokens before these have no rollout_log_probs")
+        return given
+
+    def _end(self, args: Any, meta: Mapping[str, Any]) -> None:
+        """Takes over what the engine says of a whole answer."""
+        if getattr(args, "sglang_speculative_algorithm", None):
+            self.spec_info.add(meta)
+        self.prefix_cache_info.add(meta)
+        if meta["finish_reason"]:
+            self.status = FINISHED.get(meta["finish_reason"]["type"], self.status)
+
+    def _check_lengths(self) -> None:
+        for name in ("loss_mask", "rollout_log_probs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.response_length:
+                raise ValueError(f"{name} has {len(values)} entries for a response_length of {self.response_length}")
+        engine_meta.check_nucleus(self)
 
 
 Status = HookSample.Status
@@ -99,18 +176,17 @@ FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Statu
 """The status by the engine's ``finish_reason``."""
 
 
-def _checked_log_probs(count: int, log_probs: Sequence[float] | None) -> Sequence[float]:
-    if log_probs is None and count:
-        raise ValueError(f"{count} trainable tokens without log_probs")
-    if log_probs is not None and len(log_probs) != count:
-        raise ValueError(f"{len(log_probs)} log_probs for {count} tokens")
-    return log_probs or ()
+def status_of(given: object) -> Status | None:
+    """Returns the status that a user's function set, by whichever enum or by its word; None for anything else."""
+    try:
+        return Status(getattr(given, "value", given))
+    except ValueError:
+        return None
 
 
-def _versions(meta_info: Mapping[str, Any], count: int) -> list[int | None]:
-    """Returns the version of each of ``count`` tokens, None where the engine does not name it (its version at the end says nothing)."""
-    versions: list[int | None] = [None] * count
-    for span in meta_info.get("weight_versions") or ():
-        for at in range(span["start"], min(span["end"], count)):
-            versions[at] = int(span["version"])
-    return versions
+def _extended(values: Any, more: list[Any]) -> Any:
+    """Returns ``values``, extended in place where it is a list: who holds the same list sees it grow."""
+    if not isinstance(values, list):
+        values = engine_meta.listed(values)
+    values += more
+    return values

@@ -1,10 +1,12 @@
-"""Imports the function at ``package.module:function``, and lists the functions that each service imports."""
+"""Imports the function at ``package.module:function`` or ``package.module.function``, and lists the functions that each service imports."""
 
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 from shared.config.run_config import RunConfig
+from shared.hooks import slime_names
 from shared.runtime.errors import ConfigError, MyxoError
 
 RUN_BY = {
@@ -47,14 +49,23 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
     for field, runs_in in RUN_BY.items():
         section, _, name = field.partition(".")
         path = getattr(getattr(config, section), name)
-        if path is not None and ":" in path and service in (None, runs_in):
+        if path is not None and re.search("[.:]", path) and service in (None, runs_in):
             found[field] = path
     return found
 
 
+def split_path(path: str) -> tuple[str, str]:
+    """Returns module and function of a path; before the function there is a colon, or the last dot, as slime has it."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    return module, name
+
+
 def load(field: str, path: str) -> Callable[..., Any]:
     """Returns the function at ``path``. Raises ConfigError for ``field`` that says what is wrong with it and what to do."""
-    module, _, name = path.partition(":")
+    slime_names.install()
+    module, name = split_path(path)
     try:
         function = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything

@@ -18,18 +18,38 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
-from shared.hooks.hook_sample import FINISHED, HookSample, Status
+from shared.hooks import engine_meta, reward_values
+from shared.hooks.hook_sample import FINISHED, HookSample, Status, status_of
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score
 
-_FINISH: dict[Status, Literal["stop", "length"]] = {Status.COMPLETED: "stop", Status.TRUNCATED: "length"}
+log = structlog.get_logger()
+
+_FINISH: dict[Status | None, Literal["stop", "length", "abort"]] = {
+    Status.COMPLETED: "stop",
+    Status.TRUNCATED: "length",
+    Status.PENDING: "stop",  # a function that says nothing of it is done, as with slime
+    Status.ABORTED: "abort",
+}
 
 _UNKNOWN = -1
+
+_COUNTERS: dict[str, Any] = {"spec_info": HookSample.SpecInfo, "prefix_cache_info": HookSample.PrefixCacheInfo}
+
+_STORED = {
+    "group_index", "prompt", "tokens", "response", "response_length", "label", "reward", "loss_mask", "rollout_log_probs",
+    "weight_versions", "remove_sample", "status", "metadata",
+}  # fmt: skip
+"""Fields that a stored sample keeps in a form of its own."""
+
+_BARE = vars(HookSample())
+""" What a sample has that nobody set."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +73,10 @@ def group_index(group: str) -> int:
 
 def from_stored(stored: StoredSample, score: Score | None = None, reward_key: str | None = None) -> HookSample:
     """Returns a stored sample as hooks have it, with its reward where it has been scored."""
-    reward: float | dict[str, Any] | None = None
+    reward: float | dict[str, Any] | None = copy.copy(stored.given_reward)
     if score is not None:
         reward = {reward_key or "reward": score.reward, **score.parts} if score.parts else score.reward
-    return HookSample(
+    seen = HookSample(
         group_index=group_index(stored.group),
         index=stored.index,
         rollout_id=stored.rollout,
@@ -74,13 +94,34 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         status=FINISHED[stored.finish],
         metadata=stored.metadata,
     )
+    for name, value in stored.attributes.items():
+        counters = _COUNTERS.get(name)
+        setattr(seen, name, value if counters is None else counters.from_dict(value))
+    return seen
 
 
-def to_stored(given: HookSample, group: str, index: int, rollout: int, served: Served, vocabulary: int) -> StoredSample:
+def _attributes(given: HookSample) -> dict[str, Any]:
+    """Returns what a hook set besides what a stored sample has a place for, as far as MessagePack carries it."""
+    found: dict[str, Any] = {}
+    for name, value in vars(given).items():
+        if name in _STORED or value is None or (name in _BARE and value == _BARE[name]):
+            continue
+        value = value.to_dict() if name in _COUNTERS else engine_meta.listed(value) if hasattr(value, "tolist") else value
+        try:
+            found[name] = codec.unpack(codec.pack(value))
+        except (TypeError, ValueError, OverflowError, BadMessage):
+            log.info("attribute_not_stored", attribute=name, type=type(value).__name__)
+    return found
+
+
+def to_stored(
+    given: HookSample, group: str, index: int, rollout: int, served: Served, vocabulary: int, unfinished: bool = False
+) -> StoredSample:
     """Returns what a hook generated in the form that goes into the store, checked.
 
     Args:
         index: of the sample in its group. rollout: which rollout it comes from. vocabulary: token ids are below it.
+        unfinished: it may be ABORTED, to be gone on with.
 
     Raises BadMessage, naming the field and what would be right.
     """
@@ -92,16 +133,19 @@ def to_stored(given: HookSample, group: str, index: int, rollout: int, served: S
         mask, log_probs = np.zeros(length, np.uint8), np.zeros(length, np.float32)
     if log_probs is None:
         raise BadMessage(f"{where}: rollout_log_probs is missing; each trained token needs the log-prob that the engine gave it")
-    if given.status not in _FINISH:
+    status = status_of(given.status)
+    if status not in _FINISH or (status is Status.ABORTED and not unfinished):
         raise BadMessage(f"{where}: status is {given.status}; expected COMPLETED or TRUNCATED")
-    if given.reward is not None:
-        raise BadMessage(f"{where}: reward is set; put it into metadata and give it back from reward.custom_rm_path")
     if not isinstance(given.response, str) or not isinstance(given.label, str | None) or not isinstance(given.metadata, dict):
         raise BadMessage(f"{where}: response is text, label is text or None, metadata is a dict")
     try:
         codec.unpack(codec.pack([given.prompt, given.response, given.label, given.metadata]))
     except (TypeError, ValueError, OverflowError, BadMessage) as error:
         raise BadMessage(f"{where}: prompt, response or metadata does not travel in a message: {error}") from None
+    try:
+        given_reward = None if given.reward is None else reward_values.plain(given.reward)
+    except ValueError as error:
+        raise BadMessage(f"{where}: reward: {error}") from None
     prompt, response = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
     stored = StoredSample(
         group=group,
@@ -112,11 +156,13 @@ def to_stored(given: HookSample, group: str, index: int, rollout: int, served: S
         log_probs=log_probs,
         mask=mask,
         segments=_segments(_versions(given.weight_versions, mask, served, where)),
-        finish=_FINISH[given.status],
+        finish=_FINISH[status],
         text=given.response,
         prompt_text=given.prompt,
         label=given.label,
         metadata=copy.deepcopy(given.metadata),
+        given_reward=given_reward,
+        attributes=_attributes(given),
     )
     stored.check()
     return stored
@@ -199,7 +245,7 @@ def _named(given: list[Any], length: int, served: Served, where: str) -> NDArray
         elif all(isinstance(entry, dict | tuple | list) for entry in given):
             versions = _of_spans(given, length, where)
         else:
-            versions = np.full(length, min(served.begun, *map(int, given)), np.int32)
+            versions = np.full(length, min([served.begun, *(int(entry) for entry in given if entry is not None)]), np.int32)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise BadMessage(f"{where}: weight_versions is {str(given)[:80]}: {type(error).__name__}: {error}") from None
     if versions.size and versions.min() < _UNKNOWN:

@@ -92,14 +92,13 @@ class _Entries:
         value = self.raw.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(key, "a positive integer" if least == 1 else f"an integer, at least {least}")
+            raise self.error(key, "required: a positive integer" if least == 1 else f"required: an integer, at least {least}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str) -> float:
         value = self.raw.get(key)
-        value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise self.error(key, "a positive number")
+            raise self.error(key, "required: a positive number")
         return float(value)
 
     def trait(self, trait: Trait) -> bool:
@@ -208,12 +207,12 @@ class _Entries:
             per_token=self.integer("num_experts_per_tok"),
             ffn_hidden_size=width,
             normalize=True,
-            dense_layers=tuple(range(min(layers, self.integer("first_k_dense_replace", default=0, least=0)))),
+            dense_layers=tuple(range(min(layers, self.integer("first_k_dense_replace", least=0)))),
             score="sigmoid",
-            shared_ffn_hidden_size=width * self.integer("n_shared_experts", default=0, least=0),
-            groups=self.integer("n_group", default=1),
-            groups_per_token=self.integer("topk_group", default=1),
-            scaling=self.number("routed_scaling_factor", default=1.0),
+            shared_ffn_hidden_size=width * self.integer("n_shared_experts", least=0),
+            groups=self.integer("n_group"),
+            groups_per_token=self.integer("topk_group"),
+            scaling=self.number("routed_scaling_factor"),
         )
         if found.per_token < 2:
             raise self.error("num_experts_per_tok", "at least 2; a single expert's sigmoid score is not rescaled")

@@ -26,6 +26,12 @@ ROOM, ROOM_PER_BYTE = 32 << 20, 8
 _LIST, _ITEM, _MAP, _ENTRY = 56, 40, 64, 120
 """What they take, about: a list and each item of it, a map and each entry of it; arrays, texts and bytes take what they were sent as."""
 
+_WORST_PER_BYTE = _ITEM + _MAP
+"""What a byte can take at most: an empty map in a list (an entry of a map has two bytes at least)."""
+
+COUNTED_FROM = ROOM // (_WORST_PER_BYTE - ROOM_PER_BYTE)
+"""Bytes of a message up to which nothing in it needs to be counted: whatever it holds has room."""
+
 
 def array(value: np.ndarray[Any, Any], dtype: np.dtype[Any] | None = None) -> dict[str, Any]:
     """Returns the map that stands for an array in a message. `pack` calls it by itself where it meets an array.
@@ -87,10 +93,11 @@ def _decode_array(mapping: dict[Any, Any]) -> Any:
     known = _DTYPES.get(dtype) if type(dtype) is str else None
     if known is None or type(data) is not bytes or type(shape) is not list:
         raise BadMessage(f"array of dtype {dtype!r}: expected raw bytes of one of {sorted(ARRAY_DTYPES)}")
+    if len(shape) == 1 and type(shape[0]) is int and shape[0] * known.itemsize == len(data):  # nearly always
+        return np.frombuffer(data, known)
     if any([type(n) is not int or n < 0 for n in shape]) or math.prod(shape) * known.itemsize != len(data):
         raise BadMessage(f"array of shape {shape} and dtype {dtype} does not fit its {len(data)} bytes")
-    flat = np.frombuffer(data, known)
-    return flat if len(shape) == 1 else flat.reshape(shape)
+    return np.frombuffer(data, known).reshape(shape)
 
 
 class _Packers(threading.local):
@@ -123,9 +130,10 @@ def exact_size(value: object) -> int:
 
 def unpack(data: bytes) -> Any:
     """Decodes what `pack` made. Raises BadMessage for bytes that are not MessagePack, hold a malformed array, or unpack to too much."""
-    room = _Room(len(data))
+    room = _Room(len(data)) if len(data) > COUNTED_FROM else None
+    on_map, on_list = (_decode_array, None) if room is None else (room.map, room.list)
     try:
-        return msgpack.unpackb(data, object_hook=room.map, list_hook=room.list, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, object_hook=on_map, list_hook=on_list, raw=False, strict_map_key=True)
     except BadMessage:
         raise
     except Exception as error:  # msgpack raises many kinds; all mean the same to a receiver

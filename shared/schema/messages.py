@@ -129,7 +129,9 @@ class Task(Message):
 
 
 class Generated(Message, GeneratedGroup):
-    """A group to be scored. Subject ``<run>.generated.<environment>``."""
+    """A group to be scored by ``environment``. Subject ``<run>.generated.<queue>``: verifiers that need the same libraries share one."""
+
+    environment: Name
 
 
 class Outcome(Message):
@@ -174,7 +176,29 @@ class Interrupted(Outcome):
     payload: Payload | None = None
 
 
-GroupOutcome = Scored | Failed | Interrupted
+class Discarded(Outcome):
+    """A rollout function of the user's drew the group and handed it neither in nor back, as one does that filters groups itself.
+
+    The buffer drops it. ``by``: whose function it was.
+    """
+
+    reason: Reason
+    by: Name
+    payload: Payload | None = None
+
+
+class Wanted(Outcome):
+    """A rollout function of the user's has finished what it drew and cannot end without ``count`` groups more: it will discard some.
+
+    ``group``, ``attempt``: what it drew last. The buffer admits the groups ahead of those that will be dropped.
+    """
+
+    count: int = Field(gt=0, le=65536)
+    by: Name
+    payload: Payload | None = None
+
+
+GroupOutcome = Scored | Failed | Interrupted | Discarded | Wanted
 """The kinds of outcomes that there are."""
 
 

@@ -1,12 +1,17 @@
 """The reference to a payload: whoever writes blobs announces their sizes and their digest, and whoever reads them compares.
 
-The digest is BLAKE2b's, 16 bytes, keyed by the run's id: that of one run fits nothing of another. The key is no secret, and needs to be
+The digest is BLAKE3's, 16 bytes, keyed by the run's id: that of one run fits nothing of another. The key is no secret, and needs to be
 none: the digest travels by another way than the blobs, in messages that only the account of who announces may publish, and nobody finds
 other blobs of the same digest. So a payload cannot be changed once it was announced; what it holds is the word of who wrote it.
+
+That asks for a cryptographic hash. xxHash would take a tenth of the time, but whoever knows its key finds other blobs of the same digest,
+and all services of a run would have to know it. Among those that are cryptographic BLAKE3 is the fastest, six times as fast as BLAKE2b.
 """
 
-import hashlib
+import functools
 from collections.abc import Iterable, Mapping
+
+from blake3 import blake3
 
 from shared.runtime.errors import BadMessage, PayloadChanged
 from shared.schema.messages import Payload
@@ -19,11 +24,16 @@ MOST_BYTES = 256 << 20
 
 def payload_digest(run: str, blobs: Iterable[bytes]) -> str:
     """Returns the digest of a payload's blobs in their order, each with its length: 32 hexadecimal digits."""
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES, key=run.encode())
+    found = blake3(key=_key(run))
     for blob in blobs:
         found.update(len(blob).to_bytes(8, "little"))
         found.update(blob)
-    return found.hexdigest()
+    return found.hexdigest(DIGEST_BYTES)
+
+
+@functools.cache
+def _key(run: str) -> bytes:
+    return blake3(run.encode()).digest()
 
 
 def reference(run: str, blobs: Mapping[str, bytes], tokens: Iterable[int] = ()) -> Payload:

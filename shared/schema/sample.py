@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
-from shared.schema.limits import MAX_KEYS, MAX_SPANS, Parts, Reason, Reward
+from shared.schema.limits import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, Parts, Reason, Reward, is_part_name, is_reward
 from shared.schema.messages import SampleMeta
 
 SCHEMA = 1
@@ -31,6 +31,8 @@ _ARRAYS: dict[str, tuple[str, np.dtype[Any]]] = {
     "mask": ("bu", np.dtype("|u1")),
 }
 """numpy's kinds that a sample's arrays may be of, and the type that they travel as."""
+
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 _FINISH = ("stop", "length", "abort")
 
@@ -65,6 +67,8 @@ class Sample:
     prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R],
     1 where the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout:
     the index of the group's rollout that it comes from, by default its own ``index``; samples that fan out of one rollout share it.
+    given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
+    attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     """
 
     group: str
@@ -80,6 +84,8 @@ class Sample:
     label: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     rollout: int = -1
+    given_reward: float | dict[str, float] | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.rollout < 0:
@@ -127,14 +133,22 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
-        if not isinstance(self.metadata, dict):
-            return "metadata is not a map"
+        if (problem := self._given_problem()) is not None:
+            return problem
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
+
+    def _given_problem(self) -> str | None:
+        for name in ("metadata", "attributes"):
+            if not isinstance(getattr(self, name), dict):
+                return f"{name} is not a map"
+        if self.given_reward is not None and not _is_given_reward(self.given_reward):
+            return f"given_reward is {str(self.given_reward)[:80]!r}; expected a number up to {LARGEST_REWARD:g}, or {MAX_PARTS} by name"
+        return None
 
     def _token_problem(self, vocabulary: int) -> str | None:
         for name in ("prompt", "response"):
             ids = getattr(self, name)
-            unsigned = ids.view(f"u{ids.itemsize}")  # in which negative ids are larger than any vocabulary
+            unsigned = ids.view(_UNSIGNED[ids.itemsize])  # in which negative ids are larger than any vocabulary
             if len(ids) and np.maximum.reduce(unsigned) >= vocabulary:
                 position = int(np.argmax(unsigned >= vocabulary))
                 return f"{name} holds token {ids[position]} at {position}, which is not in [0, {vocabulary})"
@@ -178,8 +192,11 @@ class Sample:
             out[start:end] = version
         return out
 
-    def meta(self) -> SampleMeta:
-        """Returns the metadata for references, without the digest: length, trained tokens, and the weight versions that these are of.
+    def meta(self, digest: int = 0) -> SampleMeta:
+        """Returns the metadata for references: length, trained tokens, and the weight versions that these are of.
+
+        Args:
+            digest: its `token_digest`, by who scores it.
 
         Raises BadMessage where these are more than `MAX_SPANS`.
         """
@@ -196,6 +213,7 @@ class Sample:
             finish=self.finish,
             trained=sum(trained.values()),
             spans=tuple((version, trained[version]) for version in versions) if len(versions) > 1 else (),
+            digest=digest,
         )
 
     def token_digest(self) -> int:
@@ -215,6 +233,16 @@ class Score:
     parts: Parts = field(default_factory=dict)
     removed: bool = False
     unread: Reason = ""
+
+
+def _is_given_reward(given: object) -> bool:
+    if isinstance(given, dict):
+        return len(given) <= MAX_PARTS and all(is_part_name(name) and _is_given_number(number) for name, number in given.items())
+    return _is_given_number(given)
+
+
+def _is_given_number(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and is_reward(given)
 
 
 def token_digest(*tokens: NDArray[Any]) -> int:

@@ -17,6 +17,11 @@ def is_pushed(steps: int, interval: int, total: int) -> bool:
     return steps >= total or steps % interval == 0
 
 
+def is_periodic(steps: int, interval: int, per_epoch: int | None = None) -> bool:
+    """Returns whether what happens every ``interval`` steps, and at the end of each epoch (``per_epoch`` steps), is due after ``steps``."""
+    return steps % interval == 0 or (per_epoch is not None and steps % per_epoch == 0)
+
+
 def admissible_steps(live: int, max_staleness: int, interval: int, total: int) -> int:
     """Returns for how many steps groups may be admitted while ``live`` is served.
 

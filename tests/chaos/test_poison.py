@@ -26,7 +26,7 @@ VICTIMS = ("services.reward", "services.buffer", "poisonous_rollout")
 @pytest.mark.timeout(2 * COMMAND_SECONDS)
 def test_a_run_with_poison_and_deaths_reaches_its_end(myxo: Myxo, config_file: Callable[..., Path], tmp_path: Path) -> None:
     rollout = {"num_rollout": STEPS, "rollout_batch_size": GROUPS_A_STEP, "max_staleness": 1}
-    config = config_file(rollout=rollout, reward={"rm_type": "math"}, trainer={"save_interval": 2})
+    config = config_file(rollout=rollout, reward={"rm_type": "math_verify"}, trainer={"save_interval": 2})
     root, output = tmp_path / "runs" / "test", tmp_path / "output"
     with output.open("wb") as out:
         launcher = subprocess.Popen(

@@ -200,7 +200,7 @@ def read_flags(data: bytes) -> None:
 
 def read_values(over: dict[str, Any]) -> object:
     given = {
-        "run": {"name": "x"}, "model": {"hf_checkpoint": "m"}, "data": {"prompt_data": "p.jsonl"}, "reward": {"rm_type": "math"},
+        "run": {"name": "x"}, "model": {"hf_checkpoint": "m"}, "data": {"prompt_data": "p.jsonl"}, "reward": {"rm_type": "math_verify"},
         "rollout": {"num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 4}, "trainer": {"actor_num_gpus_per_node": 8},
     }  # fmt: skip
     return run_config.parse({section: {**given.get(section, {}), **over.get(section, {})} for section in {*given, *over}})

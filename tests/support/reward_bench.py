@@ -92,12 +92,13 @@ class Bench:
         rollouts: list[int] | None = None,
         tokens: tuple[int, ...] | None = None,
         poison: Poison | None = None,
+        given: dict[int, Any] | None = None,
         **changes: Any,
     ) -> Generated:
         """Puts a group's samples into the store and their reference on the queue of ``environment`` (None: the run's own).
 
         ``rollouts``: of each sample, where several come from one. ``tokens``: their
-        lengths, as the reference says. ``poison``: a change of the last one.
+        lengths, as the reference says. ``poison``: a change of the last one. ``given``: rewards that samples came with, by index.
         """
         samples = [
             Sample(
@@ -114,6 +115,7 @@ class Bench:
                 label=label,
                 metadata={"level": 3},
                 rollout=index if rollouts is None else rollouts[index],
+                given_reward=(given or {}).get(index),
             )
             for index, text in enumerate(texts)
         ]
@@ -128,10 +130,11 @@ class Bench:
             samples=[one.meta() for one in samples],
             rollouts=rollouts or [],
             replica="replica-1",
+            environment=environment or self.config.reward.environment_of(None),
             started=1.0,
             ended=2.0,
         ).model_copy(update=changes)
-        await self.bus.publish(self.names.generated(environment or self.config.reward.environment_of(None)), message)
+        await self.bus.publish(self.names.generated(message.environment), message)
         return message
 
     async def outcomes(self, count: int) -> dict[str, Outcome]:

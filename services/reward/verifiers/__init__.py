@@ -1,21 +1,99 @@
-"""Verifiers: a response and its label in, a score out. Pure and synchronous; `services.reward.worker` runs them in a process apart."""
+"""Verifiers: a response and what it is compared with in, a score out. Synchronous; `services.reward.worker` runs them in a process apart.
 
-from collections.abc import Callable
+What they compute is in `shared.rewards`, where other services may import it too.
+"""
 
-from services.reward.verifiers.math import math, read
+import contextlib
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-Verifier = Callable[[str, str], float]
-"""(response text, label) → reward."""
+from services.reward.verifiers.math_verify import math_verify, read
+from shared.rewards.boxed import extract_answer
+from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
+from shared.rewards.dapo import compute_score
+from shared.rewards.f1 import f1_score
+from shared.rewards.gpqa import compute_gpqa_reward
+from shared.rewards.ifbench import compute_ifbench_reward
+from shared.rewards.labels import integer_label, math_label, math_labels
+from shared.rewards.names import BOXED
+from shared.rewards.reference import Reference
+
+Value = float | Mapping[str, Any]
+"""One reward, or several by name."""
+
+Verifier = Callable[[str, Reference], Value]
+"""(response text, what it is compared with) → reward."""
 
 
-def exact(response: str, label: str) -> float:
+def exact(response: str, reference: Reference) -> float:
     """Returns 1.0 where the response is the label, white space at both ends aside; else 0.0."""
-    return 1.0 if response.strip() == label.strip() else 0.0
+    return float(response.strip() == reference.text.strip())
 
 
-VERIFIERS: dict[str, Verifier] = {"math": math, "exact": exact}
+def _math(response: str, reference: Reference) -> float:
+    return float(any(grade_answer_verl(response, label) for label in math_labels(reference.text)))
+
+
+def _deepscaler(response: str, reference: Reference) -> float:
+    return float(any(get_deepscaler_rule_based_reward(response, label) for label in math_labels(reference.text)))
+
+
+def _dapo(response: str, reference: Reference) -> Mapping[str, Any]:
+    return compute_score(response, integer_label(reference.text))
+
+
+def _gpqa(response: str, reference: Reference) -> float:
+    return compute_gpqa_reward(response, reference.value, reference.metadata)
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "dapo": _dapo,
+    "deepscaler": _deepscaler,
+    "exact": exact,
+    "f1": lambda response, reference: f1_score(response, reference.text)[0],
+    "gpqa": _gpqa,
+    "ifbench": lambda response, reference: compute_ifbench_reward(response, reference.value, reference.metadata),
+    "math": _math,
+    "math_verify": lambda response, reference: math_verify(response, reference.text),
+    "random": lambda response, reference: float(random.randint(0, 1)),
+}
 """The verifiers, by ``rm_type``."""
 
-READ_LABEL: dict[str, Callable[[str], str]] = {"math": read}
-"""What a verifier reads in a label, by ``rm_type``; raises ValueError for a label that it can compare with nothing. The others take a label
-as it is."""
+READ_LABEL: dict[str, Callable[[str], str]] = {"dapo": integer_label, "deepscaler": math_label, "math": math_label, "math_verify": read}
+"""What a verifier reads in a label, by ``rm_type``; raises ValueError for one that it would compare wrongly, or with nothing.
+
+The others take a label as it is."""
+
+
+_RESPONSE, _LABEL = "</think>\\boxed{\\frac{2x}{2}}", "x"
+"""A response and a label over which verifiers load their libraries."""
+
+
+def load(names: Iterable[str]) -> None:
+    """Loads what the verifiers import late. Raises ImportError where a package is missing."""
+    for name in names:
+        with contextlib.suppress(ValueError):  # this is no label for all of them
+            verify(name, _RESPONSE, Reference(_LABEL))
+
+
+def verify(name: str, response: str, reference: Reference) -> Value:
+    """Returns the reward of a response by the verifier ``name``, which gets what stands in the last box where it has slime's prefix for it.
+
+    Raises ValueError for a label that it cannot compare with.
+    """
+    if name.startswith(BOXED):
+        response, name = extract_answer(response) or "", name.removeprefix(BOXED)
+    return VERIFIERS[name](response, reference)
+
+
+def pattern_answer(response: str, pattern: str | None) -> str:
+    """Returns the last match of ``reward.answer_pattern``, of a pattern with a group what that holds; the response where there is none."""
+    return response if pattern is None else next(iter(re.findall(pattern, response)[-1:]), "")
+
+
+def read_label(name: str, reference: Reference) -> str:
+    """Returns what the verifier ``name`` reads in the label. Raises ValueError as `READ_LABEL` says."""
+    name = name.removeprefix(BOXED)
+    return READ_LABEL[name](reference.text) if name in READ_LABEL else reference.label or ""

@@ -4,8 +4,9 @@ A group that lost samples (dropped, dead, rejected) is normalised over those it 
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,38 +102,69 @@ def needs(config: AlgorithmSection, optimizer_steps: int = 1) -> Needs:
 def group_relative(
     rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None, *, normalize_std: bool = True
 ) -> FloatArray:
-    """Returns ``(r - mean) / (std + 1e-6)`` within each group, the std unbiased: float64 [N].
+    """Returns ``(r - mean) / (std + 1e-6)`` within each group: float64 [N]; without ``normalize_std`` only ``r - mean``.
 
-    Without ``normalize_std`` only ``r - mean``. Exactly 0 for a group of one rollout, and for a group whose votes are
-    all equal: their mean may differ from them in the last bit, and a division by 1e-6 would make that a gradient.
+    A rollout has one vote, split evenly over its samples. Mean and deviation are of these weighted samples: with R rollouts, n_q samples
+    in rollout q and the samples' rewards x, ``mean = sum(x / n_q) / R`` and ``std^2 = sum((x - mean)^2 / n_q) / (R - 1)``. With one sample
+    a rollout that is the unbiased deviation of the rewards.
+
+    Exactly 0 for a group of one rollout, and for a group whose rewards are all equal: their mean may differ from them in the last bit, and
+    a division by 1e-6 would make that a gradient.
 
     Args:
         rewards: [N], one per sample, finite. groups: group id of each.
-        rollout_ids: rollout of each, unique over the batch; the samples that fan out of one rollout share the group and cast one vote,
-            the mean of their rewards. If not given, every sample is a rollout.
+        rollout_ids: rollout of each, unique over the batch; the samples that fan out of one rollout share the group. If not given, every
+            sample is a rollout.
 
     Source: GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; without the std, Dr.GRPO, Liu et al. 2025
     (arXiv:2503.20783), and the baseline of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262).
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    advantages = np.zeros(values.size)
-    samples: dict[Hashable, dict[Hashable, list[int]]] = {}
-    rollouts = range(values.size) if rollout_ids is None else rollout_ids
-    for index, (_, group, rollout) in enumerate(zip(values, groups, rollouts, strict=True)):
-        samples.setdefault(group, {}).setdefault(rollout, []).append(index)
-    for of_rollouts in samples.values():
-        votes = np.array([_vote(values[indices]) for indices in of_rollouts.values()])
-        if len(votes) < 2 or np.ptp(votes) == 0.0:
-            continue
-        scale = votes.std(ddof=1) + STD_EPSILON if normalize_std else 1.0
-        of_group = [index for indices in of_rollouts.values() for index in indices]
-        advantages[of_group] = (values[of_group] - votes.mean()) / scale
+    values, advantages = np.asarray(rewards, dtype=np.float64), np.zeros(len(rewards))
+    for group in _groups(values, groups, rollout_ids):
+        rewards_of = values[group.samples]
+        centred = rewards_of - group.weights @ rewards_of
+        variance = group.weights @ np.square(centred) * group.rollouts / (group.rollouts - 1)
+        advantages[group.samples] = centred / (math.sqrt(variance) + STD_EPSILON) if normalize_std else centred
     return advantages
 
 
-def _vote(rewards: FloatArray) -> float:
-    """Returns the mean; of equal rewards, exactly that reward, to the bit."""
-    return float(rewards[0]) if np.ptp(rewards) == 0.0 else float(rewards.mean())
+def leave_one_out(rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None) -> FloatArray:
+    """Returns ``r - mean of the other rollouts' votes`` within each group: float64 [N].
+
+    A rollout's vote is the mean of its samples' rewards. Arguments, and where this is exactly 0: as for ``group_relative``.
+
+    Source: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), eq. 9; Kool et al. 2019.
+    """
+    values, advantages = np.asarray(rewards, dtype=np.float64), np.zeros(len(rewards))
+    for group in _groups(values, groups, rollout_ids):
+        rewards_of, own = values[group.samples], group.weights * group.rollouts
+        votes = np.bincount(group.rollout_of, own * rewards_of)
+        others = (votes.sum() - votes) / (group.rollouts - 1)
+        advantages[group.samples] = rewards_of - others[group.rollout_of]
+    return advantages
+
+
+class _Group(NamedTuple):
+    """The samples of a group, indices [n]; the rollout of each, from 0; the weight of each in the group's mean; the number of rollouts."""
+
+    samples: npt.NDArray[np.intp]
+    rollout_of: npt.NDArray[np.intp]
+    weights: FloatArray
+    rollouts: int
+
+
+def _groups(values: FloatArray, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None) -> Iterator[_Group]:
+    """Yields the groups in which there is something to compare: more than one rollout, and rewards that differ."""
+    members: dict[Hashable, dict[Hashable, list[int]]] = {}
+    rollouts = range(values.size) if rollout_ids is None else rollout_ids
+    for index, (_, group, rollout) in enumerate(zip(values, groups, rollouts, strict=True)):
+        members.setdefault(group, {}).setdefault(rollout, []).append(index)
+    for of_rollouts in members.values():
+        sizes = [len(indices) for indices in of_rollouts.values()]
+        samples = np.array([index for indices in of_rollouts.values() for index in indices])
+        if len(sizes) > 1 and np.ptp(values[samples]) > 0.0:
+            rollout_of = np.repeat(np.arange(len(sizes)), sizes)
+            yield _Group(samples, rollout_of, 1.0 / (np.array(sizes)[rollout_of] * len(sizes)), len(sizes))
 
 
 def reward_advantages(
@@ -140,13 +172,36 @@ def reward_advantages(
 ) -> FloatArray:
     """Returns each sample's reward as its estimator uses it, before token-level terms and whitening: float64 [N].
 
-    grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; ppo, reinforce_plus_plus, and all of
-    them without ``normalize_rewards``: the reward as it is.
+    grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; rloo: ``leave_one_out``; ppo,
+    reinforce_plus_plus, and all of them without ``normalize_rewards``: the reward as it is.
     """
-    if not config.normalizes_rewards or config.advantage_estimator in ("ppo", "reinforce_plus_plus"):
+    if not config.compares_rewards:
         return np.array(rewards, dtype=np.float64)
+    if config.advantage_estimator == "rloo":
+        return leave_one_out(rewards, groups, rollout_ids)
     by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
     return group_relative(rewards, groups, rollout_ids, normalize_std=by_std)
+
+
+def less_kl(
+    config: AlgorithmSection,
+    rewards: Rewards,
+    own: Sequence[int],
+    kl: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    total: Callable[[FloatArray], FloatArray],
+) -> FloatArray:
+    """Returns every sample's reward less ``kl_coef`` times the KL of its trained tokens together: float64 [N]. For rloo, which compares
+    these.
+
+    Args:
+        own: the samples of this rank. kl, masks: [R] of each of them. total: the sum of an array over the ranks, a collective.
+
+    Source: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), section 2.1: the whole response is one action, with one reward.
+    """
+    penalties = np.zeros(len(rewards))
+    penalties[list(own)] = [float(values[mask].double().sum()) for values, mask in zip(kl, masks, strict=True)]
+    return np.asarray(rewards, dtype=np.float64) - config.kl_coef * total(penalties)
 
 
 def token_advantages(
@@ -161,7 +216,7 @@ def token_advantages(
 
     With r the reward after ``reward_advantages``, on the trained tokens:
 
-    * grpo, gspo, cispo: ``A_t = r``; reinforce_plus_plus_baseline: ``A_t = r - kl_coef KL_t``;
+    * grpo, gspo, cispo, rloo: ``A_t = r``; reinforce_plus_plus_baseline: ``A_t = r - kl_coef KL_t``;
     * reinforce_plus_plus: ``r_t = -kl_coef KL_t``, r more on the last, ``A_t = r_t + gamma A_{t+1}``;
     * ppo: GAE of the same ``r_t`` (``generalized_advantages``).
 
@@ -174,7 +229,7 @@ def token_advantages(
     advantages, returns = [], []
     for index, (reward, mask) in enumerate(zip(rewards, masks, strict=True)):
         penalty = torch.zeros(int(mask.sum()), dtype=torch.float64)
-        if kl is not None:
+        if kl is not None and config.advantage_estimator != "rloo":  # there it is in r
             penalty = config.kl_coef * kl[index][mask].double()
         if config.advantage_estimator not in ("ppo", "reinforce_plus_plus"):
             advantages.append(_spread(float(reward) - penalty, mask))

@@ -33,7 +33,7 @@ class ImportanceWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Statistics:
-    """mean_weight: of the bounded importance weights. second_moment_limit: see `second_moment_limit`. None: not asked for."""
+    """mean_weight: of the bounded importance weights that are not 0. second_moment_limit: as the function has it. None: not asked."""
 
     mean_weight: float | None = None
     second_moment_limit: float | None = None
@@ -137,6 +137,7 @@ def batch_statistics(config: AlgorithmSection, batches: Sequence[PackedBatch], g
             counts = tokens.mask.double()
             if config.tis_level != "token":  # a sequence is one weight
                 counts = counts / sequence_sum(counts, batch.cu_seqlens).clamp(min=1.0)
+            counts = counts * (weights > 0)  # what is masked out has no weight
             sums += torch.stack([(counts * weights).sum(), counts.sum()]).cpu()
         if config.use_m2po:
             of_batch = second_moments(start, rollout, tokens.field("advantages"), tokens.mask)

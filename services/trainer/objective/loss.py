@@ -72,7 +72,7 @@ class PolicyLoss:
         pg_loss = tokens.mean(pg)
         if REDUCER in self.custom:
             pg_loss = self.custom.reduced(pg, tokens, config.reducer == "token_mean") / self.denominator
-        loss = pg_loss + self._entropy(entropy, tokens, metrics) + self._reference_kl(d, tokens, metrics)
+        loss = pg_loss + self._entropy(entropy, tokens, metrics) + self._reference_kl(d, rollout, tokens, metrics)
         metrics |= {"pg_loss": pg_loss.detach(), "loss": loss.detach()}
         return loss, metrics
 
@@ -138,12 +138,16 @@ class PolicyLoss:
         metrics["entropy_loss"] = mean.detach()
         return -coefficient * mean if coefficient != 0.0 else 0.0
 
-    def _reference_kl(self, d: Tensor, tokens: MaskedTokens, metrics: Metrics) -> Tensor | float:
-        """Returns the reference KL, measured if there are reference log-probs, in the loss only with a coefficient (0 times inf is NaN)."""
+    def _reference_kl(self, d: Tensor, rollout: Tensor | None, tokens: MaskedTokens, metrics: Metrics) -> Tensor | float:
+        """Returns the reference KL, measured if there are reference log-probs, in the loss only with a coefficient (0 times inf is NaN).
+
+        With ``use_unbiased_kl`` the ratio is to the policy that drew the tokens: the rollout's, wherever the objective corrects for it.
+        """
         config = self.config
         if "ref_log_probs" not in tokens.batch.fields and not config.measures_kl:
             return 0.0
-        ratio = ratio_of(-d) if config.use_unbiased_kl else None
+        drew = d if rollout is None or config.correction == "none" else rollout - tokens.log_probs
+        ratio = ratio_of(-drew) if config.use_unbiased_kl else None
         mean = tokens.mean(kl_estimate(tokens.log_probs, tokens.field("ref_log_probs"), config.kl_loss_type or LOSS_KL, ratio))
         metrics["kl_loss"] = mean.detach()
         return config.kl_loss_coef * mean if config.kl_loss_coef != 0.0 else 0.0

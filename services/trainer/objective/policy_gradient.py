@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.config.algorithm import KlType
-
-LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to +-20 before ``exp``. Beyond e^20 = 4.9e8 the policies have nothing in common, and float32
-overflows at e^88: inf times a zero advantage, or times the zero gradient of the branch that ``max`` did not take, is
-NaN. The clamp also ends the gradient there, as MIS and verl do; slime's plain PPO has none."""
+from shared.config.algorithm_rules import LOG_RATIO_LIMIT
 
 
 class PolicyGradient(NamedTuple):

@@ -3,7 +3,6 @@
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +108,7 @@ class Player:
             )
             for index in range(task.n)
         ]
-        metas, lengths = [replace(one.meta(), digest=one.token_digest()) for one in samples], [one.length for one in samples]
+        metas, lengths = [one.meta(one.token_digest()) for one in samples], [one.length for one in samples]
         blobs = spoilt(samples) if (spoilt := self.spoil(task.group)) else sample.encode(samples, self.config.store.blob_bytes)
         generation = uuid.uuid4().hex
         written = {self.names.payload_key(task.group, task.attempt, part, generation): blob for part, blob in enumerate(blobs)}

@@ -88,12 +88,14 @@ async def test_a_task_says_all_that_a_replica_needs(served: Served, tiny_model: 
 
 
 async def test_a_prompt_may_name_the_environment_that_scores_it(served: Served, tmp_path: Path) -> None:
-    rows = [{**PROMPTS[0], "metadata": metadata} for metadata in ({}, {"rm_type": "math"}, {"rm_type": "judge"}, {"rm_type": "remote_rm"})]
+    rows = [
+        {**PROMPTS[0], "metadata": metadata} for metadata in ({}, {"rm_type": "math"}, {"rm_type": "grader"}, {"rm_type": "environment"})
+    ]
     write_jsonl(tmp_path / "named.jsonl", rows)
     player = await served(
         data={"prompt_data": str(tmp_path / "named.jsonl")},
         eval={"eval_prompt_data": str(tmp_path / "named.jsonl")},
-        reward={"environments": {"judge": "nats:judge"}, "rm_url": "http://127.0.0.1:1"},
+        reward={"environments": {"grader": "nats:grader"}, "environment_url": "http://127.0.0.1:1"},
     )
     await player.live(0)
     for kind in (EVAL, TRAIN):
@@ -107,7 +109,7 @@ async def test_a_prompt_may_name_the_environment_that_scores_it(served: Served, 
             return len(taken) >= 4
 
         await until(all_taken, f"four tasks of class {kind}")
-        assert sorted(taken) == ["exact", "judge", "math", "remote_rm"]
+        assert sorted(taken) == ["environment", "exact", "grader", "math"]
 
 
 async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(served: Served, tmp_path: Path) -> None:

@@ -51,10 +51,10 @@ async def status(desk: Bench, nats: EmbeddedNats) -> dict[str, Any]:
 async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
     url = f"http://me:hush@127.0.0.1:{port}"
-    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": url, "reward_timeout": PATIENT})
+    desk = await bench(reward={"rm_type": "environment", "environment_url": url, "reward_timeout": PATIENT})
     with python_example(port, tmp_path / "example.log"):
         process = await desk.launch()
-        card = await desk.card("remote_rm", "ready")
+        card = await desk.card("environment", "ready")
         assert (card.http, card.detail) == (f"http://127.0.0.1:{port}", "")
         group = await desk.generated("g00000007", *CARRIES)
         outcome = (await desk.outcomes(1))["g00000007"]
@@ -65,14 +65,14 @@ async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_pa
             (1.0, {"worked": 0.0}),
         ]
         samples = [replace(meta, digest=0) for meta in outcome.samples]  # which reward has set
-        assert (outcome.environment, outcome.payload, samples) == ("remote_rm", group.payload, group.samples)
+        assert (outcome.environment, outcome.payload, samples) == ("environment", group.payload, group.samples)
         await desk.generated("g00000008", "42", label=None)
         assert "answered score with HTTP 400: a sum needs its label" in await desk.failure("g00000008")
         [service] = await Registry(desk.bus, desk.config.run.name).alive("reward")
         with urllib.request.urlopen(f"http://{service.http}/metrics", timeout=30) as response:
             metrics = response.read().decode()
         for line in ("groups_scored_total", "groups_not_scored_total"):
-            assert f'myxo_{line}{{environment="remote_rm",instance="reward-1",run="{desk.config.run.name}"}} 1.0' in metrics
+            assert f'myxo_{line}{{environment="environment",instance="reward-1",run="{desk.config.run.name}"}} 1.0' in metrics
         assert process.stop() == 0
     assert await Registry(desk.bus, desk.config.run.name).alive() == []
     assert "hush" not in process.words()
@@ -80,7 +80,7 @@ async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_pa
 
 async def test_a_named_reward_may_count(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
-    reward = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
+    reward = {"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
     desk = await bench(reward={**reward, "reward_key": "worked"})
     with python_example(port, tmp_path / "example.log"):
         await desk.serve()
@@ -96,7 +96,7 @@ async def test_a_named_reward_may_count(bench: NewBench, tmp_path: Path) -> None
 
 async def test_a_named_reward_that_is_not_given_fails_the_group(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
-    reward = {"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
+    reward = {"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
     desk = await bench(reward={**reward, "reward_key": "speed"})
     with python_example(port, tmp_path / "example.log"):
         await desk.serve()
@@ -106,7 +106,7 @@ async def test_a_named_reward_that_is_not_given_fails_the_group(bench: NewBench,
 
 async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
     port = free_port()
-    table = {"node": f"http://127.0.0.1:{port}", "on-the-bus": "nats:judge"}
+    table = {"node": f"http://127.0.0.1:{port}", "on-the-bus": "nats:grader"}
     desk = await bench(reward={"rm_type": "exact", "environments": table, "reward_timeout": PATIENT})
     with node_example(port, tmp_path / "node.log"), page_example(nats.url, desk.config.run.name, tmp_path):
         await desk.serve()
@@ -150,7 +150,7 @@ async def test_a_hung_environment_holds_up_nobody_else(bench: NewBench) -> None:
 
 async def test_a_hung_environment_loses_its_groups_at_their_deadline(bench: NewBench) -> None:
     async with mute_server() as url:
-        desk = await bench(reward={"rm_type": "remote_rm", "rm_url": url, "reward_timeout": 1.0})
+        desk = await bench(reward={"rm_type": "environment", "environment_url": url, "reward_timeout": 1.0})
         process = await desk.launch()
         for number in range(3):
             await desk.generated(f"g{number}", "42", "41")
@@ -158,7 +158,7 @@ async def test_a_hung_environment_loses_its_groups_at_their_deadline(bench: NewB
     for outcome in outcomes.values():
         assert isinstance(outcome, Failed)
         assert outcome.reason == (
-            f"2 rewards did not come from environment remote_rm at {url} within 1 s; the group is given up (it did not answer)"
+            f"2 rewards did not come from environment environment at {url} within 1 s; the group is given up (it did not answer)"
         )
         assert (outcome.by, outcome.payload is not None) == ("reward-1", True)
     assert process.process.poll() is None
@@ -167,49 +167,49 @@ async def test_a_hung_environment_loses_its_groups_at_their_deadline(bench: NewB
 @pytest.mark.extra
 async def test_an_environment_that_stays_away_loses_only_what_was_in_its_hands(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
-    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
+    desk = await bench(reward={"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
     posted = asyncio.Event()
     async with mute_server(port, posted):
         await desk.serve()
         await desk.generated("in-hand", "42")
         await until(posted.is_set, "the group in the environment's hands")
-    await desk.card("remote_rm", "away")
+    await desk.card("environment", "away")
     await desk.generated("waits", "42")
     await desk.failure("in-hand")
 
     async def only_one_waits() -> bool:
-        return await waiting(desk, "remote_rm") == (1, 0)
+        return await waiting(desk, "environment") == (1, 0)
 
     await until(only_one_waits, "the other group to wait on its own")
 
 
 async def test_groups_wait_for_an_environment_that_comes_later(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
     port = free_port()
-    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT})
+    desk = await bench(reward={"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT})
     process = await desk.launch()
-    assert "Connect" in (await desk.card("remote_rm", "away")).detail
+    assert "Connect" in (await desk.card("environment", "away")).detail
     for number in range(6):
         await desk.generated(f"g{number}", *CARRIES)
     await until(lambda: 'state": "away"' in process.words(), "the log line")
-    assert await waiting(desk, "remote_rm") == (6, 0)
+    assert await waiting(desk, "environment") == (6, 0)
     [shown] = [line for line in (await status(desk, nats))["services"] if line["service"] == "environment"]
-    assert (shown["instance"], shown["state"]) == ("remote_rm", "away")
+    assert (shown["instance"], shown["state"]) == ("environment", "away")
     assert "Connect" in shown["detail"]
     with python_example(port, tmp_path / "example.log"):
         outcomes = await desk.outcomes(6)
-        await desk.card("remote_rm", "ready")
+        await desk.card("environment", "ready")
     assert all(isinstance(outcome, Scored) for outcome in outcomes.values())
     said = [json.loads(line) for line in process.words().splitlines() if '"environment_state"' in line]
     assert [line["state"] for line in said][:2] == ["away", "ready"], "a state is told when it begins, not every few seconds"
-    assert said[0]["environment"] == "remote_rm" and "Connect" in said[0]["reason"]
+    assert said[0]["environment"] == "environment" and "Connect" in said[0]["reason"]
 
 
 @pytest.mark.extra
 async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
-    desk = await bench(reward={"rm_type": "judge", "environments": {"judge": "nats:judge"}, "reward_timeout": PATIENT})
+    desk = await bench(reward={"rm_type": "grader", "environments": {"grader": "nats:grader"}, "reward_timeout": PATIENT})
     await desk.serve()
-    card = await desk.card("judge", "away")
-    assert (card.detail, card.http) == (f"nobody answers on {desk.config.run.name}.environment.judge.describe", "nats:judge")
+    card = await desk.card("grader", "away")
+    assert (card.detail, card.http) == (f"nobody answers on {desk.config.run.name}.environment.grader.describe", "nats:grader")
     await desk.generated("g0", "42", "41")
     with page_example(nats.url, desk.config.run.name, tmp_path):
         outcome = (await desk.outcomes(1))["g0"]
@@ -220,18 +220,23 @@ async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nat
 async def test_no_group_is_lost_when_an_environment_restarts_in_the_middle(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
     desk = await bench(
-        reward={"rm_type": "remote_rm", "rm_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT, "environment_concurrency": 4}
+        reward={
+            "rm_type": "environment",
+            "environment_url": f"http://127.0.0.1:{port}",
+            "reward_timeout": PATIENT,
+            "environment_concurrency": 4,
+        }
     )
     with node_example(port, tmp_path / "node.log") as environment:
         await desk.serve()
-        await desk.card("remote_rm", "ready")
+        await desk.card("environment", "ready")
         for number in range(60):
             await desk.generated(f"g{number}", *CARRIES)
         outcomes = await desk.outcomes(10)
         environment.kill()
         for number in range(60, 80):
             await desk.generated(f"g{number}", *CARRIES)
-        await desk.card("remote_rm", "away")
+        await desk.card("environment", "away")
         environment.start()
         outcomes |= await desk.outcomes(80 - len(outcomes))
     assert sorted(outcomes) == sorted(f"g{number}" for number in range(80))
@@ -246,10 +251,10 @@ async def test_no_group_is_lost_when_an_environment_restarts_in_the_middle(bench
     ],
 )
 async def test_an_answer_that_does_not_fit_fails_the_group_by_name(bench: NewBench, odd: str, fault: str, words: str) -> None:
-    desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"{odd}/{fault}", "reward_timeout": PATIENT})
+    desk = await bench(reward={"rm_type": "environment", "environment_url": f"{odd}/{fault}", "reward_timeout": PATIENT})
     await desk.serve()
     await desk.generated("g0", *CARRIES)
-    assert await desk.failure("g0") == f"environment remote_rm at {odd}/{fault}: {words}"
+    assert await desk.failure("g0") == f"environment environment at {odd}/{fault}: {words}"
 
 
 async def test_what_is_no_environment_of_this_version_gets_no_group(bench: NewBench, odd: str) -> None:

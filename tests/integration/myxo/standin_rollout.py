@@ -81,6 +81,7 @@ class Rollout:
             payload=reference(service.run, written, [one.length for one in samples]),
             samples=[one.meta() for one in samples],
             replica=service.instance,
+            environment=task.environment,
             started=started,
             ended=time.time(),
         )

@@ -153,9 +153,9 @@ def test_no_samples_in_a_group_by_flag(myxo: Myxo, config_file: ConfigFile) -> N
 
 def test_an_environment_that_the_run_does_not_have(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
     config = config_file()
-    line = refused(myxo, "up", config, "--rm-type", "jugde", "--environments", "{'judge': 'nats:judge'}")
-    assert "reward.rm_type = 'jugde': no such verifier or environment; did you mean judge?" in line
-    assert "reward.rm_url = None: required with rm_type = remote_rm" in refused(myxo, "up", config, "--rm-type", "remote_rm")
+    line = refused(myxo, "up", config, "--rm-type", "graderr", "--environments", "{'grader': 'nats:grader'}")
+    assert "reward.rm_type = 'graderr': no such verifier or environment; did you mean grader?" in line
+    assert "reward.environment_url = None: required with rm_type = environment" in refused(myxo, "up", config, "--rm-type", "environment")
     write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {**PROMPTS[2], "metadata": {"rm_type": "deepscaler"}}])
     line = refused(myxo, "up", config)
     assert "data.prompt_data:metadata.rm_type" in line

@@ -7,9 +7,10 @@ import time
 
 from services.reward import worker
 from services.reward.verifiers import VERIFIERS, exact
+from shared.rewards.reference import Reference
 
 
-def odd(response: str, label: str) -> float:
+def odd(response: str, reference: Reference) -> float:
     match response:
         case "sleep":
             time.sleep(3600)
@@ -22,7 +23,7 @@ def odd(response: str, label: str) -> float:
         case "memory":
             return float(len(bytes(1 << 40)))
         case "deep":
-            return odd(response, label)
+            return odd(response, reference)
         case "die":
             os._exit(3)
         case "raise":
@@ -34,7 +35,7 @@ def odd(response: str, label: str) -> float:
             os.write(int(os.environ["ODD_ANSWERS"]), b"not JSON\n")
         case "nan" | "inf" | "-inf":
             return float(response)
-    return exact(response, label)
+    return exact(response, reference)
 
 
 def main() -> None:

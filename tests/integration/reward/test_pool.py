@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.reward.scoring_pools import VerifierPool
+from services.reward.scoring_pools import Verification, VerifierPool
+from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded
+from shared.schema.sample import Score
 from shared.workers import worker_process
 from shared.workers.worker_process import LOOP_SECONDS, WorkerFailed
 
@@ -23,7 +25,7 @@ async def started() -> AsyncIterator[Started]:
     pools: list[VerifierPool] = []
 
     async def start(size: int = 1, name: str = "odd", module: str = "tests.integration.reward.odd_worker") -> VerifierPool:
-        pools.append(VerifierPool(name, size, module))
+        pools.append(VerifierPool(f"verifiers-{name}", [name], size, module))
         await pools[-1].start()
         return pools[-1]
 
@@ -33,7 +35,11 @@ async def started() -> AsyncIterator[Started]:
 
 
 async def rewards(pool: VerifierPool, responses: list[str], label: str, deadline: float) -> list[float]:
-    return [score.reward for score in await pool.score(responses, label, deadline)]
+    return [score.reward for score in await scores_of(pool, responses, label, deadline)]
+
+
+async def scores_of(pool: VerifierPool, responses: list[str], label: str, deadline: float, name: str = "odd") -> list[Score]:
+    return await pool.score(Verification(name, responses, [Reference(label)]), deadline)
 
 
 async def test_one_reward_a_response_in_order(started: Started) -> None:
@@ -47,7 +53,7 @@ async def test_one_reward_a_response_in_order(started: Started) -> None:
 async def test_a_response_that_is_late_gets_0_and_costs_neither_the_others_nor_the_process(started: Started, hang: str) -> None:
     pool = await started()
     before = pool.processes
-    scores = await pool.score(["a", hang, "a", "b"], "a", 2.0)
+    scores = await scores_of(pool, ["a", hang, "a", "b"], "a", 2.0)
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 0.0]
     assert [bool(score.unread) for score in scores] == [False, True, False, False]
     assert re.fullmatch(rf"verifier odd: a response of {len(hang)} characters was not verified within \d\.\d s", scores[1].unread)
@@ -57,7 +63,7 @@ async def test_a_response_that_is_late_gets_0_and_costs_neither_the_others_nor_t
 async def test_a_response_that_holds_up_its_process_gets_0_and_the_others_are_asked_again(started: Started) -> None:
     pool = await started()
     [worker] = pool.processes
-    scores = await pool.score(["a", "deaf", "a"], "a", 1.5)
+    scores = await scores_of(pool, ["a", "deaf", "a"], "a", 1.5)
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
     assert "did not come from verifier odd within" in scores[1].unread and "its process was killed" in scores[1].unread
     assert worker.exit_code() == -9
@@ -69,7 +75,7 @@ async def test_a_process_that_is_late_to_start_is_no_fault_of_a_response(started
     monkeypatch.setattr(worker_process, "START_SECONDS", 0.01)
     await pool.close()
     with pytest.raises((DeadlineExceeded, WorkerFailed)):
-        await pool.score(["a", "a"], "a", SOON)
+        await scores_of(pool, ["a", "a"], "a", SOON)
 
 
 async def test_a_hanging_call_holds_up_only_its_own_worker(started: Started) -> None:
@@ -83,11 +89,11 @@ async def test_a_hanging_call_holds_up_only_its_own_worker(started: Started) -> 
 
 
 @pytest.mark.parametrize("reward", ["nan", "inf", "-inf"])
-async def test_a_reward_that_is_no_finite_number_fails_the_group(started: Started, reward: str) -> None:
+async def test_a_reward_that_is_no_finite_number_costs_that_one(started: Started, reward: str) -> None:
     pool = await started()
-    with pytest.raises(WorkerFailed, match=rf"verifier odd .*: scores\[1\].reward is {reward}; input should be a finite number"):
-        await rewards(pool, ["a", reward], "a", SOON)
-    assert await rewards(pool, ["a"], "a", SOON) == [1.0]
+    scores = await scores_of(pool, ["a", reward], "a", SOON)
+    assert [score.reward for score in scores] == [1.0, 0.0]
+    assert scores[1].unread == f"verifier odd: ValueError: a reward is {reward}; expected a finite number"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,7 @@ async def test_a_reward_that_is_no_finite_number_fails_the_group(started: Starte
 async def test_what_a_verifier_raises_over_a_response_costs_that_one(started: Started, response: str, why: str) -> None:
     pool = await started()
     before = pool.processes
-    scores = await pool.score(["a", response], "a", SOON)
+    scores = await scores_of(pool, ["a", response], "a", SOON)
     assert [score.reward for score in scores] == [1.0, 0.0]
     assert scores[1].unread.startswith(f"verifier odd: {why}")
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
@@ -106,9 +112,9 @@ async def test_what_a_verifier_raises_over_a_response_costs_that_one(started: St
 async def test_a_process_that_dies_in_a_call_is_replaced(started: Started) -> None:
     pool = await started()
     for _ in range(2):
-        scores = await pool.score(["a", "die"], "a", SOON)
+        scores = await scores_of(pool, ["a", "die"], "a", SOON)
         assert [score.reward for score in scores] == [1.0, 0.0]
-        assert scores[1].unread == "verifier odd's process ended in the middle of a call"
+        assert scores[1].unread == "verifiers-odd's process ended in the middle of a call"
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
 
 
@@ -120,8 +126,8 @@ async def test_what_a_library_prints_does_not_mix_with_the_answers(started: Star
 
 async def test_an_answer_that_cannot_be_read_is_the_end_of_the_process(started: Started) -> None:
     pool = await started()
-    [score] = await pool.score(["babble"], "a", SOON)
-    assert (score.reward, score.unread) == (0.0, "verifier odd's process answered b'not '")
+    [score] = await scores_of(pool, ["babble"], "a", SOON)
+    assert (score.reward, score.unread) == (0.0, "verifiers-odd's process answered b'not '")
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
 
 
@@ -134,8 +140,8 @@ async def test_a_pool_that_is_closed_leaves_no_process(started: Started) -> None
 
 
 async def test_a_verifier_that_does_not_exist_is_told_at_the_start() -> None:
-    pool = VerifierPool("no-such-verifier", 1)
-    with pytest.raises(WorkerFailed, match="verifier no-such-verifier's process ended before it was ready"):
+    pool = VerifierPool("nobody", ["no-such-verifier"], 1)
+    with pytest.raises(WorkerFailed, match="nobody's process ended before it was ready"):
         await pool.start()
 
 
@@ -150,9 +156,9 @@ LOOPS = {
 
 
 async def test_looping_responses_cost_a_group_none_of_its_right_answers(started: Started, capfd: pytest.CaptureFixture[str]) -> None:
-    pool = await started(1, "math", "services.reward.worker")
+    pool = await started(1, "math_verify", "services.reward.worker")
     start = time.monotonic()
-    scores = await pool.score(["\\boxed{\\frac{2}{4}}", *LOOPS.values(), "3", "so 0.5"], "0.5", 20.0)
+    scores = await scores_of(pool, ["\\boxed{\\frac{2}{4}}", *LOOPS.values(), "3", "so 0.5"], "0.5", 20.0, "math_verify")
     assert [score.reward for score in scores] == [1.0, *(0.0 for _ in LOOPS), 0.0, 1.0]
     assert time.monotonic() - start < 20.0 + LOOP_SECONDS
     late = [name for name, score in zip(LOOPS, scores[1:], strict=False) if score.unread]
@@ -162,9 +168,10 @@ async def test_looping_responses_cost_a_group_none_of_its_right_answers(started:
 
 
 async def test_a_label_that_takes_for_ever_fails_the_group(started: Started) -> None:
-    pool = await started(1, "math", "services.reward.worker")
-    with pytest.raises(WorkerFailed, match=r"verifier math: the label was not read within 0\.5 s"):
-        await pool.score(["1", "2"], "(" * 300 + "1" + ")" * 300, 0.5)
-    with pytest.raises(WorkerFailed, match=r"verifier math: ValueError: the label '1\+1.* has 2001 characters; an answer has at most 1000"):
-        await pool.score(["1", "2"], "1+" * 1000 + "1", SOON)
-    assert await rewards(pool, ["2"], "2", SOON) == [1.0]
+    pool = await started(1, "math_verify", "services.reward.worker")
+    with pytest.raises(WorkerFailed, match=r"verifier math_verify: the label was not read within 0\.5 s"):
+        await scores_of(pool, ["1", "2"], "(" * 300 + "1" + ")" * 300, 0.5, "math_verify")
+    with pytest.raises(WorkerFailed, match=r"ValueError: the label '1\+1.* has 2001 characters; an answer has at most 1000"):
+        await scores_of(pool, ["1", "2"], "1+" * 1000 + "1", SOON, "math_verify")
+    [score] = await scores_of(pool, ["2"], "2", SOON, "math_verify")
+    assert score.reward == 1.0

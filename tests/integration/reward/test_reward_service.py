@@ -30,7 +30,10 @@ HANGS = "\\boxed{9^{9^{9^{9}}}}"
 
 @pytest.mark.parametrize(
     ("verifier", "texts", "rewards"),
-    [("math", ["42", "so \\boxed{84/2}", "41", ""], [1.0, 1.0, 0.0, 0.0]), ("exact", ["42", " 42\n", "42.0", ""], [1.0, 1.0, 0.0, 0.0])],
+    [
+        ("math_verify", ["42", "so \\boxed{84/2}", "41", ""], [1.0, 1.0, 0.0, 0.0]),
+        ("exact", ["42", " 42\n", "42.0", ""], [1.0, 1.0, 0.0, 0.0]),
+    ],
 )
 async def test_groups_are_scored_in_order_and_keep_what_is_known_of_them(
     bench: NewBench, verifier: str, texts: list[str], rewards: list[float]
@@ -50,8 +53,23 @@ async def test_groups_are_scored_in_order_and_keep_what_is_known_of_them(
     assert await Registry(desk.bus, desk.config.run.name).alive() == []
 
 
+async def test_a_reward_that_a_sample_was_generated_with_counts_in_place_of_scoring(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "exact", "reward_key": "score"})
+    await desk.serve()
+    await desk.generated("g0", "42", "41", "42", given={0: -0.25, 1: {"score": 0.5, "turns": 2}})
+    await desk.generated("g1", "42", label=None, given={0: 1})
+    await desk.generated("g2", "42", given={0: {"turns": 2.0}})
+    outcomes = await desk.outcomes(3)
+    mixed, unlabelled, nameless = outcomes["g0"], outcomes["g1"], outcomes["g2"]
+    assert isinstance(mixed, Scored) and isinstance(unlabelled, Scored) and isinstance(nameless, Failed)
+    assert mixed.rewards == [-0.25, 0.5, 1.0]
+    assert mixed.parts == ({}, {"score": 0.5, "turns": 2.0}, {})
+    assert unlabelled.rewards == [1.0], "no verifier was asked, which would need a label"
+    assert "sample g2/0: the reward that it was generated with: no reward is named score; there are turns" in nameless.reason
+
+
 async def test_a_response_that_is_late_has_0_and_says_why_and_the_right_answer_beside_it_counts(bench: NewBench) -> None:
-    desk = await bench(reward={"rm_type": "math", "reward_timeout": 2.0, "reward_workers": 1})
+    desk = await bench(reward={"rm_type": "math_verify", "reward_timeout": 2.0, "reward_workers": 1})
     process = await desk.launch()
     await desk.generated("g00000000", HANGS, "41", "so \\boxed{84/2}", "12 " * 30_000)
     await desk.generated("g00000001", "41", "42")
@@ -60,12 +78,12 @@ async def test_a_response_that_is_late_has_0_and_says_why_and_the_right_answer_b
     assert isinstance(late, Scored) and isinstance(fine, Scored)
     assert late.rewards == [0.0, 0.0, 1.0, 0.0]
     [(position, reason)] = late.unread
-    assert position == 0 and re.fullmatch(r"verifier math: a response of \d+ characters was not verified within \d\.\d s", reason)
+    assert position == 0 and re.fullmatch(r"verifier math_verify: a response of \d+ characters was not verified within \d\.\d s", reason)
     assert (fine.rewards, fine.unread) == ([0.0, 1.0], ())
     [card] = await Registry(desk.bus, desk.config.run.name).alive("reward")
     async with httpx.AsyncClient() as client:
         metrics = (await client.get(f"http://{card.http}/metrics" if "://" not in card.http else f"{card.http}/metrics")).text
-    assert re.search(r'myxo_responses_unread_total\{.*environment="math".*\} 1\.0', metrics)
+    assert re.search(r'myxo_responses_unread_total\{.*environment="math_verify".*\} 1\.0', metrics)
     assert "12 12" not in process.words()
 
 
@@ -171,7 +189,7 @@ async def test_work_that_killed_its_workers_too_often_is_given_up(bench: NewBenc
 
 
 async def test_work_of_a_killed_service_is_done_by_the_next_and_every_group_comes_out(bench: NewBench) -> None:
-    desk = await bench(reward={"rm_type": "math", "reward_timeout": 60}, bus={"ack_wait": 2.0, "max_deliver": 5})
+    desk = await bench(reward={"rm_type": "math_verify", "reward_timeout": 60}, bus={"ack_wait": 2.0, "max_deliver": 5})
     first = await desk.launch()
     names = [f"g{number:08d}" for number in range(12)]
     for name in names:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.reward.verifiers import VERIFIERS
 from shared.data.tokenizer import Tokenizer
+from tests.support.quickstart_reward import quickstart_reward
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "arithmetic" / "prepare.py"
 SIZES = ["--train", "300", "--heldout", "50", "--demonstrations", "200"]
@@ -56,8 +56,8 @@ def test_labels_and_demonstrations_are_right_by_the_verifier(folder: Path) -> No
         assert all(row["label"] == str(sum(operands(row))) for row in rows(folder / f"{name}.jsonl"))
     for row in rows(folder / "sft.jsonl"):
         truth = sum(operands(row))
-        assert VERIFIERS["math"](row["response"], str(truth)) == 1.0
-        assert VERIFIERS["math"](row["response"], str(truth + 1)) == 0.0
+        assert quickstart_reward(row["response"], str(truth)) == 1.0
+        assert quickstart_reward(row["response"], str(truth + 1)) == 0.0
 
 
 def test_worked_demonstrations_are_the_share_asked_for_and_hold_every_carry(folder: Path) -> None:

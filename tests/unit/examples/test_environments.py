@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.reward.verifiers import VERIFIERS
+from tests.support.quickstart_reward import quickstart_reward
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -22,7 +22,7 @@ def loaded(path: Path) -> ModuleType:
     return module
 
 
-def test_the_python_example_rewards_sums_as_math_does() -> None:
+def test_the_python_example_rewards_sums_as_the_quick_start_does() -> None:
     example = loaded(EXAMPLES / "environments" / "python-fastapi" / "environment.py")
     rng = random.Random(0)
     for _ in range(30):
@@ -31,7 +31,7 @@ def test_the_python_example_rewards_sums_as_math_does() -> None:
         responses = [str(total), f"{working}{total}", f"{working}{total + 10}", str(total - 1), f"{total}.", f" {total}", "", "no idea"]
         group = example.Group.model_validate({"label": str(total), "samples": [{"response": text} for text in responses]})
         rewards = example.score(group)["rewards"]
-        assert [entry["reward"] for entry in rewards] == [VERIFIERS["math"](text, str(total)) for text in responses]
+        assert [entry["reward"] for entry in rewards] == [quickstart_reward(text, str(total)) for text in responses]
         assert [entry["worked"] for entry in rewards] == [float(text.startswith("(")) for text in responses]
 
 

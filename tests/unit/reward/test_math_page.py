@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.verifiers import VERIFIERS
+from services.reward.verifiers import verify
+from shared.rewards.reference import Reference
 
 PAGE = (Path(__file__).parents[3] / "docs" / "math-rewards.md").read_text()
 
@@ -28,15 +29,15 @@ REFUSED = rows("| label | words |")
     + [(response, label, float(reward)) for label, _, response, reward in LABELS],
 )
 def test_what_is_read_earns_what_the_page_says(response: str, label: str, reward: float) -> None:
-    assert VERIFIERS["math"](response, label) == reward
+    assert verify("math_verify", response, Reference(label)) == reward
 
 
 @pytest.mark.parametrize(("label", "words"), REFUSED)
 def test_what_cannot_be_compared_is_refused_in_words(label: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        VERIFIERS["math"]("42", label)
+        verify("math_verify", "42", Reference(label))
 
 
 def test_an_empty_label_is_refused() -> None:
     with pytest.raises(ValueError, match="is read in the label ''"):
-        VERIFIERS["math"]("", "")
+        verify("math_verify", "", Reference(""))

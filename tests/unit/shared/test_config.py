@@ -13,6 +13,7 @@ from myxo.preflight.inspection import Inspection
 from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
 from shared.config.section import Section
 from shared.data.data_files import DataFile
+from shared.rewards.names import VERIFIERS
 from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config, values
 
@@ -28,6 +29,9 @@ MUTABLE = {
     "offload_train",
     "offload_rollout",
     "num_rollout",
+    "num_epoch",
+    "num_rollout_per_epoch",
+    "train_env_vars",
     "rollout_replicas",
     "rollout_concurrency",
     "rollout_num_gpus",
@@ -41,7 +45,7 @@ MUTABLE = {
     "environment_concurrency",
     "worker_environment",
     "environments",
-    "rm_url",
+    "environment_url",
     "reward_timeout",
     "reward_workers",
     "reward_replicas",
@@ -181,17 +185,17 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("rollout", "generate_timeout", math.inf),
         ("rollout", "rollout_stop", "text"),
         ("rollout", "sglang", 3),
-        ("reward", "rm_type", "deepscaler"),
+        ("reward", "rm_type", "deep_scaler"),
         ("reward", "rm_type", "remote"),
-        ("reward", "rm_url", "judge:8080"),
-        ("reward", "rm_url", "nats://judge:4222"),
-        ("reward", "rm_url", "http://169.254.169.254/"),
-        ("reward", "environments", {"a.b": "http://judge:8080"}),
-        ("reward", "environments", {"": "http://judge:8080"}),
-        ("reward", "environments", {"math": "http://judge:8080"}),
-        ("reward", "environments", {"remote_rm": "http://judge:8080"}),
-        ("reward", "environments", {"custom_rm": "http://judge:8080"}),
-        ("reward", "custom_rm_path", "my.rewards.score"),
+        ("reward", "environment_url", "grader:8080"),
+        ("reward", "environment_url", "nats://grader:4222"),
+        ("reward", "environment_url", "http://169.254.169.254/"),
+        ("reward", "environments", {"a.b": "http://grader:8080"}),
+        ("reward", "environments", {"": "http://grader:8080"}),
+        ("reward", "environments", {"math": "http://grader:8080"}),
+        ("reward", "environments", {"environment": "http://grader:8080"}),
+        ("reward", "environments", {"custom_rm": "http://grader:8080"}),
+        ("reward", "custom_rm_path", "my rewards.score"),
         ("reward", "group_rm", True),
         ("rollout", "dynamic_sampling_filter_path", "nonzero"),
         ("reward", "environment_concurrency", 0),
@@ -280,13 +284,15 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
 
 def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
     plain = run_config(tmp_path).reward
-    assert (plain.environment_names(), plain.external) == (["exact", "math"], {})
-    one = run_config(tmp_path, reward={"rm_type": "remote_rm", "rm_url": "http://judge:8080"}).reward
-    assert (one.environment_names(), one.external) == (["exact", "math", "remote_rm"], {"remote_rm": "http://judge:8080"})
-    table = {"judge": "http://judge:8080", "unit_tests": "nats:tests"}
-    many = run_config(tmp_path, reward={"rm_type": "judge", "environments": table}).reward
-    assert (many.environment_names(), many.external) == (["exact", "judge", "math", "unit_tests"], table)
-    assert (many.environment_of(None), many.environment_of("math")) == ("judge", "math")
+    assert (plain.environment_names(), plain.external) == (sorted(VERIFIERS), {})
+    assert plain.queues() == ["verifiers", "verifiers-ifbench", "verifiers-math-verify", "verifiers-sympy"]
+    one = run_config(tmp_path, reward={"rm_type": "environment", "environment_url": "http://grader:8080"}).reward
+    assert (one.environment_names(), one.external) == (sorted([*VERIFIERS, "environment"]), {"environment": "http://grader:8080"})
+    table = {"grader": "http://grader:8080", "unit_tests": "nats:tests"}
+    many = run_config(tmp_path, reward={"rm_type": "grader", "environments": table}).reward
+    assert (many.environment_names(), many.external) == (sorted([*VERIFIERS, "grader", "unit_tests"]), table)
+    assert many.queues() == sorted([*plain.queues(), "grader", "unit_tests"])
+    assert (many.environment_of(None), many.environment_of("math")) == ("grader", "math")
     own = run_config(tmp_path, reward={"rm_type": "deepscaler", "environments": table, "custom_rm_path": "my.rewards:score"}).reward
     assert (own.environment_names(), own.external) == (["custom_rm"], {})
     assert (own.environment_of(None), own.environment_of("math")) == ("custom_rm", "custom_rm")
@@ -295,10 +301,10 @@ def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "field", "value", "words"),
     [
-        ({"rm_type": "remote_rm"}, "reward.rm_url", None, "required with rm_type = remote_rm: http://host:port"),
-        ({"rm_type": "jugde", "environments": {"judge": "nats:judge"}}, "reward.rm_type", "jugde", "did you mean judge?"),
-        ({"environments": {"judge": "http://"}}, "reward.environments.judge", "http://", "names no host"),
-        ({"rm_url": "http://me:hush@judge?x"}, "reward.rm_url", "http://judge?x", "query"),
+        ({"rm_type": "environment"}, "reward.environment_url", None, "required with rm_type = environment: http://host:port"),
+        ({"rm_type": "graderr", "environments": {"grader": "nats:grader"}}, "reward.rm_type", "graderr", "did you mean grader?"),
+        ({"environments": {"grader": "http://"}}, "reward.environments.grader", "http://", "names no host"),
+        ({"environment_url": "http://me:hush@grader?x"}, "reward.environment_url", "http://grader?x", "query"),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused_by_field(
@@ -311,7 +317,7 @@ def test_an_environment_that_cannot_be_is_refused_by_field(
 
 
 def test_a_single_sample_is_enough_where_no_group_is_compared(tmp_path: Path) -> None:
-    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus_baseline"})
+    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus"})
 
 
 TOML = """

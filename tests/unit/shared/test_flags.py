@@ -41,8 +41,8 @@ def test_every_field_has_a_flag_and_a_line_of_help() -> None:
         ("--input-key none", {"data": {"input_key": "none"}}),
         ("--apply-chat-template-kwargs {'a':1}", {"data": {"apply_chat_template_kwargs": {"a": 1}}}),
         (
-            "--rm-type remote_rm --rm-url http://arithmetic-node:8080",
-            {"reward": {"rm_type": "remote_rm", "rm_url": "http://arithmetic-node:8080"}},
+            "--rm-type environment --environment-url http://arithmetic-node:8080",
+            {"reward": {"rm_type": "environment", "environment_url": "http://arithmetic-node:8080"}},
         ),
         ("--environments {'judge':'nats:judge'}", {"reward": {"environments": {"judge": "nats:judge"}}}),
         ("--advantage-estimator gspo", {"algorithm": {"advantage_estimator": "gspo"}}),

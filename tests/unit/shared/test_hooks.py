@@ -1,8 +1,10 @@
 """The user's own functions: found or refused by field, and what they are given."""
 
 import copy
+import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,25 +104,76 @@ def test_a_process_apart_says_what_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_arguments_are_the_whole_config_under_the_flags_names(tmp_path: Path) -> None:
-    config = run_config(tmp_path, rollout={"sglang": {"mem-fraction-static": 0.8}}, reward={"reward_key": "match"})
+    sections: dict[str, Any] = {"rollout": {"sglang": {"mem-fraction-static": 0.8}}, "reward": {"reward_key": "match"}}
+    config = run_config(tmp_path, trainer={"megatron": {"moe_router_dtype": "fp32"}}, **sections)
     args = Arguments(config, sglang_router_ip="127.0.0.1", sglang_router_port=30000)
     for field, section in field_sections().items():
-        assert getattr(args, field) == getattr(getattr(config, section), field)
-    assert (args.rollout_batch_size, args.n_samples_per_prompt, args.hf_checkpoint, args.reward_key) == (2, 2, tmp_path / "model", "match")
+        value = getattr(getattr(config, section), field)
+        if isinstance(value, bool | int | float | str | dict):
+            assert getattr(args, field) == value, field
+    assert (args.rollout_batch_size, args.n_samples_per_prompt, args.hf_checkpoint, args.reward_key) == (
+        2,
+        2,
+        str(tmp_path / "model"),
+        "match",
+    )
     assert (args.sglang_mem_fraction_static, args.sglang_router_ip, args.sglang_router_port) == (0.8, "127.0.0.1", 30000)
+    assert (args.prompt_data, args.moe_router_dtype) == (str(tmp_path / "prompts.jsonl"), "fp32")
     assert vars(args)["lr"] == config.trainer.lr
-    assert copy.deepcopy(args).lr == config.trainer.lr
 
 
-def test_arguments_name_the_nearest_and_cannot_be_set(tmp_path: Path) -> None:
+READ_BY_SLIMES_FILES = {
+    "partial_rollout": False,
+    "sglang_server_concurrency": 128,
+    "sglang_dp_size": 1,
+    "rollout_skip_special_tokens": False,
+    "rollout_max_context_len": None,
+    "eval_max_context_len": None,
+    "context_parallel_size": 1,
+    "max_tokens_per_gpu": 8192,
+    "rollout_stop": None,
+    "rollout_stop_token_ids": None,
+    "rollout_global_dataset": True,
+    "multimodal_keys": None,
+    "ci_test": False,
+    "use_rollout_routing_replay": False,
+    "sglang_speculative_algorithm": None,
+    "rollout_num_engines": 1,
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_SLIMES_FILES)
+def test_arguments_have_what_slimes_files_read(name: str, tmp_path: Path) -> None:
+    assert getattr(Arguments(run_config(tmp_path)), name) == READ_BY_SLIMES_FILES[name]
+
+
+def test_arguments_follow_the_run(tmp_path: Path) -> None:
+    args = Arguments(run_config(tmp_path, rollout={"staleness_policy": "continue", "rollout_stop": ["x"], "rollout_concurrency": 3}))
+    assert (args.partial_rollout, args.mask_offpolicy_in_partial_rollout, args.rollout_stop) == (True, False, ["x"])
+    assert args.sglang_server_concurrency == 6
+    assert not hasattr(args, "num_layers"), "there is no model"
+    (tmp_path / "model").mkdir()
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = {"vocab_size": 100, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "head_dim": 16}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", **shape, **settings}))
+    there = Arguments(run_config(tmp_path))
+    assert (there.num_layers, there.hidden_size, there.num_query_groups) == (2, 64, 2)
+
+
+def test_arguments_may_be_written_and_copied(tmp_path: Path) -> None:
+    args = Arguments(run_config(tmp_path))
+    args.results, args.lr = {"solver": []}, 3.0
+    other = copy.deepcopy(args)
+    other.results["solver"].append(1)
+    assert (args.results, other.results, other.lr, isinstance(args, Namespace)) == ({"solver": []}, {"solver": [1]}, 3.0, True)
+    assert Arguments(run_config(tmp_path)).lr != 3.0
+
+
+def test_arguments_name_the_nearest(tmp_path: Path) -> None:
     args = Arguments(run_config(tmp_path))
     with pytest.raises(AttributeError, match=r"args has no rollout_batchsize; did you mean rollout_batch_size\?"):
         _ = args.rollout_batchsize
-    assert getattr(args, "partial_rollouts", None) is None and not hasattr(args, "sglang_router_ip")
-    with pytest.raises(AttributeError, match="args.lr cannot be set"):
-        args.lr = 3
-    with pytest.raises(AttributeError, match="args.lr cannot be deleted"):
-        del args.lr
+    assert getattr(args, "no_such_thing", None) is None and not hasattr(args, "sglang_router_ip")
 
 
 @pytest.mark.parametrize(

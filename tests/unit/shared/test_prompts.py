@@ -55,7 +55,7 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
     row = {"question": "a", "answer": 42, "extra": {"x": 1}}
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].label == "42"
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].metadata == {"x": 1}
-    reward = {"rm_type": "remote_rm", "rm_url": "http://judge:8080"}
+    reward = {"rm_type": "environment", "environment_url": "http://grader:8080"}
     assert prompts(tmp_path, tokenizer, row, reward=reward, input_key="question", label_key=None)[0].label is None
 
 
@@ -70,7 +70,7 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
         ({"prompt": [{"content": "a"}], "label": "2"}, "prompt", "with role and content"),
         ({"prompt": "a", "label": ["2"]}, "label", "text or a number"),
         ({"prompt": "a", "label": True}, "label", "text or a number"),
-        ({"prompt": "a", "label": None}, "label", "the answer that math compares with"),
+        ({"prompt": "a", "label": None}, "label", "the answer that math_verify compares with"),
         ({"prompt": [{"role": "user", "content": "a"}], "label": "2", "tools": "{"}, "tools", "JSON text of one"),
         ({"prompt": [{"role": "user", "content": "a"}], "label": "2", "tools": {"a": 1}}, "tools", "each an object"),
         ({"prompt": [{"role": "user", "content": [1]}], "label": "2"}, "prompt", "the chat template refuses it"),
@@ -100,9 +100,9 @@ def test_the_run_says_which_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_a_prompt_may_name_its_environment(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    rows = [{"prompt": "a", "label": "2", "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "judge"}, None)]
-    file = prompts(tmp_path, tokenizer, *rows, reward={"environments": {"judge": "http://judge:8080"}})
-    assert [file[row].environment for row in range(4)] == ["math", "exact", "judge", "math"]
+    rows = [{"prompt": "a", "label": "2", "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "grader"}, None)]
+    file = prompts(tmp_path, tokenizer, *rows, reward={"environments": {"grader": "http://grader:8080"}})
+    assert [file[row].environment for row in range(4)] == ["math_verify", "exact", "grader", "math_verify"]
 
 
 def test_a_function_of_the_users_own_scores_every_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -112,14 +112,14 @@ def test_a_function_of_the_users_own_scores_every_prompt(tmp_path: Path, tokeniz
     assert file[2].metadata == {"rm_type": "deepscaler"}, "for the function to see"
 
 
-@pytest.mark.parametrize(("name", "words"), [("jugde", "did you mean judge?"), (3, "valid are"), (["judge"], "judge")])
+@pytest.mark.parametrize(("name", "words"), [("graderr", "did you mean grader?"), (3, "valid are"), (["grader"], "grader")])
 @pytest.mark.parametrize("of", ["data.prompt_data", "eval.eval_prompt_data"])
 def test_an_environment_that_the_run_does_not_have_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, of: str, name: object, words: str
 ) -> None:
     path = write_jsonl(tmp_path / "named.jsonl", [{"prompt": "a", "label": "2", "metadata": {"rm_type": name}}])
     section, field = of.split(".")
-    config = run_config(tmp_path, **{"reward": {"environments": {"judge": "nats:judge"}}, section: {field: str(path)}})
+    config = run_config(tmp_path, **{"reward": {"environments": {"grader": "nats:grader"}}, section: {field: str(path)}})
     file = TrainingPrompts(config, tokenizer) if section == "data" else eval_prompts(config, tokenizer)
     assert file is not None
     with pytest.raises(ConfigError) as caught:

@@ -46,6 +46,8 @@ def samples(draw: st.DrawFn) -> Sample:
         segments=list(zip([0, *ends[:-1]], ends, versions, strict=False)),
         text=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
         label=draw(st.none() | st.just("4")),
+        given_reward=draw(st.none() | st.floats(-1e9, 1e9) | st.dictionaries(st.sampled_from(["score", "acc"]), st.floats(-1, 1))),
+        attributes=draw(st.dictionaries(st.sampled_from(["turns", "text"]), st.integers(0, 9) | st.just("four"))),
     )
 
 
@@ -53,7 +55,7 @@ def same(left: Sample, right: Sample) -> bool:
     for name in ("prompt", "response", "log_probs", "mask"):
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
         assert getattr(left, name).dtype == getattr(right, name).dtype
-    rest = ("group", "index", "rollout", "segments", "finish", "text", "prompt_text", "label", "metadata")
+    rest = ("group", "index", "rollout", "segments", "finish", "text", "prompt_text", "label", "metadata", "given_reward", "attributes")
     return all(getattr(left, name) == getattr(right, name) for name in rest)
 
 
@@ -132,6 +134,11 @@ def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Samp
         ({"text": None}, "group and text are text"),
         ({"label": 4}, "label is text or None"),
         ({"metadata": []}, "metadata is not a map"),
+        ({"attributes": []}, "attributes is not a map"),
+        ({"given_reward": "1"}, "given_reward is '1'; expected a number up to 1e\\+09, or 64 by name"),
+        ({"given_reward": float("nan")}, "given_reward is 'nan'"),
+        ({"given_reward": True}, "given_reward is 'True'"),
+        ({"given_reward": {"score": "good"}}, "given_reward is .*good"),
         ({"mask": "1111"}, "mask is not a one-dimensional array of integers"),
     ],
 )

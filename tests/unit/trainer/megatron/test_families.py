@@ -106,6 +106,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_pos
         ("deepseek_v3", {"rope_parameters": {**YARN, "attention_factor": 1.2}}, ["attention_factor"]),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}, ["mscale_all_dim"]),
         ("deepseek_v3", {"rope_parameters": {**YARN, "rope_type": "llama3"}}, ["rope_type", "yarn"]),
+        *(
+            ("deepseek_v3", {name: None}, [name, "required"])
+            for name in ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "n_shared_experts")
+        ),
+        *(
+            ("glm4_moe", {name: None}, [name, "required"])
+            for name in ("routed_scaling_factor", "first_k_dense_replace", "n_shared_experts")
+        ),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
         ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
     ],

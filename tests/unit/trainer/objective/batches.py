@@ -78,26 +78,27 @@ def sequence_batches(draw: st.DrawFn) -> list[Sequence]:
 def configs(draw: st.DrawFn) -> AlgorithmSection:
     off_policy = draw(st.sampled_from(["decoupled", "rollout", "none"]))
     decoupled = off_policy == "decoupled"
-    estimator = draw(st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo"]))
+    estimator = draw(st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo", "rloo"]))
     use_rs = decoupled and draw(st.booleans())
     use_m2po = off_policy != "none" and estimator not in ("gspo", "cispo") and draw(st.integers(0, 2)) == 0
-    mode = draw(st.sampled_from(["truncate", "clip", "mask"]))
+    mode = draw(st.sampled_from(["truncate", "clip", "mask"])) if decoupled else "clip"
+    use_opsm = off_policy != "none" and draw(st.booleans())
     kl_loss_coef = draw(st.sampled_from([0.0, 0.1]))
     reducer = draw(st.sampled_from(["rollout_mean", "token_mean", "fixed_length"]))
     return AlgorithmSection(
         advantage_estimator=estimator,
-        eps_clip=draw(st.sampled_from([0.2, 0.05, 1.0])),
-        eps_clip_high=draw(st.sampled_from([None, 0.28, 5.0])),
-        eps_clip_c=None if use_m2po else draw(st.sampled_from([None, 1.5, 3.0])),
+        eps_clip=0.2 if use_m2po else draw(st.sampled_from([0.2, 0.05, 1.0])),
+        eps_clip_high=None if use_m2po else draw(st.sampled_from([None, 0.28, 5.0])),
+        eps_clip_c=None if use_m2po or estimator == "cispo" else draw(st.sampled_from([None, 1.5, 3.0])),
         kl_loss_type=draw(st.sampled_from(["k1", "k2", "k3", "low_var_kl"])),
         kl_loss_coef=kl_loss_coef,
         use_unbiased_kl=kl_loss_coef > 0 and draw(st.booleans()),
         entropy_coef=draw(st.sampled_from([0.0, 0.01])),
         off_policy=off_policy,
         tis_mode=mode,
-        tis_level=draw(st.sampled_from(["token", "sequence", "geometric"])),
-        tis_clip=draw(st.sampled_from([2.0, 1.1])),
-        tis_clip_low=0.0 if mode == "truncate" else draw(st.sampled_from([0.0, 0.8])),
+        tis_level=draw(st.sampled_from(["token", "sequence", "geometric"])) if decoupled else "token",
+        tis_clip=draw(st.sampled_from([2.0, 1.1])) if decoupled else 2.0,
+        tis_clip_low=draw(st.sampled_from([0.0, 0.8])) if decoupled and mode != "truncate" else 0.0,
         tis_batch_normalize=decoupled and draw(st.booleans()),
         use_rs=use_rs,
         rs_level=draw(st.sampled_from([None, "token", "sequence", "geometric"])) if use_rs else None,
@@ -105,9 +106,9 @@ def configs(draw: st.DrawFn) -> AlgorithmSection:
         rs_upper_bound=draw(st.sampled_from([None, 1.5])) if use_rs else None,
         rs_veto_threshold=draw(st.sampled_from([None, 0.3])) if decoupled else None,
         use_m2po=use_m2po,
-        m2_threshold=draw(st.sampled_from([0.04, 1e-3])),
-        use_opsm=off_policy != "none" and draw(st.booleans()),
-        opsm_delta=draw(st.sampled_from([1e-4, 0.2])),
+        m2_threshold=draw(st.sampled_from([0.04, 1e-3])) if use_m2po else 0.04,
+        use_opsm=use_opsm,
+        opsm_delta=draw(st.sampled_from([1e-4, 0.2])) if use_opsm else 1e-4,
         calculate_per_token_loss=reducer == "token_mean",
         loss_divisor=16 if reducer == "fixed_length" else None,
     )

@@ -105,6 +105,7 @@ def mean_weight(sequences, config) -> float:
     for s in sequences:
         kept = [bounded(r, config) for r, m in zip(ratios_of_level(s, config.tis_level), s.mask, strict=True) if m]
         weights += kept if config.tis_level == "token" else kept[:1]
+    weights = [weight for weight in weights if weight > 0]
     return (math.fsum(weights) / len(weights) if weights else 1.0) or 1.0
 
 
@@ -191,8 +192,9 @@ def policy_loss(sequences, config, batch_version=None):
                 gradient[t] += -factor[t] * by_d[t]
         estimates = []
         for t in range(count):
-            ratio = exp(-d[t]) if config.use_unbiased_kl else None
-            value, by_x = kl(s.current[t] - s.reference[t], config.kl_loss_type or "k3", ratio, slope(-d[t]))
+            drawn_from = d[t] if config.correction == "none" else s.rollout[t] - s.current[t]
+            ratio = exp(-drawn_from) if config.use_unbiased_kl else None
+            value, by_x = kl(s.current[t] - s.reference[t], config.kl_loss_type or "k3", ratio, slope(-drawn_from))
             estimates.append(value)
             gradient[t] += config.kl_loss_coef * by_x
         unweighted_gradients.append([g * m for g, m in zip(gradient, s.mask, strict=True)])

@@ -74,13 +74,55 @@ def test_a_rollout_has_one_vote_however_many_samples_it_fans_out_into(batch, fan
     by_rollout = group_relative([r for r, _ in batch], [g for _, g in batch])
     rollouts = [i for i in range(len(batch)) for _ in range(fans[i])]
     by_sample = group_relative([batch[i][0] for i in rollouts], [batch[i][1] for i in rollouts], rollouts)
-    np.testing.assert_array_equal(by_sample, by_rollout[rollouts])
+    np.testing.assert_allclose(by_sample, by_rollout[rollouts], rtol=1e-7, atol=1e-7)
+
+
+def weighed_advantages(rewards, groups, rollouts, normalize_std):
+    """The formula with one vote a rollout, split evenly over its samples: mean and deviation of the same weighted samples."""
+    expected = []
+    for reward, group in zip(rewards, groups, strict=True):
+        members = [(r, q) for r, g, q in zip(rewards, groups, rollouts, strict=True) if g == group]
+        sizes = {q: sum(other == q for _, other in members) for _, q in members}
+        if len(sizes) == 1 or len({r for r, _ in members}) == 1:
+            expected.append(0.0)
+            continue
+        mean = math.fsum(r / sizes[q] for r, q in members) / len(sizes)
+        variance = math.fsum((r - mean) ** 2 / sizes[q] for r, q in members) / (len(sizes) - 1)
+        expected.append((reward - mean) / (math.sqrt(variance) + 1e-6 if normalize_std else 1.0))
+    return expected
+
+
+@many
+@given(
+    batch=st.lists(
+        st.tuples(st.floats(-100, 100, allow_subnormal=False).map(lambda r: round(r, 3)), st.sampled_from("ab"), st.integers(0, 3)),
+        min_size=1,
+        max_size=16,
+    ),
+    normalize_std=st.booleans(),
+)
+def test_mean_and_deviation_are_of_one_population(batch, normalize_std):
+    rewards, groups, rollouts = [r for r, _, _ in batch], [g for _, g, _ in batch], [(g, q) for _, g, q in batch]
+    found = group_relative(rewards, groups, rollouts, normalize_std=normalize_std)
+    np.testing.assert_allclose(found, weighed_advantages(rewards, groups, rollouts, normalize_std), rtol=1e-7, atol=1e-7)
+    for group in set(groups):  # the rollouts' votes cancel, and no advantage is out of proportion
+        of_group = [index for index, other in enumerate(groups) if other == group]
+        sizes = {q: sum(rollouts[i] == q for i in of_group) for q in rollouts}
+        assert abs(sum(found[i] / sizes[rollouts[i]] for i in of_group)) < 1e-6 * max(1.0, abs(found).max())
+        if normalize_std:
+            assert abs(found[of_group]).max() <= len(of_group)
+
+
+def test_samples_of_rollouts_with_nearly_equal_means_are_divided_by_their_own_deviation():
+    found = group_relative([0.9, 0.1, 0.8, 0.201], ["g"] * 4, [0, 0, 1, 1])
+    deviation = math.sqrt((0.39975**2 + 0.40025**2 + 0.29975**2 + 0.29925**2) / 2)
+    np.testing.assert_allclose(found, np.array([0.39975, -0.40025, 0.29975, -0.29925]) / (deviation + 1e-6), rtol=1e-9)
 
 
 def test_the_vote_of_a_rollout_is_the_mean_of_its_samples():
     # votes 1 (of 0 and 2), 3: mean 2
     assert group_relative([0.0, 2.0, 3.0], ["g"] * 3, ["a", "a", "b"], normalize_std=False).tolist() == [-2.0, 0.0, 1.0]
-    assert group_relative([0.0, 2.0, 1.0], ["g"] * 3, ["a", "a", "b"]).tolist() == [0.0, 0.0, 0.0]  # equal votes teach nothing
+    assert group_relative([0.0, 2.0], ["g"] * 2, ["a", "a"]).tolist() == [0.0, 0.0]  # a rollout is not compared with itself
 
 
 def test_unlike_lengths_are_refused():
@@ -94,7 +136,8 @@ def test_unlike_lengths_are_refused():
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_the_estimator_chooses_the_normalisation(estimator, normalize_std):
     rewards, groups = [0.0, 1.0, 3.0], ["g"] * 3
-    config = AlgorithmSection(advantage_estimator=estimator, disable_grpo_std_normalization=not normalize_std)
+    of_grpo = not normalize_std and estimator != "reinforce_plus_plus_baseline"
+    config = AlgorithmSection(advantage_estimator=estimator, disable_grpo_std_normalization=of_grpo)
     by_std = normalize_std and estimator != "reinforce_plus_plus_baseline"
     expected = expected_advantages(rewards, groups, by_std)
     np.testing.assert_allclose(reward_advantages(config, rewards, groups), expected, rtol=1e-12)

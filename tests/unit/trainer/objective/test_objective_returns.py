@@ -15,6 +15,7 @@ from services.trainer.objective.advantage import (
     Needs,
     discounted_sum,
     distilled,
+    less_kl,
     needs,
     reward_advantages,
     token_advantages,
@@ -23,7 +24,7 @@ from services.trainer.objective.advantage import (
 from shared.config.algorithm import AlgorithmSection
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo")
+ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo")
 
 
 def tensors(arrays):
@@ -70,21 +71,25 @@ def expected_of_one(config, reward, mask, kl, values, gap):
 
 
 def expected_rewards(config, rewards, groups, rollouts):
-    """(r - mean) / std over the rollouts of a group, each with the mean of its samples' rewards."""
-    if config.advantage_estimator in ("ppo", "reinforce_plus_plus") or not config.normalizes_rewards:
+    """Compared within the group: (r - mean) / std, each rollout's samples with a share of its vote; rloo: r - the mean of the others."""
+    if config.advantage_estimator in ("ppo", "reinforce_plus_plus") or config.disable_rewards_normalization:
         return rewards
     found = []
-    for reward, group in zip(rewards, groups, strict=True):
+    for reward, group, own in zip(rewards, groups, rollouts, strict=True):
         of_rollout = {}
         for r, g, rollout in zip(rewards, groups, rollouts, strict=True):
             if g == group:
                 of_rollout.setdefault(rollout, []).append(r)
-        votes = [statistics.mean(rs) for rs in of_rollout.values()]
-        if len(set(votes)) == 1:
+        votes = {rollout: statistics.mean(rs) for rollout, rs in of_rollout.items()}
+        if len(votes) == 1 or len({r for rs in of_rollout.values() for r in rs}) == 1:
             found.append(0.0)
+        elif config.advantage_estimator == "rloo":
+            found.append(reward - statistics.mean(vote for rollout, vote in votes.items() if rollout != own))
         else:
             by_std = not config.disable_grpo_std_normalization and config.advantage_estimator != "reinforce_plus_plus_baseline"
-            found.append((reward - statistics.mean(votes)) / (statistics.stdev(votes) + 1e-6 if by_std else 1.0))
+            mean = statistics.mean(votes.values())
+            variance = sum(statistics.mean((r - mean) ** 2 for r in rs) for rs in of_rollout.values()) / (len(votes) - 1)
+            found.append((reward - mean) / (math.sqrt(variance) + 1e-6 if by_std else 1.0))
     return found
 
 
@@ -92,16 +97,17 @@ def expected_rewards(config, rewards, groups, rollouts):
 def token_batches(draw):
     """Config, rewards, groups, rollouts, and lists over the tokens of each sample. Rewards are quarters: means of them are exact."""
     estimator = draw(st.sampled_from(ESTIMATORS))
-    config = AlgorithmSection(
-        advantage_estimator=estimator,
-        disable_rewards_normalization=draw(st.booleans()),
-        disable_grpo_std_normalization=draw(st.booleans()),
-        gamma=draw(st.sampled_from([1.0, 0.9, 0.0])),
-        lambd=draw(st.sampled_from([1.0, 0.95, 0.0])),
-        kl_coef=0.0 if estimator in ("grpo", "gspo", "cispo") else draw(st.sampled_from([0.0, 0.1])),
-        **draw(st.sampled_from([{}, {"use_opd": True, "opd_type": "sglang"}])),
-        opd_kl_coef=0.5,
+    fields = {"kl_coef": [0.0, 0.1]} if estimator not in ("grpo", "gspo", "cispo", "rloo") else {}  # rloo's KL is part of its rewards
+    fields |= (
+        {"gamma": [1.0, 0.9, 0.0]} if estimator in ("ppo", "reinforce_plus_plus") else {"disable_rewards_normalization": [True, False]}
     )
+    fields |= {"lambd": [1.0, 0.95, 0.0]} if estimator == "ppo" else {}
+    fields |= {"disable_grpo_std_normalization": [True, False]} if estimator in ("grpo", "gspo", "cispo") else {}
+    values = {name: draw(st.sampled_from(choices)) for name, choices in fields.items()}
+    if values.get("disable_rewards_normalization"):
+        values.pop("disable_grpo_std_normalization", None)
+    distils = draw(st.sampled_from([{}, {"use_opd": True, "opd_type": "sglang", "opd_kl_coef": 0.5}]))
+    config = AlgorithmSection(advantage_estimator=estimator, **values, **distils)
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(1, 7))
     rollouts = generator.integers(0, count, count)  # some fan out
@@ -161,6 +167,24 @@ def test_without_discount_the_advantage_is_what_is_still_to_come_less_the_value(
     found = advantages_of(config, [10.0], ["g"], None, [np.ones(3)], kl=[kl], values=[values])
     np.testing.assert_allclose(found.advantages[0], [6.5 - 0.5, 7.0 + 1.0, 8.0 - 7.0])
     np.testing.assert_allclose(found.returns[0], [6.5, 7.0, 8.0])
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1, 2, 3]], [[0, 3], [2, 1]]])
+def test_the_kl_of_rloo_is_part_of_the_reward_that_is_compared(ranks):
+    config = AlgorithmSection(advantage_estimator="rloo", kl_coef=0.5)
+    masks = [torch.tensor([True, True, False]), torch.tensor([True]), torch.tensor([True, False]), torch.tensor([False])]
+    kl = [torch.tensor([1.0, 2.0, math.nan]), torch.tensor([4.0]), torch.tensor([-1.0, math.inf]), torch.tensor([9.0])]
+    rewards, groups = [1.0, 2.0, 3.0, 4.0], ["g", "g", "g", "h"]
+    sent = []
+    for own in ranks:  # what each rank sends, first
+        less_kl(config, rewards, own, [kl[i] for i in own], [masks[i] for i in own], lambda table: (sent.append(table), table)[1])
+    for own in ranks:
+        found = less_kl(config, rewards, own, [kl[i] for i in own], [masks[i] for i in own], lambda _: sum(sent))
+        assert found.tolist() == [1.0 - 1.5, 2.0 - 2.0, 3.0 + 0.5, 4.0]
+    of_sample = reward_advantages(config, found, groups)
+    assert of_sample.tolist() == [-0.5 - 1.75, 0.0 - 1.5, 3.5 + 0.25, 0.0]
+    advantages = token_advantages(config, of_sample, masks, kl=kl).advantages
+    assert [item.tolist() for item in advantages] == [[-2.25, -2.25, 0.0], [-1.5], [3.75, 0.0], [0.0]]  # and not taken off once more
 
 
 def test_rewards_that_do_not_fit_are_refused():

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared.config import flags
+from shared.config import presets
 from shared.config.algorithm import AlgorithmSection
-from shared.config.run_config import parse
 from shared.runtime.errors import ConfigError, Problems
-from tests.support.run_config import run_config, values
+from tests.support.run_config import run_config
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,6 @@ def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, 
         ({"tis_batch_normalize": True, "use_tis": False}, "tis_batch_normalize"),
         ({"rs_veto_threshold": 1e-4, "use_rollout_logprobs": True}, "rs_veto_threshold"),
         ({"custom_tis_function_path": "m:f", "off_policy": "rollout"}, "custom_tis_function_path"),
-        ({"custom_tis_function_path": "m:f", "use_rs": True}, "use_rs"),
         ({"rs_level": "sequence"}, "rs_level"),
         ({"rs_upper_bound": 2.0}, "rs_upper_bound"),
         ({"use_rs": True, "rs_lower_bound": 3.0}, "rs_upper_bound"),
@@ -52,6 +50,11 @@ def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, 
         ({"use_m2po": True, "off_policy": "none"}, "use_m2po"),
         ({"use_m2po": True, "advantage_estimator": "cispo"}, "use_m2po"),
         ({"use_m2po": True, "eps_clip_c": 3.0}, "eps_clip_c"),
+        ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "eps_clip_c"),
+        ({"gamma": 0.9}, "gamma"),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline", "gamma": 0.9}, "gamma"),
+        ({"advantage_estimator": "reinforce_plus_plus", "lambd": 0.9}, "lambd"),
+        ({"rs_veto_threshold": 1e-9}, "rs_veto_threshold"),
         ({"kl_coef": 0.1}, "kl_coef"),
         ({"kl_coef": 0.1, "kl_loss_coef": 0.1, "advantage_estimator": "ppo"}, "kl_coef"),
         ({"use_unbiased_kl": True}, "use_unbiased_kl"),
@@ -64,7 +67,7 @@ def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, 
         ({"custom_advantage_function_path": "m:f", "advantage_estimator": "ppo"}, "custom_advantage_function_path"),
         ({"loss_type": "custom_loss"}, "custom_loss_function_path"),
         ({"custom_loss_function_path": "m:f"}, "custom_loss_function_path"),
-        ({"custom_loss_function_path": "m.f", "loss_type": "custom_loss"}, "custom_loss_function_path"),
+        ({"custom_loss_function_path": "m f", "loss_type": "custom_loss"}, "custom_loss_function_path"),
         ({"calculate_per_token_loss": True, "loss_divisor": 100}, "loss_divisor"),
         ({"loss_type": "dpo"}, "loss_type"),
         ({"gamma": 1.1}, "gamma"),
@@ -95,6 +98,36 @@ def test_a_contradiction_is_refused_by_field(tmp_path: Path, given: dict[str, An
     assert error.value.expected
 
 
+BASELINE = {"advantage_estimator": "reinforce_plus_plus_baseline"}
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"advantage_estimator": "gspo"}, BASELINE, {"advantage_estimator": "rloo"}, {"disable_grpo_std_normalization": True}]
+)
+def test_one_sample_a_prompt_cannot_be_compared_with_others(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_config(tmp_path, algorithm=given, rollout={"n_samples_per_prompt": 1})
+    assert error.value.field == "rollout.n_samples_per_prompt"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"loss_type": "sft_loss"},
+        {"loss_type": "custom_loss", "custom_loss_function_path": "m:f"},
+        {"use_opd": True, "opd_type": "sglang"},
+        {"disable_rewards_normalization": True},
+        {"custom_advantage_function_path": "m:f"},
+        {"custom_reward_post_process_path": "m:f"},
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "ppo"},
+        {**BASELINE, "disable_rewards_normalization": True},
+    ],
+)
+def test_one_sample_a_prompt_is_fine_where_samples_are_not_compared(tmp_path: Path, given: dict[str, Any]) -> None:
+    assert run_config(tmp_path, algorithm=given, rollout={"n_samples_per_prompt": 1}).rollout.n_samples_per_prompt == 1
+
+
 def test_what_follows_from_several_fields() -> None:
     assert AlgorithmSection(calculate_per_token_loss=True).reducer == "token_mean"
     assert AlgorithmSection(loss_divisor=100).reducer == "fixed_length"
@@ -102,9 +135,10 @@ def test_what_follows_from_several_fields() -> None:
     assert AlgorithmSection(eps_clip=0.25).clip_range == (0.75, 1.25)
     assert AlgorithmSection(eps_clip=0.25, eps_clip_high=0.5).clip_range == (0.75, 1.5)
     assert AlgorithmSection(use_rs=True, tis_clip_low=0.5, rs_upper_bound=3.0).rejection_bounds == (0.5, 3.0)
-    assert AlgorithmSection().normalizes_rewards
-    assert not AlgorithmSection(disable_rewards_normalization=True).normalizes_rewards
-    assert not AlgorithmSection(custom_reward_post_process_path="m:f").normalizes_rewards
+    assert AlgorithmSection().compares_rewards
+    assert not AlgorithmSection(disable_rewards_normalization=True).compares_rewards
+    assert not AlgorithmSection(custom_reward_post_process_path="m:f").compares_rewards
+    assert not AlgorithmSection(advantage_estimator="ppo").compares_rewards
     assert AlgorithmSection(use_kl_loss=True).measures_kl and not AlgorithmSection().measures_kl
     assert AlgorithmSection(advantage_estimator="ppo").has_critic and not AlgorithmSection().has_critic
 
@@ -124,17 +158,12 @@ PAGE = (Path(__file__).parents[4] / "docs" / "algorithms.md").read_text()
 ROWS = [line for line in PAGE.partition("## Which flags give what")[2].partition("\n## ")[0].splitlines() if "`--" in line]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[re.split(r"[|(]", row)[1].strip() for row in ROWS])
-def test_the_flags_of_the_documentation_are_a_valid_objective(tmp_path: Path, row: str) -> None:
-    first, *others = re.findall(r"`(--[^`]*)`", row)
-    for words in (first, *(f"{first} {other}" for other in others if other.split()[0] not in first)):
-        if "custom_loss" in words:
-            words += " --custom-loss-function-path my.losses:f"
-        given = flags.parse(words.replace("DIR", "teacher").replace(" N", " 1024").split())
-        parse(values(tmp_path, **given))  # raises ConfigError where it is not
+def test_the_documentation_tells_every_preset_as_it_is() -> None:
+    told = dict(re.findall(r"\| `(\w+)` \| `(--[^`]*)` \|", "\n".join(ROWS)))
+    assert told == {name: presets.flags_of(name) for name in presets.PRESETS}
 
 
 def test_the_documentation_has_every_algorithm() -> None:
     assert len(ROWS) >= 18
-    for estimator in ("grpo", "gspo", "cispo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+    for estimator in ("grpo", "gspo", "cispo", "rloo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         assert f"--advantage-estimator {estimator}" in PAGE

@@ -7,10 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective.correction import Statistics, batch_statistics, second_moment_limit
+from services.trainer.objective.correction import Statistics, batch_statistics, importance_weight, second_moment_limit
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss, SftLoss, loss_of
 from services.trainer.objective.reduce import denominator, passing
+from services.trainer.objective.tokens import MaskedTokens, sequence_sum
 from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference
@@ -71,6 +72,31 @@ def test_a_batch_without_trained_tokens_has_statistics():
     filler = batches.plainly_packed([], [])
     filler = filler.with_fields(proximal_log_probs=torch.zeros(filler.tokens.shape))
     assert batch_statistics(config, [filler]) == Statistics(1.0, math.inf)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_the_weights_that_a_mask_leaves_have_mean_one(level):
+    """The masked-out are no weights of the mean: the others would be blown up by the share of those that went."""
+    config = AlgorithmSection(
+        advantage_estimator="reinforce_plus_plus",
+        tis_batch_normalize=True,
+        tis_level=level,
+        tis_mode="mask",
+        tis_clip_low=0.8,
+        tis_clip=1.4,
+    )
+    sequences = batches.draw_sequences(11, count=12, scale=0.3, proximal=True)
+    batch = batches.packed(sequences, batches.weights_of(sequences, config))
+    tokens = MaskedTokens(batch.fields["proximal_log_probs"], batch)
+    log_ratio = tokens.log_probs - tokens.field("rollout_log_probs")
+    weight = importance_weight(log_ratio, tokens.mask, batch.cu_seqlens, config).weight
+    share = tokens.mask.double()
+    if level != "token":
+        share = share / sequence_sum(share, batch.cu_seqlens).clamp(min=1.0)
+    left = share * (weight > 0)
+    assert 0 < left.sum() < share.sum()
+    normalized = weight / batch_statistics(config, [batch]).mean_weight
+    assert (left * normalized).sum().item() == pytest.approx(left.sum().item(), rel=1e-12)
 
 
 def test_which_loss_a_run_has():

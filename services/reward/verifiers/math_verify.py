@@ -7,37 +7,24 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
+
+from shared.rewards.labels import BRACE, PERCENT, bare, decimal, mixed, shown
 
 LONGEST_ANSWER = 1000
 """The most characters that are read as an answer: of a marked one, which is wrong if it is longer, of a label, which is refused, and of a
 response that marks none, the last ones. Parsing takes time that grows faster than the text; responses that loop have 100,000 and more."""
 
-_NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?\Z", re.ASCII)
-_EXPONENT = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?e[-+]?\d{1,2}\Z", re.ASCII | re.IGNORECASE)
-_GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:(?:,|\{,\}|\\,|\\ |[ \u00a0\u202f])\d{3})+(?:\.\d{1,40})?\Z", re.ASCII)
-_MIXED = re.compile(r"([-+]?)(\d{1,40}) +(\d{1,40})/(\d{1,40})\Z", re.ASCII)
-_UNIT = re.compile(
-    r"(?<=\d)\s+(?:[cdkm]?m|in|ft|yd|mi|[km]?g|lb|oz|m?s|min|h|hr|m?l|k?W|k?J|V|N|Hz|mph)(?:\^\{?[23]\}?|[\u00b2\u00b3])?"
-    r"(?:/(?:[cdkm]?m|ft|[km]?g|m?s|min|h|hr|m?l)(?:\^\{?[23]\}?|[\u00b2\u00b3])?)?\Z",
-    re.IGNORECASE,
-)
 _FUNCTION = re.compile(r"(?<![\\a-z])(sin|cos|tan|log|ln|exp|pi)(?![a-z])", re.IGNORECASE)
 _ROOT = re.compile(r"(?<![\\a-z])sqrt\(([^()]*)\)")
-_PERCENT = re.compile(r"\s*\\?%\s*\Z")
 _PLAIN_ENDING = re.compile(
     r"""(?:\s*(?=[-+\d])            # nothing but the number,
-        |\s*\((?:\d+\s+)+\d+\)\s*   # its working, which is numbers in brackets,
         |[^\d\\$^/=]*[a-z]{2}:?\s+  # or a sentence without a digit or markup
         )(?P<number>(?:(?<!\S)[-+]|(?<![-+]))\d{1,40}(?:\.\d{1,40})?)\.?\s*\Z""",
     re.ASCII | re.IGNORECASE | re.VERBOSE,
 )
-_BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")
-_FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("\\text{", "}"), ("\\mathrm{", "}"))
-_CURRENCY = re.compile(r"\A\\?\$\s*(?=[-+\d])")
 _FINAL, _THOUGHT = "####", "</think>"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'.-]+[^\W\d_]+)*\.?\Z")
 _PROSE = re.compile(r"(?<!\\)\b(?!(?:arc)?(?:sin|cos|tan)|sqrt|log|exp|(?:and|max|min|inf)\b)[^\W\d_]{3,}\b", re.IGNORECASE)
@@ -59,7 +46,7 @@ class _Truth:
         return 1.0 if found == truth or (self.percent and found * 100 == truth) else 0.0
 
 
-def math(response: str, label: str) -> float:
+def math_verify(response: str, label: str) -> float:
     """Returns 1.0 where the answer in ``response`` equals ``label``, else 0.0.
 
     The answer is, after ``</think>``, the last ``\\boxed{}`` that is closed, else what follows the last ``####``, else the last expression
@@ -71,13 +58,13 @@ def math(response: str, label: str) -> float:
     answer = _marked(response)
     if answer is None:
         return _unmarked(_tail(response), truth)
-    return _compared(_bare(answer), lambda: _latex(answer), truth) if len(answer) <= LONGEST_ANSWER else 0.0
+    return _compared(bare(answer), lambda: _latex(answer), truth) if len(answer) <= LONGEST_ANSWER else 0.0
 
 
 def _unmarked(response: str, truth: _Truth) -> float:
     if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
         return truth.equals(ending["number"])
-    inside = _bare(response)
+    inside = bare(response)
     return _compared(inside, lambda: _mixed(inside) or response, truth)
 
 
@@ -85,7 +72,7 @@ def _compared(answer: str, expression: Callable[[], str], truth: _Truth) -> floa
     """Compares an answer that stands bare; ``expression`` gives it as math-verify is to read it, where it is no number."""
     if truth.text is not None:
         return 1.0 if answer.rstrip(".").casefold() == truth.text else 0.0
-    number = _decimal(answer)
+    number = decimal(answer)
     if truth.number is not None and number is not None:
         return truth.equals(number)
     found = _parse(f"${number}$" if number is not None else expression())
@@ -94,7 +81,7 @@ def _compared(answer: str, expression: Callable[[], str], truth: _Truth) -> floa
 
 
 def read(label: str) -> str:
-    """Returns the parsed label that `math` compares answers with: a number, a text or an expression. Raises ValueError as `math` does."""
+    """Returns the label as `math_verify` compares answers with it: a number, a text or an expression. Raises ValueError as that does."""
     truth = _truth(label)
     return truth.number or truth.text or truth.expression
 
@@ -104,10 +91,10 @@ def _truth(label: str) -> _Truth:
     marked = _marked(label)
     answer = label if marked is None else marked
     if len(answer) > LONGEST_ANSWER:
-        raise ValueError(f"the label {_shown(answer)} has {len(answer)} characters; an answer has at most {LONGEST_ANSWER}")
-    text = _bare(answer)
-    percent = _PERCENT.search(text)
-    if (number := _decimal(text[: percent.start()] if percent else text)) is not None:
+        raise ValueError(f"the label {shown(answer)} has {len(answer)} characters; an answer has at most {LONGEST_ANSWER}")
+    text = bare(answer)
+    percent = PERCENT.search(text)
+    if (number := decimal(text[: percent.start()] if percent else text)) is not None:
         return _Truth(number=number, percent=percent is not None)
     prose = "\\" not in text and _PROSE.search(text) is not None  # fewer letters are a product of symbols
     if prose and _WORDS.match(text):
@@ -116,7 +103,7 @@ def _truth(label: str) -> _Truth:
         return _Truth(expression=_only_number(label, text))
     expression = _latex(text)
     if not _parsed(expression):
-        raise ValueError(f"no number, expression or word is read in the label {_shown(label)}")
+        raise ValueError(f"no number, expression or word is read in the label {shown(label)}")
     return _Truth(expression=expression)
 
 
@@ -125,8 +112,8 @@ def _only_number(label: str, prose: str) -> str:
     numbers = _DIGITS.findall(prose)
     if len(numbers) != 1:
         found = f"{len(numbers)} numbers among words" if numbers else "words and no number"
-        raise ValueError(f"the label {_shown(label)} has {found}; expected the answer alone, in \\boxed{{}} or after {_FINAL}")
-    return _decimal(numbers[0]) or numbers[0]
+        raise ValueError(f"the label {shown(label)} has {found}; expected the answer alone, in \\boxed{{}} or after {_FINAL}")
+    return decimal(numbers[0]) or numbers[0]
 
 
 def _parsed(expression: str) -> list[Any]:
@@ -146,11 +133,11 @@ def _equal(truth: list[Any], found: list[Any]) -> bool:
 @cache
 def _library() -> Any:
     """Returns math-verify; sympy takes seconds to import. Its log repeats whole responses, and says that it has no deadline."""
-    import math_verify
+    import math_verify as library
 
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    return math_verify
+    return library
 
 
 def _marked(response: str) -> str | None:
@@ -160,7 +147,7 @@ def _marked(response: str) -> str | None:
     """
     found: tuple[int, int] | None = None
     opened: list[int | None] = []  # where each open brace began a box; None for other braces
-    for brace in _BRACE.finditer(response):
+    for brace in BRACE.finditer(response):
         if brace[0] == "}" and opened:
             start = opened.pop()
             found = (start, brace.end()) if start is not None else found
@@ -182,46 +169,12 @@ def _tail(response: str) -> str:
     return tail.partition(" ")[2] or tail
 
 
-def _bare(text: str) -> str:
-    """Returns the text without white space, fences and a currency sign around it."""
-    text = text.strip().replace("\u2212", "-")
-    for left, right in _FENCES:
-        inside = text[len(left) : -len(right)]
-        if text.startswith(left) and text.endswith(right) and inside and (_balanced(inside) if right == "}" else right not in inside):
-            return _bare(inside)
-    return _CURRENCY.sub("", text)
-
-
-def _balanced(text: str) -> bool:
-    """Returns whether every brace that closes was opened in the text."""
-    depth = 0
-    for brace in _BRACE.finditer(text):
-        depth += {"{": 1, "\\boxed{": 1, "}": -1}.get(brace[0], 0)
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def _decimal(text: str) -> str | None:
-    """Returns a number in plain decimal digits, of one that stands so or has thousands set apart, an exponent, a unit; else None."""
-    text = _UNIT.sub("", text.strip())
-    if _NUMBER.match(text):
-        return text
-    if _GROUPED.match(text):
-        return re.sub(r"[^-+\d.]", "", text)
-    return f"{Decimal(text):f}" if _EXPONENT.match(text) else None
-
-
 def _latex(text: str) -> str:
     """Returns ``sin x``, ``sqrt(2)`` and ``x**2`` as LaTeX."""
-    return _mixed(_bare(text)) or _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", text.replace("**", "^")))
+    return _mixed(bare(text)) or _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", text.replace("**", "^")))
 
 
 def _mixed(text: str) -> str | None:
     """Returns ``2 1/2`` as LaTeX, which math-verify adds up; None where it is no mixed fraction."""
-    found = _MIXED.match(text)
-    return f"${found[1]}({found[2]}+\\frac{{{found[3]}}}{{{found[4]}}})$" if found and int(found[3]) < int(found[4]) else None
-
-
-def _shown(label: str) -> str:
-    return repr(label if len(label) <= 60 else f"{label[:60]}…")
+    found = mixed(text)
+    return f"${found[0]}({found[1]}+\\frac{{{found[2]}}}{{{found[3]}}})$" if found else None

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.reward import rewards
+from shared.hooks import reward_values
 from shared.schema.sample import Score
 
 
@@ -25,7 +25,7 @@ from shared.schema.sample import Score
     ],
 )
 def test_what_counts(value: Any, key: str | None, score: Score) -> None:
-    assert rewards.read(value, key) == score
+    assert reward_values.read(value, key) == score
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_what_counts(value: Any, key: str | None, score: Score) -> None:
 )
 def test_what_cannot_count(value: Any, key: str | None, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        rewards.read(value, key)
+        reward_values.read(value, key)
 
 
 def test_an_environments_named_rewards() -> None:
     score = Score(reward=1.0, parts={"format": 0.5})
-    assert rewards.counted(score, None) is score
-    assert rewards.counted(Score(reward=1.0), "format") == Score(reward=1.0), "a single reward counts"
-    assert rewards.counted(score, "format") == Score(reward=0.5, parts={"reward": 1.0, "format": 0.5})
+    assert reward_values.counted(score, None) is score
+    assert reward_values.counted(Score(reward=1.0), "format") == Score(reward=1.0), "a single reward counts"
+    assert reward_values.counted(score, "format") == Score(reward=0.5, parts={"reward": 1.0, "format": 0.5})
     with pytest.raises(ValueError, match="no reward is named length; there are reward, format"):
-        rewards.counted(score, "length")
+        reward_values.counted(score, "length")

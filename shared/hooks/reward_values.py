@@ -20,14 +20,20 @@ def read(value: object, key: str | None) -> Score:
 
     Raises ValueError that says what would be valid.
     """
+    numbers = plain(value)
+    return _counted(numbers, key) if isinstance(numbers, dict) else Score(reward=numbers)
+
+
+def plain(value: object) -> float | dict[str, float]:
+    """Returns a reward, or those by name, as numbers of Python's; what is no number among named ones is left out. Raises ValueError."""
     if not isinstance(value, Mapping):
-        return Score(reward=_number(value, "a reward"))
+        return _number(value, "a reward")
     named = {str(name): number for name, number in ((name, _plain(entry)) for name, entry in value.items()) if number is not None}
     if len(named) > MAX_PARTS or not all(map(is_part_name, named)):
         raise ValueError(f"{len(named)} named rewards; expected at most {MAX_PARTS}, with names of 1 to {MAX_NAME} printable characters")
     for name, number in named.items():
         _number(number, name)
-    return _counted(named, key)
+    return named
 
 
 def counted(score: Score, key: str | None) -> Score:

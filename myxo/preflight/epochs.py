@@ -1,0 +1,26 @@
+"""The steps of a run that is told its epochs. Their number follows from the prompts that are used, so all that may be left out are read."""
+
+from myxo.preflight.inspection import Inspection
+from shared.config.rollout_section import RolloutSection
+from shared.runtime.errors import ConfigError
+
+FIELD = "rollout.num_epoch"
+
+
+def settled(inspection: Inspection) -> RolloutSection:
+    """Returns the run's ``[rollout]`` with the steps that its epochs come to; as it is where ``num_rollout`` is given, which wins, and
+    where the prompts cannot be opened, which a check reports.
+
+    Raises ConfigError for prompts that make no batch, and for a source of prompts, whose size is not known.
+    """
+    rollout, data = inspection.config.rollout, inspection.config.data
+    if (epochs := rollout.num_epoch) is None or "num_rollout" in rollout.model_fields_set:
+        return rollout
+    if data.data_source is not None:
+        raise ConfigError(FIELD, epochs, "num_rollout instead: a source of prompts (data_source) does not say how many it has")
+    if (prompts := inspection.training) is None:
+        return rollout
+    if not (steps := len(prompts) // rollout.rollout_batch_size):
+        expected = f"enough prompts for a batch: {len(prompts)} are fewer than rollout_batch_size = {rollout.rollout_batch_size}"
+        raise ConfigError(FIELD, epochs, expected)
+    return rollout.model_copy(update={"num_rollout": epochs * steps, "num_rollout_per_epoch": steps})

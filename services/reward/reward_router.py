@@ -1,0 +1,52 @@
+"""Decides what scores a sample: the reward that it came with, else its own ``metadata.rm_type``, else what its group was sent to."""
+
+from services.reward.scorer import Scorer
+from shared.config.reward_section import RewardSection
+from shared.hooks import reward_values
+from shared.rewards.names import queue_of
+from shared.runtime.errors import BadMessage, nearest
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Generated
+from shared.schema.sample import Sample, Score
+from shared.workers.worker_process import WorkerFailed
+
+
+class RewardRouter:
+    """Scores groups whose samples may name different environments: a generate function may change a sample's metadata.
+
+    Args:
+        scorers: every scorer of the run, by the name of its queue.
+    """
+
+    def __init__(self, config: RewardSection, scorers: dict[str, Scorer]) -> None:
+        self._config, self._scorers = config, scorers
+        self._names = config.environment_names()
+
+    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        """Returns one score a sample, in order. Raises as `Scorer.score` does, WorkerFailed for an unknown environment."""
+        scores: dict[int, Score] = {}
+        if not self._config.group_rm:  # a function that scores whole groups gets all of their samples, as with slime
+            key = self._config.key(is_evaluation(group.group))
+            scores = {position: _given(sample, key) for position, sample in enumerate(samples) if sample.given_reward is not None}
+        names = [None if position in scores else self._environment(group, sample) for position, sample in enumerate(samples)]
+        for name in filter(None, dict.fromkeys(names)):
+            positions = [position for position, other in enumerate(names) if other == name]
+            found = await self._scorers[queue_of(name)].score(group, [samples[position] for position in positions], name)
+            scores.update(zip(positions, found, strict=True))
+        return [scores[position] for position in range(len(samples))]
+
+    def _environment(self, group: Generated, sample: Sample) -> str:
+        named = sample.metadata.get("rm_type")
+        name = self._config.environment_of(named) if named else group.environment
+        if name not in self._names:
+            expected = nearest(name, self._names)
+            raise WorkerFailed(f"sample {sample.name}: metadata.rm_type is {name[:80]!r}; the run has no such environment ({expected})")
+        return name
+
+
+def _given(sample: Sample, key: str | None) -> Score:
+    """Returns the score that a generate function gave. Raises BadMessage."""
+    try:
+        return reward_values.read(sample.given_reward, key)
+    except ValueError as error:
+        raise BadMessage(f"sample {sample.name}: the reward that it was generated with: {error}") from None

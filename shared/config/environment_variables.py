@@ -1,0 +1,36 @@
+"""The environment variables that a config may set, and those that it may not: a config is frozen on the bus and printed, so no secret
+belongs into it, and some variables are the launcher's.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+_CREDENTIAL = re.compile(
+    r"(NATS_URL|REDIS_URL)|(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|APIKEY|KEY)(_|\Z)", re.IGNORECASE
+)
+_CREDENTIAL_VALUE = re.compile(r"\w+://[^/\s]*:[^/\s]*@")
+
+_LAUNCHER = re.compile(
+    r"(MYXO_\w*|TORCHELASTIC_\w*|CUDA_VISIBLE_DEVICES|RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|(LOCAL_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT))\Z"
+)
+"""Variables that Myxo and torchrun set for each rank."""
+
+
+def names_credential(name: str) -> bool:
+    """Returns whether a variable is called as those are that hold a secret."""
+    return bool(_CREDENTIAL.search(name))
+
+
+def problems(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yields what is wrong with each variable that a config may not set, name first."""
+    for name, value in variables.items():
+        if not VARIABLE.match(name):
+            yield f"{name!r} is no name of a variable: use letters, digits and '_'"
+        elif names_credential(name) or _CREDENTIAL_VALUE.search(value):
+            yield f"{name!r} holds a credential, and a run's config is kept on the bus and printed; set it where the trainer is started"
+        elif _LAUNCHER.match(name):
+            yield f"{name!r} is set for each rank by its launcher; leave it out"
+        elif "\0" in value:
+            yield f"{name!r}: a value holds no NUL"

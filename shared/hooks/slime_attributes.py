@@ -1,0 +1,94 @@
+"""The attributes of slime's ``args`` that the config has no field for, with the value that a run of Myxo has."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shared.config.run_config import RunConfig
+from shared.data.data_files import DataFile
+from shared.model.families import read_architecture
+from shared.runtime.errors import ConfigError
+
+NOT_SET = """
+    custom_eval_rollout_log_function_path custom_model_provider_path custom_rollout_log_function_path
+    custom_update_weight_post_write_path dump_details eval_config eval_function_path eval_input_key eval_label_key eval_max_context_len
+    eval_max_prompt_len eval_min_new_tokens eval_reward_key eval_tool_key eval_top_k eval_top_p http_proxy load_debug_rollout_data
+    load_debug_rollout_data_subsample load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path
+    memory_snapshot_num_steps model_name multimodal_keys opd_teacher_ckpt_step ref_ckpt_step ref_load rollout_buffer_url
+    rollout_external_engine_addrs rollout_max_context_len router_policy sglang_config sglang_model_routers sglang_speculative_algorithm
+    start_rollout_id tb_experiment_name tb_project_name update_weight_local_checkpoint_dir wandb_key wandb_run_id
+"""
+
+OFF = """
+    allgather_cp balance_by_flops ci_disable_kl_checker ci_test debug_rollout_only debug_train_only enable_mtp_training
+    get_mismatch_metrics keep_old_actor log_correct_samples log_multi_turn offload release_train reset_optimizer_states
+    rollout_skip_special_tokens sglang_enable_deterministic_inference update_weight_disk_keep_files use_distributed_post
+    use_fault_tolerance use_rollout_entropy use_rollout_routing_replay use_routing_replay use_stateless_adam use_tensorboard
+    wandb_always_use_train_step
+"""
+
+ON = """
+    balance_data compute_advantages_and_returns grpo_std_normalization rewards_normalization rollout_global_dataset
+    use_dynamic_batch_size wandb_random_suffix
+"""
+
+OTHERS: dict[str, Any] = {
+    "actor_num_nodes": 1,
+    "num_gpus_per_node": 8,
+    "train_backend": "megatron",
+    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    "rollout_sample_hook_path": [],
+    "rollout_task_type": "math",
+    "fetch_trajectory_retry_times": -1,
+    "min_batch_collection_ratio": 1,
+    "loss_mask_type": "qwen",
+    "log_probs_chunk_size": -1,
+    "sglang_dp_size": 1,
+    "rollout_num_engines": 1,
+}
+"""``rollout_num_engines``: behind the address that a function gets there is one engine, its replica's."""
+
+FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
+    "partial_rollout": lambda config: config.rollout.staleness_policy in ("continue", "mask"),
+    "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
+    "rollout_num_gpus": lambda config: config.rollout.rollout_replicas * config.rollout.rollout_num_gpus_per_engine,
+    "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency * config.rollout.n_samples_per_prompt,
+    "save": lambda config: str(config.run.root / "checkpoints"),
+    "load": lambda config: str(config.run.root / "checkpoints"),
+}
+"""What follows from fields of other names."""
+
+SAID_OTHERWISE: dict[str, Callable[[Any], Any]] = {
+    "rollout_stop": lambda given: given or None,
+    "rollout_stop_token_ids": lambda given: given or None,
+}
+"""Fields that slime's functions expect in another form: nothing as None."""
+
+
+def attributes(config: RunConfig) -> dict[str, Any]:
+    """Returns them by name."""
+    fixed = {**dict.fromkeys(NOT_SET.split()), **dict.fromkeys(OFF.split(), False), **dict.fromkeys(ON.split(), True), **OTHERS}
+    return {**fixed, **{name: value(config) for name, value in FOLLOWING.items()}, **_model_shape(config.model.hf_checkpoint)}
+
+
+def as_given(name: str, value: Any) -> Any:
+    """Returns the value of a field as slime's functions know it: paths and files as text, one file alone."""
+    if name in SAID_OTHERWISE:
+        return SAID_OTHERWISE[name](value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list) and value and all(isinstance(item, DataFile) for item in value):
+        return str(value[0]) if len(value) == 1 else [str(item) for item in value]
+    return value
+
+
+def _model_shape(checkpoint: Path) -> dict[str, Any]:
+    """Returns the model's shape under Megatron's names; nothing where it cannot be read."""
+    try:
+        shape = read_architecture(checkpoint)
+    except (ConfigError, OSError):
+        return {}
+    experts = {} if shape.experts is None else {"num_experts": shape.experts.count, "moe_router_topk": shape.experts.per_token}
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+    return {**{name: getattr(shape, name) for name in names}, "num_query_groups": shape.num_key_value_heads, **experts}

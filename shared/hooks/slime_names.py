@@ -1,0 +1,70 @@
+"""Makes slime's import names importable where slime is not installed, so that files written for it run as they are.
+
+``slime.utils.types`` and the others of `MODULES` are modules of `shared.hooks.slime`, one object under both names. The finder comes last,
+so that a slime that is installed wins.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_OURS = "shared.hooks.slime"
+
+MODULES = {
+    "slime": _OURS,
+    "slime.utils": _OURS,
+    "slime.utils.types": f"{_OURS}.sample_types",
+    "slime.rollout": _OURS,
+    "slime.rollout.filter_hub": _OURS,
+    "slime.rollout.filter_hub.base_types": "shared.hooks.filters",
+    "slime.rollout.filter_hub.dynamic_sampling_filters": "shared.hooks.filters",
+}
+"""slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""
+
+
+def install() -> None:
+    """Adds the finder, once."""
+    if not any(isinstance(finder, SlimeNames) for finder in sys.meta_path):
+        sys.meta_path.append(SlimeNames())
+
+
+class SlimeNames(MetaPathFinder):
+    """Finds the modules of `MODULES`. Raises ModuleNotFoundError for others of slime's, which says what there is."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != "slime" or (name != "slime" and not _is_ours(sys.modules.get("slime"))):
+            return None
+        if name not in MODULES:
+            there = ", ".join(sorted(other for other in MODULES if MODULES[other] != _OURS))
+            raise ModuleNotFoundError(f"No module named {name!r}: slime is not installed, and Myxo has of its modules {there}", name=name)
+        return ModuleSpec(name, _Alias(MODULES[name]), is_package=_is_package(name))
+
+
+class _Alias(Loader):
+    """Gives the module ``ours`` under another name; a package is a module of its own, for its members differ."""
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if self._ours == _OURS:
+            return None
+        module = importlib.import_module(self._ours)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._spec is not None:
+            module.__spec__ = self._spec
+
+
+def _is_package(name: str) -> bool:
+    return any(other.startswith(f"{name}.") for other in MODULES)
+
+
+def _is_ours(module: ModuleType | None) -> bool:
+    return module is not None and isinstance(getattr(module.__spec__, "loader", None), _Alias)

@@ -1,0 +1,44 @@
+"""Rewards for boxed answers: slime's ``math`` and ``deepscaler``."""
+
+from typing import Any
+
+from shared.rewards.boxed import extract_answer
+from shared.rewards.hendrycks import grade_answer_mathd
+from shared.rewards.symbolic import grade_answer_sympy
+
+_THOUGHT, _RESPONSE = "</think>", "###Response"
+
+
+def grade_answer_verl(response: str, truth: Any) -> bool:
+    """Returns whether the answer in the response's last box is right (``math``). A response without a box is wrong."""
+    if not truth:
+        return False
+    expected: str | None = str(truth)
+    if "\\boxed" in str(truth):
+        expected = extract_answer(str(truth))
+    given = extract_answer(response)
+    return given is not None and _same(given, expected)
+
+
+def get_deepscaler_rule_based_reward(response: str, label: str | float) -> int:
+    """Returns 1 where the last box behind the thoughts has the right answer, else 0 (``deepscaler``).
+
+    Behind the thoughts means after the last ``</think>``, without one after the first ``###Response``; without both the reward is 0.
+    """
+    if _THOUGHT in response:
+        solution = response.rpartition(_THOUGHT)[2]
+    elif _RESPONSE in response:
+        solution = response.split(_RESPONSE)[1]
+    else:
+        return 0
+    given = extract_answer(solution)
+    if given is None or label == "":
+        return 0
+    if not isinstance(label, str | float | int):
+        raise TypeError(f"the label is a {type(label).__name__}; expected text or a number")
+    expected = extract_answer(str(label)) if "\\boxed" in str(label) else str(label)
+    return int(expected is not None and _same(given, expected))
+
+
+def _same(given: str, expected: str | None) -> bool:
+    return grade_answer_mathd(given, expected) or grade_answer_sympy(given, expected)

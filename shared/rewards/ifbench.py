@@ -1,0 +1,48 @@
+"""slime's ``ifbench``: 1 where a response keeps every instruction of its prompt, by the checkers of IFBench (Pyatkin et al. 2025).
+
+The checkers are the Allen Institute's own package: ``pip install ifbench``, or https://github.com/allenai/IFBench on ``PYTHONPATH``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def compute_ifbench_reward(response: str | None, label: Any = None, metadata: Mapping[str, Any] | None = None) -> float:
+    """Returns 1.0 where the response keeps all instructions, strictly; else 0.0, and where the metadata name no instruction.
+
+    Args:
+        label: not looked at.
+        metadata: ``instruction_id_list``; ``kwargs``, the arguments of each instruction, or of all; ``prompt_text``.
+
+    Raises ImportError where IFBench is not installed, KeyError for an instruction that it does not have.
+    """
+    names = instructions(metadata or {})
+    if response is None or metadata is None or not names:
+        return 0.0
+    arguments, prompt = _arguments(metadata.get("kwargs"), len(names)), metadata.get("prompt_text")
+    text, asked = str(response or ""), "" if prompt is None else str(prompt)
+    return float(all([_kept(name, given, asked, text) for name, given in zip(names, arguments, strict=True)]))
+
+
+def instructions(metadata: Mapping[str, Any]) -> list[str]:
+    """Returns the ids of a prompt's instructions."""
+    named = (str(name).strip() for name in metadata.get("instruction_id_list") or [] if name is not None)
+    return [name for name in named if name]
+
+
+def _kept(name: str, arguments: dict[str, Any], prompt: str, response: str) -> bool:
+    from ifbench.instructions_registry import INSTRUCTION_DICT
+
+    instruction = INSTRUCTION_DICT[name](name)
+    instruction.build_description(**arguments)
+    if "prompt" in (instruction.get_instruction_args() or {}):
+        instruction.build_description(prompt=prompt)
+    return bool(response.strip() and instruction.check_following(response))
+
+
+def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
+    """Returns the arguments of each instruction, without those that are None; where some lack, those of the last one."""
+    found = given if isinstance(given, list) else [given] * count
+    found = [entry if isinstance(entry, dict) else {} for entry in found]
+    found += found[-1:] * (count - len(found)) or [{}] * (count - len(found))
+    return [{name: value for name, value in entry.items() if value is not None} for entry in found[:count]]

@@ -1,0 +1,46 @@
+"""The rewards that come with Myxo, by ``rm_type``, and which queue and which worker processes they share."""
+
+BOXED = "boxed_"
+"""The prefix of a reward that gets what stands in a response's last box, in place of the whole response."""
+
+TEXT, SYMBOLIC, LENIENT, INSTRUCTIONS = "verifiers", "verifiers-sympy", "verifiers-math-verify", "verifiers-ifbench"
+"""The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench."""
+
+QUEUES = {
+    "dapo": TEXT,
+    "deepscaler": SYMBOLIC,
+    "exact": TEXT,
+    "f1": TEXT,
+    "gpqa": TEXT,
+    "ifbench": INSTRUCTIONS,
+    "math": SYMBOLIC,
+    "math_verify": LENIENT,
+    "random": TEXT,
+}
+"""The queue of each verifier."""
+
+VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
+"""Every ``rm_type`` that the reward service scores with itself."""
+
+WITHOUT_LABEL = ("gpqa", "ifbench", "random")
+"""Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
+
+
+def base(name: str) -> str:
+    """Returns a verifier's name without `BOXED`."""
+    return name.removeprefix(BOXED) if name in VERIFIERS else name
+
+
+def queue_of(name: str) -> str:
+    """Returns the queue of an environment: one of the above for verifiers, any other has one of its own name."""
+    return QUEUES.get(base(name), name)
+
+
+def needs_label(name: str) -> bool:
+    """Returns whether a prompt needs a label for this environment to score its responses."""
+    return name in VERIFIERS and base(name) not in WITHOUT_LABEL
+
+
+def wrong(name: str) -> float:
+    """Returns the reward of a wrong answer, which a response that cannot be read gets too."""
+    return -1.0 if base(name) == "dapo" else 0.0

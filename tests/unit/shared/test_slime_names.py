@@ -1,0 +1,78 @@
+"""slime's import names: Myxo's own objects where slime is not installed, and slime's where it is."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.hooks import HookSample, load, slime_names
+from shared.hooks.loading import split_path
+from shared.runtime.errors import ConfigError
+from tests.support.service_process import ROOT
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("package.module:function", ("package.module", "function")),
+        ("package.module.function", ("package.module", "function")),
+        ("module.function", ("module", "function")),
+        ("module:function", ("module", "function")),
+    ],
+)
+def test_a_path_has_a_colon_or_a_dot_before_its_function(path: str, parts: tuple[str, str]) -> None:
+    assert split_path(path) == parts
+
+
+def test_functions_are_found_by_slimes_paths_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_slimes_user.py").write_text(
+        "from slime.utils.types import Sample\nimport slime.utils.types as types\n"
+        "def f(args):\n    return Sample, types.Sample.Status.COMPLETED\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load("a.b", "of_slimes_user.f")(None) == (HookSample, HookSample.Status.COMPLETED)
+    assert load("a.b", "of_slimes_user:f") is load("a.b", "of_slimes_user.f")
+
+
+@pytest.mark.parametrize("name", sorted(slime_names.MODULES))
+def test_every_name_is_one_object_under_both_names(name: str) -> None:
+    slime_names.install()
+    found, ours = importlib.import_module(name), slime_names.MODULES[name]
+    assert found.__name__ == name if ours == "shared.hooks.slime" else found is importlib.import_module(ours)
+    parent, _, member = name.rpartition(".")
+    assert not parent or getattr(importlib.import_module(parent), member) is found
+
+
+def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
+    slime_names.install()
+    words = r"No module named 'slime.ray': slime is not installed, and Myxo has of its modules .*slime.utils.types"
+    with pytest.raises(ModuleNotFoundError, match=words):
+        importlib.import_module("slime.ray.actor")
+    with pytest.raises(ConfigError, match=r"cannot be imported: No module named 'slime.plugins'.*slime.utils.types"):
+        load("a.b", "slime.plugins.f")
+
+
+def test_a_slime_that_is_installed_wins(tmp_path: Path) -> None:
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    for package in ("slime", "slime/utils"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "slime" / "utils" / "types.py").write_text("Sample = 'theirs'\n")
+    program = (
+        "from shared.hooks import slime_names; slime_names.install()\nfrom slime.utils.types import Sample\nassert Sample == 'theirs'\n"
+        "try:\n    import slime.rollout\nexcept ModuleNotFoundError as error:\n    print(error)\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "No module named 'slime.rollout'\n"), done.stderr
+
+
+def test_the_names_are_there_without_torch() -> None:
+    program = (
+        "import sys, importlib\nfrom shared.hooks import slime_names; slime_names.install()\n"
+        "for name in slime_names.MODULES: importlib.import_module(name)\n"
+        "print(sorted({'torch', 'transformers', 'sglang'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
