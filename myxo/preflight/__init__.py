@@ -10,7 +10,17 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from myxo.preflight import data_checks, epochs, label_checks, length_checks, machine_checks, model_checks, objective_checks, server_checks
+from myxo.preflight import (
+    data_checks,
+    dump_checks,
+    epochs,
+    label_checks,
+    length_checks,
+    machine_checks,
+    model_checks,
+    objective_checks,
+    server_checks,
+)
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
 from shared.config.run_config import RunConfig, read
@@ -41,6 +51,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     machine_checks.check_functions,
+    dump_checks.check_dumps,
     objective_checks.check_presets,
 )
 """Checks of what a config names, but for its rows of data."""
@@ -65,6 +76,29 @@ DATA_CHECKS: tuple[Check, ...] = (
     length_checks.check,
 )
 """Checks that read rows, which take longest; the last ones need what the first have read."""
+
+
+TRAINER_CHECKS: tuple[Check, ...] = (
+    model_checks.check_other_models,
+    model_checks.check_megatron_flags,
+    model_checks.check_ranks,
+    model_checks.check_training,
+    data_checks.check_demonstrations,
+)
+"""Checks that are left out where nothing is trained (`debug_rollout_only`)."""
+
+ROLLOUT_CHECKS: tuple[Check, ...] = (
+    model_checks.check_engines,
+    model_checks.check_engine_flags,
+    model_checks.check_engine_backend,
+    model_checks.check_engine_context,
+    data_checks.check_training_prompts,
+    data_checks.check_heldout_prompts,
+    data_checks.check_overlap,
+    label_checks.check,
+    length_checks.check,
+)
+"""Checks that are left out where nothing is generated (`load_debug_rollout_data`)."""
 
 
 def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fresh: bool = False) -> RunConfig:
@@ -105,7 +139,10 @@ def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
     problems: list[BadInput] = []
     notes = list(told)
     known = 0
-    for check in (*INPUT_CHECKS, *(MACHINE_CHECKS if inspection.starts else ()), *DATA_CHECKS):
+    debug = inspection.config.debug
+    left_out = {*(TRAINER_CHECKS if debug.debug_rollout_only else ()), *(ROLLOUT_CHECKS if debug.trains_only else ())}
+    checks = (*INPUT_CHECKS, *(MACHINE_CHECKS if inspection.starts else ()), *DATA_CHECKS)
+    for check in (check for check in checks if check not in left_out):
         try:
             for finding in check(inspection):
                 if isinstance(finding, Note):

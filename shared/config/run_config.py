@@ -20,6 +20,7 @@ from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Known, Layers, in_file
 from shared.config.data_section import DataSection
+from shared.config.debug_section import DebugSection
 from shared.config.environment_variables import names_credential
 from shared.config.eval_section import EvalSection
 from shared.config.model_section import ModelSection
@@ -54,6 +55,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     weights: WeightsSection = WeightsSection()
     monitoring: MonitoringSection = MonitoringSection()
+    debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
 
@@ -157,12 +159,20 @@ def parse(values: dict[str, Any]) -> RunConfig:
     known, problems, _ = _known(values)
     known, preset = _with_presets(known)
     try:
-        config = RunConfig.model_validate(known)
+        config = _with_own_gpus(RunConfig.model_validate(known))
     except ValidationError as error:
         problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
     raise_problems([_of_preset(problem, preset) for problem in problems])
     return config
+
+
+def _with_own_gpus(config: RunConfig) -> RunConfig:
+    """Returns the config of one half of a run without colocation: it has nobody to share its GPUs with."""
+    if not (config.debug.debug_rollout_only or config.debug.trains_only):
+        return config
+    alone = {"colocate": False, "offload_train": None, "offload_rollout": None}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=alone)})
 
 
 def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -82,14 +82,6 @@ RENAMED: dict[str, Renamed] = {
     "update_weight_disk_keep_files": Renamed(
         "switch", "--keep-snapshots 1000000", lambda given: {"keep_snapshots": 1_000_000} if given else {}
     ),
-    "dump_details": Renamed(
-        "text",
-        "--save-debug-rollout-data DIR/rollout_data/{rollout_id} --save-debug-train-data DIR/train_data/{rollout_id}_{rank}",
-        lambda directory: {
-            "save_debug_rollout_data": f"{directory}/rollout_data/{{rollout_id}}",
-            "save_debug_train_data": f"{directory}/train_data/{{rollout_id}}_{{rank}}",
-        },
-    ),
     "bf16": Renamed("switch", "--train-dtype bfloat16", lambda given: {"train_dtype": "bfloat16"} if given else {}),
     "wandb_key": Renamed("text", "WANDB_API_KEY in the trainer's environment; the config holds no secrets", variable="WANDB_API_KEY"),
     "deterministic_mode": Renamed("switch", "--deterministic", lambda given: {"deterministic": given}),
@@ -137,10 +129,6 @@ NO_OPS: dict[str, NoOp] = {
 """Flags of slime's without effect."""
 
 _REASONS = {
-    "debug_rollout_only": "there is no run without a trainer",
-    "debug_train_only": "use `myxo replay CONFIG TEMPLATE` on what --save-debug-rollout-data has written",
-    "load_debug_rollout_data": "use `myxo replay CONFIG TEMPLATE`",
-    "load_debug_rollout_data_subsample": "use `myxo replay CONFIG TEMPLATE`, which trains whole batches",
     "load_forge_rollout_data": "use `myxo replay CONFIG TEMPLATE` on batches that --save-debug-rollout-data has written",
     "release_train": "use --offload-train: a trainer that gives its memory back stays alive",
     "custom_update_weight_post_write_path": "snapshots lie on a file system that trainer and engines see alike",

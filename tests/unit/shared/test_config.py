@@ -81,6 +81,7 @@ MUTABLE = {
     "logprob_alarm",
     "save_debug_rollout_data",
     "save_debug_train_data",
+    "dump_details",
 }
 
 
