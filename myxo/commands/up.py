@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from myxo.launch import train_only
 from myxo.launch.launcher import Launch
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import checked_config, server_checks
@@ -75,8 +76,10 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
     if dry_run:
         console.file.write(config_toml.dump(config))
         return exit_codes.DONE
-    given = server_checks.given_servers()
     directory = RunDirectory(config.run.root)
+    if config.debug.trains_only:
+        return train_only.run(config, directory, console, fresh=fresh)
+    given = server_checks.given_servers()
     if fresh:
         directory.refuse_input_in_state(config)
         RunDirectory(config.trained).refuse_input_in_state(config)
@@ -97,6 +100,9 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
 def submit(path: Path, arguments: list[str], console: Console) -> int:
     """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
     config = checked_config(path, arguments)
+    if config.debug.trains_only:
+        field = "debug.load_debug_rollout_data"
+        raise ConfigError(field, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
     given = server_checks.given_servers()
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")

@@ -39,6 +39,8 @@ def check_files(inspection: Inspection) -> Findings:
     config = inspection.config
     prompts, heldout, demonstrations = config.data.prompt_data, config.eval.eval_prompt_data, config.sft.sft_data
     fields = {"data.prompt_data": prompts, "eval.eval_prompt_data": heldout, "sft.sft_data": demonstrations}
+    if config.debug.trains_only:
+        fields = {"sft.sft_data": demonstrations}
     expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
     for field, value in fields.items():
         for path in data_files.paths(value):

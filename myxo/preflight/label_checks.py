@@ -14,6 +14,7 @@ from typing import Any
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.data.prompts import PromptFile, TrainingPrompts
 from shared.rewards.names import VERIFIERS, base
+from shared.rewards.reference import label_text
 from shared.runtime.errors import ConfigError
 
 MODULE = "services.reward.label_trial"
@@ -71,7 +72,7 @@ def first_labels(inspection: Inspection, prompts: TrainingPrompts | PromptFile) 
         label, metadata = entry.get(data.label_key or ""), entry.get(data.metadata_key)
         verifier = reward.environment_of(metadata.get("rm_type") if isinstance(metadata, dict) else None)
         if verifier in VERIFIERS and isinstance(label, str | int | float):
-            found.append(Label(rows.where(row), verifier, str(label)))
+            found.append(Label(rows.where(row), verifier, label_text(label)[0] or ""))
     return found
 
 

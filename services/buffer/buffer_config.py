@@ -16,7 +16,7 @@ class BufferConfig:
     """The sections for the buffer's decisions, and values derived from them.
 
     eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches. longest_sample: tokens
-    of a micro-batch. message_bytes: of the bus's largest message.
+    of a micro-batch. message_bytes: of the bus's largest message. rollout_only: nothing is trained, and version 0 is the only one.
     """
 
     rollout: RolloutSection
@@ -26,6 +26,7 @@ class BufferConfig:
     has_critic: bool = False
     longest_sample: int = 1 << 31
     message_bytes: int = 1_000_000
+    rollout_only: bool = False
 
     @property
     def surplus(self) -> int:
@@ -46,19 +47,23 @@ class BufferConfig:
     @property
     def last_version(self) -> int:
         """Returns the weight version that the last step makes."""
-        steps = self.rollout.num_rollout
-        return version_after(steps, self.weights.update_weights_interval, steps)
+        return self.newest_version(self.rollout.num_rollout)
 
-    def admissible_groups(self, live_version: int) -> int:
-        """Returns the groups that may be admitted while a version is live, from the run's beginning on, less those dropped and dead."""
+    def admissible_groups(self, live_version: int, trained_steps: int) -> int:
+        """Returns the groups that may be admitted while a version is live, from the run's beginning on, less those dropped and dead.
+
+        Where nothing is trained, as many batches may be under way as if each step made a version.
+        """
         rollout, interval = self.rollout, self.weights.update_weights_interval
+        if self.rollout_only:
+            live_version, interval = trained_steps, 1
         steps = admissible_steps(live_version, rollout.max_staleness, interval, rollout.num_rollout)
         return steps * rollout.rollout_batch_size + self.surplus
 
     def version_of_step(self, step: int) -> int:
         """Returns the weight version that ``step`` trains on."""
-        return step // self.weights.update_weights_interval
+        return 0 if self.rollout_only else step // self.weights.update_weights_interval
 
     def newest_version(self, formed_steps: int) -> int:
         """Returns the newest weight version that there can be, since a step is trained once its batch was formed."""
-        return version_after(formed_steps, self.weights.update_weights_interval, self.rollout.num_rollout)
+        return 0 if self.rollout_only else version_after(formed_steps, self.weights.update_weights_interval, self.rollout.num_rollout)

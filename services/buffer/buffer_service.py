@@ -83,6 +83,7 @@ class Buffer:
             has_critic=config.algorithm.has_critic,
             longest_sample=config.trainer.micro_batch_tokens,
             message_bytes=service.bus.message_limit,
+            rollout_only=config.debug.debug_rollout_only,
         )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts

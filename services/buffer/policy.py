@@ -79,7 +79,7 @@ def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
     complete = state.formed_steps >= limits.rollout.num_rollout and not any(batch.dead for batch in state.batches.values())
     if state.live_version < 0 or complete or _waits_for_first_evaluation(state, limits):
         return []
-    room = limits.admissible_groups(state.live_version) - (state.admitted - state.dropped - state.dead)
+    room = limits.admissible_groups(state.live_version, state.trained_steps) - (state.admitted - state.dropped - state.dead)
     return [ledger.GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
 
 

@@ -92,6 +92,7 @@ class TaskPublisher:
             prompt=prompt.content,
             prompt_tokens=prompt.tokens,
             label=prompt.label,
+            label_json=prompt.label_json,
             metadata=prompt.metadata,
             environment=prompt.environment,
             **fields,

@@ -12,8 +12,7 @@ from shared.config.reward_section import CUSTOM, RewardSection
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.hooks import reward_values
-from shared.rewards.names import needs_label
-from shared.rewards.reference import Reference
+from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated
@@ -59,9 +58,10 @@ class VerifierScorer(Scorer):
         self._pool, self._config = pool, config
 
     async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
-        if needs_label(environment) and any(sample.label is None for sample in samples):
-            raise WorkerFailed(f"verifier {environment} needs a label and the prompt has none")
-        first, *others = references = [Reference(sample.label, metadata=sample.metadata) for sample in samples]
+        first, *others = references = [sample.reference for sample in samples]
+        for reference in references:
+            if (problem := label_problem(environment, reference)) is not None:
+                raise WorkerFailed(f"verifier {environment}: the label: {problem}")
         asked = Verification(
             environment,
             [sample.text for sample in samples],

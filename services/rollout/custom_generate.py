@@ -16,6 +16,7 @@ from services.rollout.replica import Replica
 from shared import hooks
 from shared.hooks import Arguments, HookFailed, Status
 from shared.hooks.sample_conversion import Served, group_index, to_stored
+from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -110,7 +111,7 @@ class CustomGenerate:
             session_id=f"{task.group}.{task.attempt}.{rollout}",
             prompt=copy.deepcopy(task.prompt),
             tokens=task.prompt_tokens.tolist(),
-            label=task.label,
+            label=Reference(task.label, task.label_json).value,
             metadata=copy.deepcopy(task.metadata),
         )
         assert self._replica.proxy.address is not None  # it is open from the engine's start on

@@ -74,6 +74,7 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
             text=tokenizer.decode(partial.tokens),
             prompt_text=task.prompt,
             label=task.label,
+            label_json=task.label_json,
             metadata=task.metadata,
         )
         for index, partial in enumerate(partials)

@@ -109,7 +109,7 @@ class Trainer(RoleWorker):
         if not batch.groups:  # all of them were refused
             return self._finished(batch, started, time.time(), attest([]))
         prepared = self._prepared(batch, ahead)
-        if self._control is not None and (template := self._config.monitoring.save_debug_rollout_data) is not None:
+        if self._control is not None and (template := self._config.debug.rollout_dump) is not None:
             dumps.write_batch(template, batch, self._store)
         attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
         if POSTPROCESS in self._custom:
@@ -171,8 +171,8 @@ class Trainer(RoleWorker):
     def _inspect(self, batch: TrainBatch, results: list[StepResult]) -> None:
         """Writes the step's tensors, where dumps are asked for; warns where engine and trainer differ under equal weights."""
         monitoring = self._config.monitoring
-        if monitoring.save_debug_train_data is not None:
-            dumps.write_tensors(monitoring.save_debug_train_data, batch, results, runtime.rank())
+        if (template := self._config.debug.train_dump) is not None:
+            dumps.write_tensors(template, batch, results, runtime.rank())
         tokens = sum(result.metrics.get("agreement_tokens", 0.0) for result in results)
         difference = sum(result.metrics.get("agreement_abs_diff", 0.0) for result in results) / max(tokens, 1.0)
         if self._control is not None and difference > monitoring.logprob_alarm:

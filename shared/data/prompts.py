@@ -19,7 +19,7 @@ from shared.data.read_progress import ReadProgress
 from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
-from shared.rewards.names import needs_label
+from shared.rewards.reference import Reference, label_problem, label_text
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
@@ -52,6 +52,7 @@ class Prompt:
     content: str | list[dict[str, Any]]
     tokens: NDArray[np.int32]
     label: str | None
+    label_json: bool
     metadata: dict[str, Any]
     environment: str
     size: int = 0
@@ -92,33 +93,31 @@ class PromptReader:
         metadata = entry.values.get(data.metadata_key) or {}
         if not isinstance(metadata, dict):
             raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
-        label = self._label(entry)
+        label, is_json = self._label(entry)
         try:
             size = codec.exact_size([[[[content, label, metadata]]]])  # as deep as in a payload, of which it becomes a part
         except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
             expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
             raise entry.refusal(data.input_key, expected) from None
-        environment = self._environment(entry, label, metadata)
-        return Prompt(content, _NO_TOKENS, label, metadata, environment, size), self._text(entry, content)
+        environment = self._environment(entry, metadata)
+        if (problem := label_problem(environment, Reference(label, is_json, metadata))) is not None:
+            raise entry.refusal(data.label_key or "label_key", problem)
+        return Prompt(content, _NO_TOKENS, label, is_json, metadata, environment, size), self._text(entry, content)
 
-    def _label(self, entry: RowEntry) -> str | None:
+    def _label(self, entry: RowEntry) -> tuple[str | None, bool]:
         key = self._data.label_key
         label: Any = None if key is None else entry.value(key, "data.label_key")
-        if label is None or isinstance(label, str):
-            return label
-        if isinstance(label, bool) or not isinstance(label, int | float):
-            raise entry.refusal(key, f"expected text or a number, found {label!r}")
-        return str(label)
+        try:
+            return label_text(label)
+        except (TypeError, ValueError) as error:  # bytes and dates in Parquet files
+            raise entry.refusal(key, f"expected text, a number or another value of JSON's, found {label!r} ({error})") from None
 
-    def _environment(self, entry: RowEntry, label: str | None, metadata: dict[str, Any]) -> str:
+    def _environment(self, entry: RowEntry, metadata: dict[str, Any]) -> str:
         """Returns what scores the prompt: what it names itself, as slime has it, else the run's."""
         environment = self._reward.environment_of(metadata.get("rm_type"))
         if environment not in self._environments:
             expected = f"expected a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
             raise entry.refusal(f"{self._data.metadata_key}.rm_type", f"{expected}, found {environment!r}", UnknownEnvironment)
-        if label is None and needs_label(environment):
-            expected = f"expected the answer that {environment} compares with: text or a number, found None"
-            raise entry.refusal(self._data.label_key or "label_key", expected)
         return environment
 
     def _text(self, entry: RowEntry, content: Any) -> str:

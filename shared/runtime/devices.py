@@ -48,11 +48,11 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
     """
     trainer, rollout = config.trainer, config.rollout
     wanted: list[tuple[str, int]] = []
-    if resolve(trainer.train_device) == "cuda":
+    if resolve(trainer.train_device) == "cuda" and not config.debug.debug_rollout_only:
         wanted.append(("trainer-0", trainer.ranks("actor")))
         if config.algorithm.has_critic:
             wanted.append(("critic-0", trainer.ranks("critic")))
-    if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate:
+    if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate and not config.debug.trains_only:
         wanted += [(f"rollout-{index}", rollout.rollout_num_gpus_per_engine) for index in range(rollout.rollout_replicas)]
     needed, present = sum(count for _, count in wanted), gpus()
     if needed > present:

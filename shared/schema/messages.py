@@ -109,9 +109,9 @@ class ScoredGroup(GeneratedGroup):
 class Task(Message):
     """A group to generate: ``n`` samples of one prompt. Subject ``<run>.task.<class>``.
 
-    ``min_version``: a replica on an older version hands the task back. ``attempt`` grows when a group is generated anew.
-    ``partial``: samples of an earlier attempt to go on from; of those that had ended, the ones whose newest token is older than version
-    ``renew_below`` are generated anew.
+    ``label_json``: the label is the JSON text of a number, a list or an object. ``min_version``: a replica on an older version hands the
+    task back. ``attempt`` grows when a group is generated anew. ``partial``: samples of an earlier attempt to go on from; of those that had
+    ended, the ones whose newest token is older than version ``renew_below`` are generated anew.
     """
 
     group: GroupId
@@ -120,6 +120,7 @@ class Task(Message):
     prompt: str | list[dict[str, Any]]
     prompt_tokens: Tokens
     label: str | None = None
+    label_json: bool = False
     metadata: dict[str, Any] = {}
     environment: Name
     sampling: Sampling

@@ -1,5 +1,6 @@
 """Single decisions of the buffer: what each event leads to, and what is refused in which words."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -29,6 +30,13 @@ from shared.schema.messages import Failed, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
 
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
+
+
+def test_without_training_version_0_is_every_steps_and_admission_goes_by_the_steps_that_are_recorded() -> None:
+    limits = dataclasses.replace(buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1), rollout_only=True)
+    assert [limits.version_of_step(step) for step in range(4)] == [0, 0, 0, 0]
+    assert limits.last_version == limits.newest_version(4) == 0
+    assert [limits.admissible_groups(0, steps) for steps in range(5)] == [4, 6, 8, 8, 8]
 
 
 def came_back(group: str, attempt: int = 0, samples: int = 2, rewards: int | None = None, oldest: int = 0, reward: float = 1.0) -> Scored:

@@ -34,6 +34,11 @@ MUTABLE = {
     "train_env_vars",
     "rollout_replicas",
     "rollout_concurrency",
+    "rollout_num_gpus",
+    "sglang_server_concurrency",
+    "load",
+    "ref_load",
+    "custom_config_path",
     "engine_start_timeout",
     "generate_timeout",
     "max_dead_in_a_row",
@@ -76,6 +81,7 @@ MUTABLE = {
     "logprob_alarm",
     "save_debug_rollout_data",
     "save_debug_train_data",
+    "dump_details",
 }
 
 
