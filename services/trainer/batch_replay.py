@@ -23,7 +23,7 @@ from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
-from shared.schema.messages import BatchAnswer, RunDone, Trained, WarmStartEnded
+from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained, WarmStartEnded
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
@@ -46,7 +46,7 @@ class ReplayClient:
     """
 
     replicas: list[Any] = []
-    evaluations: dict[str, tuple[int, float]] = {}
+    evaluations: list[EvalFigures] = []
 
     def __init__(self, dumps: Any, steps: int) -> None:
         self._dumps, self._steps, self.stopping = dumps, steps, False

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from shared.hooks import engine_meta, reward_values
 from shared.hooks.hook_sample import FINISHED, HookSample, Status, status_of
+from shared.rewards.reference import label_text
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.ledger import is_evaluation
@@ -84,7 +85,7 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         tokens=[*stored.prompt.tolist(), *stored.response.tolist()],
         response=stored.text,
         response_length=len(stored.response),
-        label=stored.label,
+        label=stored.reference.value,
         reward=reward,
         loss_mask=stored.mask.tolist(),
         rollout_log_probs=stored.log_probs.tolist(),
@@ -135,12 +136,13 @@ def to_stored(
     status = status_of(given.status)
     if status not in _FINISH or (status is Status.ABORTED and not unfinished):
         raise BadMessage(f"{where}: status is {given.status}; expected COMPLETED or TRUNCATED")
-    if not isinstance(given.response, str) or not isinstance(given.label, str | None) or not isinstance(given.metadata, dict):
-        raise BadMessage(f"{where}: response is text, label is text or None, metadata is a dict")
+    if not isinstance(given.response, str) or not isinstance(given.metadata, dict):
+        raise BadMessage(f"{where}: response is text, metadata is a dict")
     try:
-        codec.unpack(codec.pack([given.prompt, given.response, given.label, given.metadata]))
+        label, label_json = label_text(given.label)
+        codec.unpack(codec.pack([given.prompt, given.response, label, given.metadata]))
     except (TypeError, ValueError, OverflowError, BadMessage) as error:
-        raise BadMessage(f"{where}: prompt, response or metadata does not travel in a message: {error}") from None
+        raise BadMessage(f"{where}: prompt, response, label or metadata does not travel in a message: {error}") from None
     try:
         given_reward = None if given.reward is None else reward_values.plain(given.reward)
     except ValueError as error:
@@ -158,7 +160,8 @@ def to_stored(
         finish=_FINISH[status],
         text=given.response,
         prompt_text=given.prompt,
-        label=given.label,
+        label=label,
+        label_json=label_json,
         metadata=copy.deepcopy(given.metadata),
         given_reward=given_reward,
         attributes=_attributes(given),
