@@ -24,6 +24,9 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.own_address import LOOPBACK, own_address
 from shared.runtime.service_base import Service
 
+INITIAL_VERSION = 0
+"""The version of the policy that an engine loads from `hf_checkpoint` when it starts."""
+
 WATCH_SECONDS = 1.0
 OPEN_SECONDS = 60.0
 """The deadline for an engine that has released its memory to take it again."""
@@ -158,13 +161,16 @@ class Replica:
             await asyncio.to_thread(self._process.stop, 0)
 
     async def attach(self, client: EngineClient) -> None:
-        """Attaches an engine that has started; its weights have not been verified."""
+        """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
         if self._exposed or self._rollout.custom_generate_function_path or self._rollout.rollout_function_path:
             await self.proxy.open(own_address() if self._exposed else LOOPBACK)
         self.served.engine_started()
         self.engine_up.set()
-        await self.publish()
+        if self._service.config.debug.debug_rollout_only:
+            await self.serve(INITIAL_VERSION)
+        else:
+            await self.publish()
 
     async def _start(self) -> EngineProcess:
         service = self._service

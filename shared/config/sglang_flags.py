@@ -1,11 +1,13 @@
 """SGLang's own flags as a config's ``[rollout.sglang]`` holds them, and the check that the installed SGLang's parser takes them.
 
-Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` for the version that Myxo is made with.
-For another version a process of the rollout service's code makes one at the first use, for the user's cache.
+Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` is that of the very source of the
+parser that Myxo is made with. Any other, of another version or one that somebody has changed, is asked itself at the first use, by a
+process of the rollout service's code, and its answer kept in the user's cache.
 """
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import re
 import subprocess
@@ -16,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import TypeAdapter
 
 from shared.runtime import user_cache
@@ -49,6 +52,9 @@ RESERVED = {
 
 OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
 """Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
+
+PARSER = ("srt/server_args.py", "srt/arg_groups/**/*.py", "srt/function_call/*.py", "srt/parser/*.py")
+"""The source of the parser in SGLang's package, and of the names that it offers."""
 
 SHARES = ("mem-fraction-static",)
 """Flags whose value is a share, which the parser does not check."""
@@ -120,10 +126,11 @@ class EngineFlag:
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """All flags of one version of SGLang."""
+    """All flags of one SGLang. sglang: its version. parser: the `fingerprint` of its parser."""
 
     sglang: str
     flags: tuple[EngineFlag, ...]
+    parser: str = ""
 
     @classmethod
     def of_json(cls, text: str | bytes) -> "EngineFlags":
@@ -174,14 +181,23 @@ def installed() -> str | None:
         return None
 
 
+def fingerprint() -> str:
+    """Returns what the source of the installed SGLang's parser is known by, without importing it."""
+    spec, found = importlib.util.find_spec("sglang"), xxhash.xxh3_64()
+    for root in map(Path, (spec.submodule_search_locations or ()) if spec is not None else ()):
+        for path in sorted({path for pattern in PARSER for path in root.glob(pattern)}):
+            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
 def of_installed() -> EngineFlags | None:
     """Returns the flags of the installed SGLang; None if it is not installed. Raises NoCatalogue if they cannot be read."""
     if (version := installed()) is None:
         return None
-    made_with = EngineFlags.of_json(CATALOGUE.read_text())
-    if made_with.sglang == version:
+    made_with, parser = EngineFlags.of_json(CATALOGUE.read_text()), fingerprint()
+    if (made_with.sglang, made_with.parser) == (version, parser):
         return made_with
-    name = f"sglang-flags-{version}.json"
+    name = f"sglang-flags-{version}-{parser}.json"
     with contextlib.suppress(ValueError):
         return EngineFlags.of_json(user_cache.read(name) or b"")
     try:
