@@ -55,7 +55,7 @@ class Rollout:
     """The rollout service of one replica.
 
     Attributes:
-        tokens: generated tokens of the groups that have ended. running: the groups in hand, each with its number of samples.
+        tokens: generated tokens of the groups that have ended. running: the groups in hand.
     """
 
     def __init__(self, service: Service) -> None:
@@ -67,7 +67,7 @@ class Rollout:
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
         self._custom = None if custom is None else CustomGenerate(service, self.replica)
-        self.running: dict[asyncio.Task[None], int] = {}
+        self.running: dict[asyncio.Task[None], Task] = {}
         self.tokens = 0
 
     async def run(self) -> None:
@@ -90,18 +90,27 @@ class Rollout:
                     await router.leave()
 
     async def take(self, task_class: str) -> None:
-        """Fetches tasks of a class while the replica serves and has capacity; training tasks wait while evaluations use all of it."""
-        service, limit = self._service, self._config.rollout.rollout_concurrency
+        """Fetches tasks of a class while the replica serves and has capacity for it."""
+        service = self._service
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
-            room = limit - len(self.running)
+            room = self._room(task_class)
             if not self.replica.serving or room <= 0 or service.held_back:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
                 handling = asyncio.create_task(self._handle(lease))
-                self.running[handling] = lease.message.n
+                self.running[handling] = lease.message
                 handling.add_done_callback(self._handled)
+
+    def _room(self, task_class: str) -> int:
+        """Returns how many groups of a class may be taken: evaluations use half of the capacity at most, so that training never waits for
+        them; where nothing is trained, they have all of it."""
+        limit, trains = self._config.rollout.rollout_concurrency, self._config.rollout.num_rollout > 0
+        evaluating = sum(is_evaluation(task.group) for task in self.running.values())
+        if task_class == EVAL:
+            return (max(1, limit // 2) if trains else limit) - evaluating
+        return limit - (len(self.running) - evaluating) - min(evaluating, limit // 2)
 
     def _handled(self, handling: asyncio.Task[None]) -> None:
         del self.running[handling]
@@ -115,12 +124,12 @@ class Rollout:
         log = service.log.bind(group=task.group, attempt=task.attempt)
         try:
             async with lease.held():
-                if lease.exhausted:
+                if task.deadline and time.time() >= task.deadline:  # nobody waits for it any more
+                    log.info("task_late")
+                elif lease.exhausted:
                     await self._give_up(task, f"given up after {lease.deliveries - 1} deliveries")
                 else:
-                    outcome = await self._generate(task)
-                    done = isinstance(outcome, Generated)
-                    await self._publish(service.subjects.generated(task.environment) if done else service.subjects.scored(ROLLOUT), outcome)
+                    await self._generate_in_time(task)
             await lease.ack()
         except asyncio.CancelledError:
             await lease.hand_back()
@@ -136,6 +145,20 @@ class Rollout:
             log.warning("group_refused", error=str(error))
             await self._give_up(task, str(error))
             await lease.ack()
+
+    async def _generate_in_time(self, task: Task) -> None:
+        """Generates a group and publishes what became of it; nothing once its deadline has passed."""
+        names = self._service.subjects
+        try:
+            async with asyncio.timeout(task.deadline - time.time() if task.deadline else None) as limit:
+                outcome = await self._generate(task)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._service.log.info("task_late", group=task.group)
+            return
+        done = isinstance(outcome, Generated)
+        await self._publish(names.generated(task.environment) if done else names.scored(ROLLOUT), outcome)
 
     async def _generate(self, task: Task) -> Generated | Interrupted:
         started = time.time()
@@ -225,7 +248,7 @@ class Rollout:
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running))
-            metrics.set("running_samples", sum(self.running.values()))
+            metrics.set("running_samples", sum(task.n for task in self.running.values()))
             await asyncio.sleep(RATE_SECONDS)
 
 

@@ -9,7 +9,7 @@ from shared.config.section import HOOK, MUTABLE, Rule, Section, hook
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.overlong import OverlongPolicy
 
-STEPS = "training steps (one rollout batch each), or num_epoch in its place"
+STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
 """What `num_rollout` is."""
 
 
@@ -43,7 +43,6 @@ class RolloutSection(Section):
             lambda rollout, _: "num_rollout" not in rollout.model_fields_set and rollout.num_epoch is None,
             f"required: {STEPS}",
         ),
-        Rule("num_rollout", lambda rollout, given: given == 0 and "num_rollout" in rollout.model_fields_set, "at least 1"),
     )
 
     num_rollout: int = Field(default=0, ge=0, description=STEPS, **MUTABLE)

@@ -22,10 +22,11 @@ from shared.config.config_layers import Known, Layers, in_file
 from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.environment_variables import names_credential
+from shared.config.eval_config_file import read_sets
 from shared.config.eval_section import EvalSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
-from shared.config.reward_section import RewardSection
+from shared.config.reward_section import CUSTOM, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
 from shared.config.section import Misfits, Section
@@ -68,6 +69,7 @@ class RunConfig(Section):
     def _misfits(self) -> Iterator[str]:
         yield from self._sizes()
         yield from self._shared_gpus()
+        yield from self._rewards_of_sets()
 
     def _sizes(self) -> Iterator[str]:
         """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
@@ -122,6 +124,17 @@ class RunConfig(Section):
                 f"the trainer's {ranks} (actor_num_nodes x actor_num_gpus_per_node), which colocate makes them share"
             )
 
+    def _rewards_of_sets(self) -> Iterator[str]:
+        """Yields the rewards of evaluation sets that the run does not have."""
+        for field, item in self.eval.named.items():
+            if item.rm_type is None or item.custom_rm_path is not None:
+                continue
+            try:
+                RewardSection.model_validate(self.reward.model_copy(update={"rm_type": item.rm_type}).model_dump())
+            except ValidationError as error:
+                reason = error.errors()[0].get("ctx", {}).get("error")
+                yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
+
     @property
     def trained(self) -> Path:
         """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
@@ -138,7 +151,13 @@ class RunConfig(Section):
             }
             # fields that stay as they are must not count as given
             resolved[section] = value.model_copy(update={field: path for field, path in paths.items() if path is not getattr(value, field)})
-        return self.model_copy(update=resolved)
+        absolute = self.model_copy(update=resolved)
+        return absolute.model_copy(update={"eval": absolute.eval.absolute(base)})
+
+    def queues(self) -> list[str]:
+        """Returns the queues of the environments that prompts of this run may name, those of its evaluation sets among them."""
+        custom = {CUSTOM for item in self.eval.named.values() if item.custom_rm_path is not None}
+        return sorted({*self.reward.queues(), *custom})
 
 
 class Reading(NamedTuple):
@@ -236,6 +255,7 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
     _lay_custom_config(layers)
     problems = layers.problems
     try:
+        _read_eval_config(layers)
         return Reading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
     except BadInput as error:
         found = _without_consequences(problems_of(error), problems)
@@ -267,6 +287,19 @@ def _lay_custom_config(layers: Layers) -> None:
     if sections:
         shown = ", ".join(name for fields in sections.values() for name in fields)
         layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
+
+
+def _read_eval_config(layers: Layers) -> None:
+    """Puts the sets of slime's ``eval_config``, where one is given, in the place of those that ``[eval]`` names. Raises ConfigError."""
+    values = layers.values.get("eval")
+    if not isinstance(values, dict) or (given := values.get("eval_config")) is None:
+        return
+    sets = read_sets(Path(str(given)))
+    if values.get("sets", sets) != sets:
+        raise ConfigError("eval.sets", f"{len(values['sets'])} sets", f"given besides eval_config = {given}; leave one of them out")
+    if values.get("eval_prompt_data") is not None:
+        layers.notes.append(f"eval.eval_prompt_data: eval_config = {given} takes its place, as with slime")
+    values["sets"] = sets
 
 
 def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
@@ -412,7 +445,10 @@ def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[C
 def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
     value: Any = values
     for part in location:
-        value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
     if kind == "missing":
         model = section_model(location[0]) if len(location) > 1 else None
         description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"
