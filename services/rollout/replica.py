@@ -18,6 +18,7 @@ from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.engine_proxy import EngineProxy
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
+from shared.config import sglang_flags
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -204,7 +205,7 @@ class Replica:
             free_port(),
             device=device,
             random_seed=seed,
-            flags=flags | rollout.sglang,
+            flags=flags | sglang_flags.present_names(rollout.sglang),
         )
 
     def _log_file(self) -> Path:
