@@ -16,11 +16,13 @@ from typing import Any
 from services.rollout.generate import ENGINE_TRIES, RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.replica import Replica
+from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed, HookSample, Status, sample_message
 from shared.hooks.loading import GENERATE
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
 from shared.hooks.slime_attributes import FOLLOWING
+from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.runtime.service_base import Service
@@ -56,7 +58,7 @@ class CustomGenerate:
 
     def path(self, task: Task) -> str | None:
         """Returns the function that generates a task: its own, or the run's; None for the engine alone."""
-        return getattr(task, "generate_function", None) or self._config.rollout.custom_generate_function_path
+        return task.generate_function or self._config.rollout.custom_generate_function_path
 
     async def start(self) -> None:
         """Starts the processes, once. Raises ConfigError where the run's function cannot be imported."""
@@ -140,13 +142,15 @@ class CustomGenerate:
             session_id=f"{task.group}.{task.attempt}.{index}",
             prompt=self._prompt(task),
             tokens=task.prompt_tokens.tolist(),
-            label=task.label,
+            label=Reference(task.label, task.label_json).value,
             metadata=task.metadata,
         )
 
     def _prompt(self, task: Task) -> Any:
         """Returns the rendered text where the chat template is applied, as slime has it, else the prompt as it stands in the file."""
-        if not self._config.data.apply_chat_template:
+        view = eval_view(self._config, task.group)
+        data = self._config.data if view is None else view.config.data
+        if not data.apply_chat_template:
             return task.prompt
         return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
@@ -241,7 +245,17 @@ class _Rollout:
 
 def parameters(sampling: Sampling) -> dict[str, Any]:
     """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens."""
-    return {**sampling.model_dump(), "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    text = {
+        "skip_special_tokens": sampling.skip_special_tokens is True,
+        "no_stop_trim": sampling.no_stop_trim is not False,
+        "spaces_between_special_tokens": False,
+    }
+    drawn = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim", "min_new_tokens", "repetition_penalty"})
+    if sampling.min_new_tokens:  # slime leaves out what nobody has set
+        drawn["min_new_tokens"] = sampling.min_new_tokens
+    if sampling.repetition_penalty != 1:
+        drawn["repetition_penalty"] = sampling.repetition_penalty
+    return {**drawn, **text}
 
 
 def _checked(fields: Mapping[str, Any], path: str) -> HookSample:

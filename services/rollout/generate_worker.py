@@ -18,7 +18,7 @@ from typing import Any
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookSample, load, sample_message
 from shared.hooks.call_context import CallContext, current_call
-from shared.hooks.loading import GENERATE
+from shared.hooks.loading import generate_paths
 from shared.runtime.daemon_thread import run_in_thread
 from shared.workers.call_server import serve_calls
 
@@ -27,14 +27,14 @@ BLOCKED_SHARE = 0.5
 
 
 class GenerateCalls:
-    """Answers calls. Raises ConfigError where the run's own function cannot be imported."""
+    """Answers calls. Raises ConfigError where a function of the run's cannot be imported."""
 
     def __init__(self, config: RunConfig) -> None:
         self.waits = ["generate"]
         self.block_s: float | None = BLOCKED_SHARE * config.rollout.generate_timeout
         self._args = Arguments(config)
-        if (path := config.rollout.custom_generate_function_path) is not None:
-            load(GENERATE, path)
+        for field, path in generate_paths(config).items():
+            load(field, path)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
         """Returns the samples of one rollout, or why there are none."""

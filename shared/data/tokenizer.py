@@ -46,7 +46,7 @@ class Tokenizer:
         return [len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, tokens: Sequence[int] | NDArray[np.int32], skip_special_tokens: bool = True) -> str:
-        """Returns the text of token ids, by default with special tokens left out."""
+        """Returns the text of token ids, special tokens left out unless they are wanted."""
         return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
 
     def pieces(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[str]:
