@@ -29,8 +29,8 @@ from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
-from shared.workers.worker_pool import CallLate, WorkerPool
-from shared.workers.worker_process import LOOP_SECONDS, WorkerFailed
+from shared.workers.worker_pool import CallBlocked, WorkerPool
+from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
 
 STOP_SECONDS = 2.0
 """The time that a function has to come back once its requests were ended; then its call is cancelled."""
@@ -123,8 +123,8 @@ class CustomGenerate:
         try:
             answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds)
             return [_checked(fields, path) for fields in answer["samples"]]
-        except CallLate:
-            raise
+        except (CallBlocked, WorkerDied) as error:
+            raise HookFailed(GENERATE, path, str(error), final=True) from None
         except WorkerFailed as error:
             raise HookFailed(GENERATE, path, str(error)) from None
         except (KeyError, TypeError, ValueError) as error:
@@ -195,6 +195,8 @@ class _Rollout:
             except HookFailed as error:
                 failures += replica.incarnation == life  # the function did not cause the engine's death
                 self._functions.warn(task, self._index, error)
+                if error.final:  # it would take others' time again
+                    raise
                 if failures >= ENGINE_TRIES:
                     raise HookFailed(error.field, error.path, f"{error.reason}; it failed {failures} times in a row") from None
                 await asyncio.sleep(RETRY_PAUSE * failures)

@@ -22,8 +22,8 @@ from shared.hooks.loading import generate_paths
 from shared.runtime.daemon_thread import run_in_thread
 from shared.workers.call_server import serve_calls
 
-BLOCKED_SHARE = 0.5
-"""The share of a rollout's time for which it may block its process: those beside it then still have the other half."""
+BLOCKED_SHARE = 0.25
+"""The share of a rollout's time for which it may block its process: those beside it then still have the rest."""
 
 
 class GenerateCalls:

@@ -39,11 +39,11 @@ class HookFailed(MyxoError):
     """A custom function raised, or returned a value that cannot be used.
 
     Args:
-        field, path: which one. reason: what happened, on one line.
+        field, path: which one. reason: what happened, on one line. final: it should not be tried again.
     """
 
-    def __init__(self, field: str, path: str, reason: str) -> None:
-        self.field, self.path, self.reason = field, path, reason
+    def __init__(self, field: str, path: str, reason: str, final: bool = False) -> None:
+        self.field, self.path, self.reason, self.final = field, path, reason, final
         super().__init__(f"{field} = {path}: {reason}")
 
 

@@ -78,5 +78,5 @@ async def _call(channel: FrameStream, calls: Calls, call_id: int, request: dict[
     except asyncio.CancelledError:  # late, or the function's own doing
         answer = {"error": "the call was cancelled"}
     except BlockedCall as blocked:
-        answer = {"error": str(blocked)}
+        answer = {"error": str(blocked), "blocked": True}
     channel.send([call_id, answer])

@@ -18,6 +18,10 @@ class CallLate(DeadlineExceeded):
     """A call was not answered in time; it was cancelled, or its process was killed."""
 
 
+class CallBlocked(WorkerFailed):
+    """A call held up its process for too long and was interrupted."""
+
+
 class WorkerPool:
     """A pool of ``size`` processes, and at most as many retired ones that only finish their calls.
 
@@ -69,7 +73,7 @@ class WorkerPool:
         except TimeoutError as late:
             raise CallLate(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
         if "error" in answer:
-            raise WorkerFailed(str(answer["error"]))
+            raise (CallBlocked if answer.get("blocked") else WorkerFailed)(str(answer["error"]))
         return answer
 
     async def close(self) -> None:
