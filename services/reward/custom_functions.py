@@ -91,8 +91,8 @@ class Functions:
         if self._group_rm and field == SCORE:
             values = await self._list_of(field, samples)
         else:
-            rollouts = [list(several) for _, several in groupby(samples, key=lambda sample: sample.rollout_id)]
-            scoring = (self._of_rollout(field, several) for several in rollouts)
+            pairs = groupby(zip(stored, samples, strict=True), key=lambda pair: pair[0].rollout)
+            scoring = [self._of_rollout(field, [sample for _, sample in several]) for _, several in pairs]
             values = [value for given in await asyncio.gather(*scoring) for value in given]
         return [self._read(field, value, index, key) for index, value in enumerate(values)]
 

@@ -140,13 +140,13 @@ class CustomGenerate:
             index=place,
             rollout_id=place,
             session_id=f"{task.group}.{task.attempt}.{index}",
-            prompt=self._prompt(task),
+            prompt=self.prompt(task),
             tokens=task.prompt_tokens.tolist(),
             label=Reference(task.label, task.label_json).value,
             metadata=task.metadata,
         )
 
-    def _prompt(self, task: Task) -> Any:
+    def prompt(self, task: Task) -> Any:
         """Returns the rendered text where the chat template is applied, as slime has it, else the prompt as it stands in the file."""
         view = eval_view(self._config, task.group)
         data = self._config.data if view is None else view.config.data

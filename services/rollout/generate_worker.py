@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.config.run_config import RunConfig
-from shared.hooks import Arguments, HookSample, load, sample_message
+from shared.hooks import Arguments, HookSample, Status, load, sample_message
 from shared.hooks.call_context import CallContext, current_call
+from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import generate_paths
 from shared.runtime.daemon_thread import run_in_thread
 from shared.workers.call_server import serve_calls
@@ -48,7 +49,9 @@ class GenerateCalls:
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
             sample = sample_message.unpacked(request["sample"])
             given = await _called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation))
-            return {"samples": [sample_message.packed(one) for one in _samples(given)]}
+            samples = _samples(given)
+            await self._score(samples)
+            return {"samples": [sample_message.packed(one) for one in samples]}
         except asyncio.CancelledError:
             if this.cancelling():
                 raise
@@ -60,6 +63,14 @@ class GenerateCalls:
         ) as error:  # it fails its rollout, not this process
             traceback.print_exc()
             return {"error": str(error) if isinstance(error, UnusableResult) else f"{type(error).__name__}: {error}"}
+
+    async def _score(self, samples: list[HookSample]) -> None:
+        """Scores the samples that name a reward function of their own, here, where it can be imported."""
+        for sample in samples:
+            named = sample.custom_rm_path if sample.reward is None and not self._args.group_rm else None
+            if named is not None and status_of(sample.status) is not Status.ABORTED:
+                result = load("sample.custom_rm_path", named)(self._args, sample)
+                sample.reward = await result if inspect.isawaitable(result) else result
 
 
 class UnusableResult(Exception):

@@ -24,7 +24,7 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.hooks.loading import generate_paths
+from shared.hooks.loading import generate_paths, paths
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
@@ -65,6 +65,7 @@ class Rollout:
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._custom = CustomGenerate(service, self.replica, self._tokenizer)
+        self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
         self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._count)
@@ -193,7 +194,12 @@ class Rollout:
             await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
         except Stopped as stopped:
             why = stopped
-        return samples_of(task, partials, self._tokenizer), why
+        samples = samples_of(task, partials, self._tokenizer)
+        if self._hooks:  # functions of the user's see the prompt as it was rendered
+            text = self._custom.prompt(task)
+            for sample in samples:
+                sample.attributes["prompt"] = text
+        return samples, why
 
     async def _interrupted(self, task: Task, samples: list[Sample], stopped: Stopped) -> Interrupted:
         """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""
