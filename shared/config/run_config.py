@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, presets, slime_flags
+from shared.config import megatron_flags, presets, slime_flags, slime_rollout_functions
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Known, Layers, in_file
@@ -255,6 +255,7 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
     _lay_custom_config(layers)
     problems = layers.problems
     try:
+        slime_rollout_functions.settle(layers.values, layers.notes)
         _read_eval_config(layers)
         return Reading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
     except BadInput as error:

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from shared.config.file_fields import Files
-from shared.config.learning_rate import DecayStyle
+from shared.config.learning_rate import DecayStyle, LearningRateSchedule
 from shared.config.section import Section
 
 
@@ -17,7 +17,27 @@ class SftSection(Section):
         default="messages", description="key of a chat, in place of prompt and response: the assistant's turns are trained"
     )
     sft_steps: int = Field(default=100, gt=0, description="optimizer steps")
+    sft_epochs: int | None = Field(
+        default=None,
+        gt=0,
+        description="passes over the demonstrations, where sft_steps is not given",
+    )
     sft_batch_size: int = Field(default=64, gt=0, description="demonstrations a step")
     sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
+    sft_min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
     sft_warmup_iters: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    sft_warmup_fraction: float | None = Field(
+        default=None, ge=0, lt=1, description="the warm-up as a share of the steps, in the place of sft_warmup_iters"
+    )
     sft_lr_decay_style: DecayStyle = Field(default="constant", description="decay over sft_steps")
+
+    def steps(self, rows: int) -> int:
+        """Returns the optimizer steps over so many demonstrations, one at least."""
+        if self.sft_epochs is None or "sft_steps" in self.model_fields_set:
+            return self.sft_steps
+        return max(1, self.sft_epochs * (rows // self.sft_batch_size))
+
+    def schedule(self, steps: int) -> LearningRateSchedule:
+        """Returns the learning rates of so many steps. Raises ConfigError."""
+        warmup = self.sft_warmup_iters if self.sft_warmup_fraction is None else int(self.sft_warmup_fraction * steps)
+        return LearningRateSchedule(self.sft_lr, self.sft_min_lr, warmup, steps, self.sft_lr_decay_style)

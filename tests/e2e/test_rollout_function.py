@@ -37,7 +37,7 @@ def test_its_process_is_killed_and_no_group_is_lost(small_run: Callable[..., Pat
     with LaunchedRun(config, tmp_path / "runs" / "kills", "kills", flags) as run:
         for step, victim in ((1, "producer_process"), (2, "services.rollout"), (4, "producer_process")):
             run.until(f"step {step}", lambda cards, step=step: gauge(cards, "buffer", "trained_steps") >= step, RUN_SECONDS)
-            run.kill(run.descendant(victim))
+            run.kill(run.descendant(victim) if victim == "producer_process" else run.child(victim))
         assert run.wait(RUN_SECONDS) == 0, run.said()
         summary = run.summary()
     assert (summary["audit"], summary["steps"]) == ("ok", 8)
