@@ -59,20 +59,20 @@ class Functions:
         """Answers a call in a worker.
 
         Args:
-            request: ``{"verb": "score", "samples": [blob, …]}``, with the blobs of `shared.schema.sample`; or ``{"verb": "select",
-                "samples": [blob, …], "scores": [score, …]}``.
+            request: ``{"verb": "score", "samples": [blob, …], "key": name or None}``, with the blobs of `shared.schema.sample`; or
+                ``{"verb": "select", "samples": [blob, …], "scores": [score, …]}``.
 
         Returns a `FilterResult` as a map, or ``{"error": text}``.
         """
         samples = decode(request["samples"])
         try:
             if request["verb"] == "score":
-                return asdict(FilterResult(await self.score(samples)))
+                return asdict(FilterResult(await self.score(samples, request["key"])))
             return asdict(await self.select(samples, [Score(**score) for score in request["scores"]]))
         except HookFailed as error:
             return {"error": str(error)}
 
-    async def score(self, stored: list[StoredSample]) -> list[Score]:
+    async def score(self, stored: list[StoredSample], key: str | None) -> list[Score]:
         """Returns one score a sample, by ``custom_rm_path``. Raises HookFailed.
 
         The function gets one sample after the other; all samples of the group at once with ``group_rm``; those of one rollout at once
@@ -84,7 +84,7 @@ class Functions:
         else:
             rollouts = [list(group) for _, group in groupby(samples, key=lambda sample: sample.rollout_id)]
             values = [value for given in await asyncio.gather(*map(self._of_rollout, rollouts)) for value in given]
-        return [self._read(SCORE, value, index) for index, value in enumerate(values)]
+        return [self._read(SCORE, value, index, key) for index, value in enumerate(values)]
 
     async def select(self, stored: list[StoredSample], scores: list[Score]) -> FilterResult:
         """Returns the outcome of the filters for a scored group. Raises HookFailed."""
@@ -98,7 +98,7 @@ class Functions:
         last = REMOVE if REMOVE in self._functions else SEE
         decided = []
         for index, (sample, score, reward) in enumerate(zip(samples, scores, given, strict=True)):
-            counts = score if sample.reward == reward else self._read(last, sample.reward, index)
+            counts = score if sample.reward == reward else self._read(last, sample.reward, index, self._key)
             decided.append(replace(counts, removed=bool(sample.remove_sample)))
         return FilterResult(decided, filtered)
 
@@ -112,9 +112,9 @@ class Functions:
             raise self._failed(SCORE, f"gave {found} for {len(samples)} samples; expected a list with one a sample")
         return list(values)
 
-    def _read(self, field: str, value: object, index: int) -> Score:
+    def _read(self, field: str, value: object, index: int, key: str | None) -> Score:
         try:
-            return reward_values.read(value, self._key)
+            return reward_values.read(value, key)
         except ValueError as error:
             raise self._failed(field, f"sample {index}: {error}") from None
 

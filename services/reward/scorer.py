@@ -14,7 +14,6 @@ from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, Scor
 from shared.hooks import reward_values
 from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_process import WorkerFailed
@@ -40,11 +39,12 @@ class Scorer(ABC):
             self.open.set()
 
     @abstractmethod
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         """Returns one score a sample, in order, within the run's `reward_timeout`.
 
         Args:
-            environment: what scores these samples of the group: one of those of this scorer's queue.
+            environment: what scores these samples of the group: one of those of this scorer's queue. key: the name of the reward that
+                counts, where there are several.
 
         Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
@@ -57,7 +57,7 @@ class VerifierScorer(Scorer):
         super().__init__(queue, config.reward_workers * IN_HAND)
         self._pool, self._config = pool, config
 
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         first, *others = references = [sample.reference for sample in samples]
         for reference in references:
             if (problem := label_problem(environment, reference)) is not None:
@@ -67,7 +67,7 @@ class VerifierScorer(Scorer):
             [sample.text for sample in samples],
             references if any(reference != first for reference in others) else [first],
             self._config.answer_pattern if environment == self._config.rm_type else None,
-            self._config.key(is_evaluation(group.group)),
+            key,
         )
         return await self._pool.score(asked, self._config.reward_timeout)
 
@@ -79,8 +79,8 @@ class CustomScorer(Scorer):
         super().__init__(CUSTOM, max(config.reward_workers * IN_HAND, pool.scores_at_once or 0))
         self._pool = pool
 
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
-        return await self._pool.score(samples)
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
+        return await self._pool.score(samples, key)
 
 
 class ExternalScorer(Scorer):
@@ -89,15 +89,14 @@ class ExternalScorer(Scorer):
     def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
         super().__init__(environment.name, config.environment_concurrency, health.reachable)
         self._environment, self._health, self._run, self._timeout = environment, health, run, config.reward_timeout
-        self._config = config
 
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         request = _request(self._run, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
         reason = ""
         while (left := end - time.monotonic()) > 0:
             try:
-                return self._counted(await self._environment.score(request, left), self._config.key(is_evaluation(group.group)))
+                return self._counted(await self._environment.score(request, left), key)
             except EnvironmentAway as error:
                 reason = error.reason
                 self._health.lost(reason)
