@@ -6,7 +6,8 @@ for the sake of something that another check reports. A new one is a function in
 and stands in a table below. None needs a GPU; all together take seconds.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from myxo.preflight import (
@@ -18,7 +19,9 @@ from myxo.preflight import (
     machine_checks,
     model_checks,
     objective_checks,
+    package_checks,
     server_checks,
+    shape_checks,
 )
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
@@ -41,7 +44,10 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_actor,
     model_checks.check_other_models,
     model_checks.check_megatron_flags,
+    model_checks.check_layout_reach,
+    model_checks.check_given_checkpoints,
     model_checks.check_ranks,
+    shape_checks.check_described_shape,
     model_checks.check_engines,
     model_checks.check_training,
     model_checks.check_engine_flags,
@@ -55,6 +61,8 @@ INPUT_CHECKS: tuple[Check, ...] = (
 
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
+    package_checks.check_engine_packages,
+    package_checks.check_trainer_packages,
     machine_checks.check_gpus,
     machine_checks.check_earlier_run,
     machine_checks.check_directories,
@@ -107,9 +115,10 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
 
     Raises ConfigError, or Problems of several.
     """
-    overrides, problems = flags.read(arguments)
+    given = flags.read(arguments)
+    problems = given.problems
     try:
-        config, found = read(path, overrides)
+        config, found, notes = read(path, given.overrides)
         problems += found
         if config is not None:
             hub = Hub.of()
@@ -118,7 +127,8 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
             rollout = {"rollout": epochs.settled(inspection)}
             inspection.config, config = inspection.config.model_copy(update=rollout), config.model_copy(update=rollout)
             inspection.frozen = config
-            problems += inspect(inspection)
+            os.environ.update(given.environment)
+            problems += inspect(inspection, [] if problems else [*given.notes, *notes])
     except BadInput as error:
         problems += problems_of(error)
     raise_problems(problems)
@@ -126,10 +136,13 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
     return config
 
 
-def inspect(inspection: Inspection) -> list[BadInput]:
-    """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error."""
+def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
+    """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error.
+
+    ``told``: notes of before.
+    """
     problems: list[BadInput] = []
-    notes: list[str] = []
+    notes = list(told)
     known = 0
     debug = inspection.config.debug
     left_out = {*(TRAINER_CHECKS if debug.debug_rollout_only else ()), *(ROLLOUT_CHECKS if debug.trains_only else ())}

@@ -1,5 +1,6 @@
 """The sections of a run's config that the buffer's decisions depend on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.config.eval_section import EvalSection
@@ -15,14 +16,18 @@ DEAD_BATCHES, FEWEST_DEAD = 4, 32
 class BufferConfig:
     """The sections for the buffer's decisions, and values derived from them.
 
-    eval_prompts: held-out prompts (0: nothing is evaluated). has_critic: whether a critic trains the same batches. longest_sample: tokens
-    of a micro-batch. message_bytes: of the bus's largest message. rollout_only: nothing is trained, and version 0 is the only one.
+    eval_sets: the sets of held-out prompts, name → number of prompts. passes: reward from which on a sample passes. active_since: when
+    this buffer became active (seconds since the epoch): an evaluation's time does not run while the run stands still. has_critic: whether
+    a critic trains the same batches. longest_sample: tokens of a micro-batch. message_bytes: of the bus's largest message. rollout_only:
+    nothing is trained, and version 0 is the only one.
     """
 
     rollout: RolloutSection
     weights: WeightsSection = field(default_factory=WeightsSection)
     evaluation: EvalSection = field(default_factory=EvalSection)
-    eval_prompts: int = 0
+    eval_sets: Mapping[str, int] = field(default_factory=dict)
+    passes: float = 1.0
+    active_since: float = 0.0
     has_critic: bool = False
     longest_sample: int = 1 << 31
     message_bytes: int = 1_000_000
@@ -48,6 +53,10 @@ class BufferConfig:
     def last_version(self) -> int:
         """Returns the weight version that the last step makes."""
         return self.newest_version(self.rollout.num_rollout)
+
+    def eval_deadline(self, started: float) -> float:
+        """Returns until when an evaluation that started then may last, both in seconds since the epoch."""
+        return max(started, self.active_since) + self.evaluation.eval_timeout
 
     def admissible_groups(self, live_version: int, trained_steps: int) -> int:
         """Returns the groups that may be admitted while a version is live, from the run's beginning on, less those dropped and dead.

@@ -55,4 +55,4 @@ def prompt_text(config: RunConfig) -> Callable[[Sample], object]:
     if not config.data.apply_chat_template:
         return lambda sample: sample.prompt_text
     tokenizer = Tokenizer(config.model.hf_checkpoint)
-    return lambda sample: tokenizer.decode(sample.prompt, special=True)
+    return lambda sample: tokenizer.decode(sample.prompt, skip_special_tokens=False)

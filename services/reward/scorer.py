@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.scoring_pools import HooksPool, Verification, VerifierPool
 from shared.config.reward_section import CUSTOM, RewardSection
+from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.hooks import reward_values
@@ -53,9 +54,9 @@ class Scorer(ABC):
 class VerifierScorer(Scorer):
     """The verifiers of `services.reward.verifiers` that share a queue."""
 
-    def __init__(self, queue: str, pool: VerifierPool, config: RewardSection) -> None:
-        super().__init__(queue, config.reward_workers * IN_HAND)
-        self._pool, self._config = pool, config
+    def __init__(self, queue: str, pool: VerifierPool, config: RunConfig) -> None:
+        super().__init__(queue, config.reward.reward_workers * IN_HAND)
+        self._pool, self._config, self._reward = pool, config, config.reward
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         first, *others = references = [sample.reference for sample in samples]
@@ -66,10 +67,10 @@ class VerifierScorer(Scorer):
             environment,
             [sample.text for sample in samples],
             references if any(reference != first for reference in others) else [first],
-            self._config.answer_pattern if environment == self._config.rm_type else None,
+            self._reward.answer_pattern if environment == self._reward.rm_type else None,
             key,
         )
-        return await self._pool.score(asked, self._config.reward_timeout)
+        return await self._pool.score(asked, self._reward.reward_timeout)
 
 
 class CustomScorer(Scorer):
@@ -86,12 +87,12 @@ class CustomScorer(Scorer):
 class ExternalScorer(Scorer):
     """An environment outside of Myxo. Its health check tells whether it is reachable; groups that it had when it left are tried again."""
 
-    def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
-        super().__init__(environment.name, config.environment_concurrency, health.reachable)
-        self._environment, self._health, self._run, self._timeout = environment, health, run, config.reward_timeout
+    def __init__(self, environment: Environment, health: EnvironmentHealthCheck, config: RunConfig) -> None:
+        super().__init__(environment.name, config.reward.environment_concurrency, health.reachable)
+        self._environment, self._health, self._config, self._timeout = environment, health, config, config.reward.reward_timeout
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
-        request = _request(self._run, group, samples)
+        request = _request(self._config.run.name, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
         reason = ""
         while (left := end - time.monotonic()) > 0:

@@ -3,7 +3,7 @@
 import bisect
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.data_section import DataSection
+from shared.config.eval_views import EvalView
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
@@ -59,9 +60,10 @@ class Prompt:
 
 
 class PromptReader:
-    """Makes prompts of rows, as the config's keys, template and length say."""
+    """Makes prompts of rows, as the config's keys, template and length say. ``metadata``: put into each prompt's, over what it has."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, metadata: Mapping[str, Any] | None = None) -> None:
+        self._overrides = dict(metadata or {})
         self._data, self._reward, self._tokenizer = config.data, config.reward, tokenizer
         self._max_tokens = config.rollout.rollout_max_prompt_len
         self._environments = config.reward.environment_names()
@@ -93,6 +95,7 @@ class PromptReader:
         metadata = entry.values.get(data.metadata_key) or {}
         if not isinstance(metadata, dict):
             raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
+        metadata = {**metadata, **self._overrides}
         label, is_json = self._label(entry)
         try:
             size = codec.exact_size([[[[content, label, metadata]]]])  # as deep as in a payload, of which it becomes a part
@@ -190,13 +193,15 @@ class PromptFile:
     Raises ConfigError where nothing is left.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, field: str, files: list[DataFile]) -> None:
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, field: str, files: list[DataFile], metadata: Mapping[str, Any] | None = None
+    ) -> None:
         self.rows, self._data = open_rows(files, field), config.data
-        self._reader = PromptReader(config, tokenizer)
+        self._reader = PromptReader(config, tokenizer, metadata)
         self._leaves_out = config.data.overlong_prompts == "filter" or config.data.bad_prompts == "skip"
         filtered = FilteredRows(range(len(self.rows)), {OVERLONG: 0, BAD: 0}, None, 0)
         if self._leaves_out:
-            filtered = FilterCache(config, field, files, len(self.rows)).get(self._filter)
+            filtered = FilterCache(config, field, files, len(self.rows), metadata).get(self._filter)
         self._used, self.left_out, self.first_left_out, self.longest = filtered
 
     def __len__(self) -> int:
@@ -278,7 +283,6 @@ class TrainingPrompts(PromptFile):
         return self[self._order.row(index)]
 
 
-def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile | None:
-    """Returns the run's held-out prompts; None where the run evaluates nothing. Raises ConfigError."""
-    files = config.eval.eval_prompt_data
-    return None if files is None else PromptFile(config, tokenizer, "eval.eval_prompt_data", files)
+def eval_prompts(view: EvalView, tokenizer: Tokenizer) -> PromptFile:
+    """Returns the prompts of a set of held-out ones. Raises ConfigError."""
+    return PromptFile(view.config, tokenizer, view.field, view.files, view.metadata)

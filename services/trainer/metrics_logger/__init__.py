@@ -20,7 +20,7 @@ from services.trainer.partition import Partition
 from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
-from shared.schema.messages import RewardPart, Trained, WarmStartEnded
+from shared.schema.messages import EvalFigures, RewardPart, Trained, WarmStartEnded
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
@@ -80,7 +80,7 @@ class MetricsLogger:
         self._sft_losses: list[float] = []
         self._sft_first = 0.0
         self._zero_std: dict[str, float] = {}
-        self._evaluated: dict[str, int] = {}
+        self._evaluated = 0  # of the evaluations that the buffer has told of
 
     def step(
         self,
@@ -158,10 +158,9 @@ class MetricsLogger:
 
     def evaluations(self) -> None:
         """Writes the evaluations that have ended since it was last called; their step is the version's."""
-        for name, (version, reward) in self._control.evaluations.items():
-            if self._evaluated.get(name) != version:
-                self._evaluated[name] = version
-                self._write(version * self._config.weights.update_weights_interval, "eval", {name: reward})
+        ended, self._evaluated = self._control.evaluations[self._evaluated :], len(self._control.evaluations)
+        for figures in ended:
+            self._write(figures.version * self._config.weights.update_weights_interval, "eval", evaluation_metrics(figures))
 
     def close(self) -> None:
         if self._role == "actor":
@@ -231,6 +230,22 @@ class RewardParts:
             values = {"mean": part.mean, "std": part.std, "min": part.min, "max": part.max}
             found.update({f"{name}/{what}": value for what, value in values.items()})
         return found
+
+
+def evaluation_metrics(figures: EvalFigures) -> dict[str, float]:
+    """Returns the metrics of an evaluation under slime's names and some of our own, without the prefix ``eval/``.
+
+    Without samples there are no figures but those that say so.
+    """
+    name = figures.dataset
+    labels = {"version": figures.version, "newest_version": figures.newest, "lag": figures.lag, "samples": figures.samples}
+    labels |= {"failed": figures.failed, "late": figures.late}
+    found = {f"{name}/{label}": float(value) for label, value in labels.items()} | {f"{name}/seconds": figures.seconds}
+    if not figures.samples:
+        return found
+    found |= {name: figures.mean_reward, f"{name}-truncated_ratio": figures.truncated}
+    found |= {f"{name}-{rate}": value for rate, value in figures.rates.items()}
+    return found | {f"{name}/response_len/{what}": value for what, value in figures.lengths.items()}
 
 
 def averaged(results: Sequence[StepResult]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.config.eval_views import eval_views
 from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.rewards.reference import Reference, label_text
@@ -96,9 +97,8 @@ def test_the_run_says_which_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "label": "1"}])
     write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "b", "label": "1"}, {"prompt": "c", "label": "1"}])
     assert len(TrainingPrompts(run_config(tmp_path), tokenizer)) == 1
-    assert eval_prompts(run_config(tmp_path), tokenizer) is None
-    heldout = eval_prompts(run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}), tokenizer)
-    assert heldout is not None
+    [view] = eval_views(run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}))
+    heldout = eval_prompts(view, tokenizer)
     assert [heldout[row].content for row in range(2)] == ["b", "c"]
 
 
@@ -146,7 +146,7 @@ def test_an_environment_that_the_run_does_not_have_is_refused(
     path = write_jsonl(tmp_path / "named.jsonl", [{"prompt": "a", "label": "2", "metadata": {"rm_type": name}}])
     section, field = of.split(".")
     config = run_config(tmp_path, **{"reward": {"environments": {"grader": "nats:grader"}}, section: {field: str(path)}})
-    file = TrainingPrompts(config, tokenizer) if section == "data" else eval_prompts(config, tokenizer)
+    file = TrainingPrompts(config, tokenizer) if section == "data" else eval_prompts(eval_views(config)[0], tokenizer)
     assert file is not None
     with pytest.raises(ConfigError) as caught:
         file.check()
