@@ -124,7 +124,8 @@ class Functions:
         keep = keep.item() if hasattr(keep, "item") else keep  # comparisons of arrays and tensors return such values
         if not isinstance(keep, bool):
             raise self._failed(KEEP, f"gave {str(output)[:80]}; expected shared.hooks.DynamicFilterOutput or a bool")
-        if keep:
+        over_sampled: bool = (self._args.over_sampling_batch_size or 0) > self._args.rollout_batch_size
+        if keep or (isinstance(output, DynamicFilterOutput) and output.keep_when_insufficient and not over_sampled):
             return None
         reason = output.reason if isinstance(output, DynamicFilterOutput) else None
         return str(reason or split_path(self._paths[KEEP])[1])[:LONGEST_REASON]

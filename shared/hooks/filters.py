@@ -1,5 +1,6 @@
 """Filters of scored groups: the decision of a dynamic sampling filter, and the built-in filters."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +8,16 @@ from typing import Any
 from shared.hooks.hook_sample import HookSample
 
 
-@dataclass(frozen=True)
+@dataclass
 class DynamicFilterOutput:
-    """The decision whether to keep a group; if it is not kept, counters show it under ``reason``."""
+    """The decision whether to keep a group; if it is not kept, counters show it under ``reason``.
 
-    keep: bool
+    keep_when_insufficient: keep it all the same where no groups are under way beyond those that a batch needs.
+    """
+
+    keep: Any
     reason: str | None = None
+    keep_when_insufficient: bool = False
 
 
 def nonzero_std(args: Any, group: list[HookSample], **_: Any) -> DynamicFilterOutput:
@@ -21,6 +26,20 @@ def nonzero_std(args: Any, group: list[HookSample], **_: Any) -> DynamicFilterOu
     if len(rewards) > 1:
         return DynamicFilterOutput(True)
     return DynamicFilterOutput(False, f"zero_std_{round(rewards.pop(), 1):g}")
+
+
+def check_reward_nonzero_std(args: Any, samples: list[HookSample], **_: Any) -> DynamicFilterOutput:
+    """Keeps a group whose rewards deviate by more than 1e-6 (slime's filter): none of a single sample."""
+    rewards = [float(sample.get_reward_value(args)) for sample in samples]
+    keep = len(rewards) > 1 and statistics.stdev(rewards) > 1e-6
+    return DynamicFilterOutput(keep, None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def check_reward_nonzero_std_with_fallback(args: Any, samples: list[HookSample], **more: Any) -> DynamicFilterOutput:
+    """As `check_reward_nonzero_std`, but rather a group of equal rewards than one more to generate."""
+    output = check_reward_nonzero_std(args, samples, **more)
+    output.keep_when_insufficient = True
+    return output
 
 
 BUILT_IN: dict[str, Callable[..., DynamicFilterOutput]] = {"nonzero_std": nonzero_std}

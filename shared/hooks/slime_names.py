@@ -16,11 +16,25 @@ _OURS = "shared.hooks.slime"
 MODULES = {
     "slime": _OURS,
     "slime.utils": _OURS,
+    "slime.utils.async_utils": f"{_OURS}.background_loop",
+    "slime.utils.http_utils": f"{_OURS}.http_requests",
+    "slime.utils.mask_utils": f"{_OURS}.turn_masks",
+    "slime.utils.misc": f"{_OURS}.function_loading",
+    "slime.utils.processing_utils": f"{_OURS}.model_processors",
     "slime.utils.types": f"{_OURS}.sample_types",
     "slime.rollout": _OURS,
+    "slime.rollout.base_types": f"{_OURS}.rollout_output",
     "slime.rollout.filter_hub": _OURS,
     "slime.rollout.filter_hub.base_types": "shared.hooks.filters",
     "slime.rollout.filter_hub.dynamic_sampling_filters": "shared.hooks.filters",
+    "slime.rollout.rm_hub": f"{_OURS}.reward_dispatch",
+    "slime.rollout.rm_hub.deepscaler": "shared.rewards.boxed_math",
+    "slime.rollout.rm_hub.f1": "shared.rewards.f1",
+    "slime.rollout.rm_hub.gpqa": "shared.rewards.gpqa",
+    "slime.rollout.rm_hub.ifbench": "shared.rewards.ifbench",
+    "slime.rollout.rm_hub.math_dapo_utils": "shared.rewards.dapo",
+    "slime.rollout.rm_hub.math_utils": f"{_OURS}.math_rewards",
+    "slime.rollout.sglang_rollout": f"{_OURS}.generation",
 }
 """slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""
 

@@ -1,8 +1,9 @@
-"""The stand-in rollout service with a tenth of its groups poisoned, each kind in its turn.
+"""The stand-in rollout service with a part of its groups poisoned, each kind in its turn.
 
 The group's number decides: one that is made again is poisoned again.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from shared.schema.messages import Generated, Task
 from tests.integration.myxo.standin_rollout import Rollout
 from tests.support.poison import POISON, poisoned
 
-EVERY = 10
+EVERY = int(os.environ.get("POISON_EVERY", "10"))
 """One group in so many is bad."""
 
 

@@ -1,4 +1,4 @@
-"""A tenth of all groups is bad in every way that there is, and services are killed: the run reaches its end and the ledger holds."""
+"""A part of all groups is bad in every way that there is, and services are killed: the run reaches its end and the ledger holds."""
 
 import json
 import re
@@ -11,6 +11,7 @@ import pytest
 
 from myxo.run.run_directory import RunDirectory
 from shared.runtime.child_process import die_with_parent
+from tests.chaos import poisonous_rollout
 from tests.chaos.poisonous_rollout import KINDS, REFERENCES, kind_of
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, kill_child, wait_for
 from tests.integration.myxo.conftest import config_file, myxo
@@ -19,20 +20,24 @@ from tests.support.poison import POISON
 __all__ = ["config_file", "myxo"]
 
 GROUPS_A_STEP = 12
-STEPS = 28
 VICTIMS = ("services.reward", "services.buffer", "poisonous_rollout")
 
 
 @pytest.mark.timeout(2 * COMMAND_SECONDS)
-def test_a_run_with_poison_and_deaths_reaches_its_end(myxo: Myxo, config_file: Callable[..., Path], tmp_path: Path) -> None:
-    rollout = {"num_rollout": STEPS, "rollout_batch_size": GROUPS_A_STEP, "max_staleness": 1}
+@pytest.mark.parametrize(("every", "steps"), [(4, 14), pytest.param(10, 28, marks=pytest.mark.extra)])
+def test_a_run_with_poison_and_deaths_reaches_its_end(
+    every: int, steps: int, myxo: Myxo, config_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group in ``every`` is bad, so that each kind comes within so many steps."""
+    monkeypatch.setattr(poisonous_rollout, "EVERY", every)
+    rollout = {"num_rollout": steps, "rollout_batch_size": GROUPS_A_STEP, "max_staleness": 1}
     config = config_file(rollout=rollout, reward={"rm_type": "math_verify"}, trainer={"save_interval": 2})
     root, output = tmp_path / "runs" / "test", tmp_path / "output"
     with output.open("wb") as out:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.poisonous_myxo", "up", str(config)],
             cwd=ROOT,
-            env=myxo.environment,
+            env={**myxo.environment, "POISON_EVERY": str(every)},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -41,7 +46,7 @@ def test_a_run_with_poison_and_deaths_reaches_its_end(myxo: Myxo, config_file: C
     myxo.started.append(launcher)  # type: ignore[arg-type]
     trained = root / "checkpoints" / "steps"
     for number, victim in enumerate(VICTIMS):
-        goal = 2 + 6 * number
+        goal = 2 + steps // 5 * number
         wait_for(f"step {goal}", lambda goal=goal: launcher.poll() is not None or (trained.is_file() and int(trained.read_text()) >= goal))
         assert launcher.poll() is None, output.read_text()
         dead = kill_child(launcher.pid, victim)
@@ -52,8 +57,8 @@ def test_a_run_with_poison_and_deaths_reaches_its_end(myxo: Myxo, config_file: C
     assert launcher.wait(COMMAND_SECONDS) == 0, output.read_text()
 
     summary = json.loads((root / "summary.json").read_text())
-    assert (summary["steps"], summary["audit"]) == (STEPS, "ok")
-    assert summary["groups"]["trained"] == STEPS * GROUPS_A_STEP
+    assert (summary["steps"], summary["audit"]) == (steps, "ok")
+    assert summary["groups"]["trained"] == steps * GROUPS_A_STEP
     reasons = dead_groups(myxo, root)
     bad = {f"g{number:08d}" for number in range(summary["groups"]["admitted"]) if kind_of(f"g{number:08d}")}
     assert set(reasons) == bad

@@ -1,0 +1,190 @@
+"""What slime's import names give: requests that are tried again, functions by path, loops, masks of conversations, rewards by name."""
+
+import asyncio
+import statistics
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from shared.hooks import HookSample, slime_names
+from shared.hooks.filters import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
+from shared.hooks.slime import background_loop, http_requests, reward_dispatch
+from shared.hooks.slime.function_loading import SingletonMeta, load_function
+from shared.hooks.slime.http_requests import HTTPStatusError
+from shared.hooks.slime.rollout_output import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from shared.hooks.slime.turn_masks import MultiTurnLossMaskGenerator
+from tests.support.tiny_model import character_tokenizer
+
+TEMPLATE = Path("tests/support/qwen3_chat_template.jinja")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_requests, "PAUSE_S", 0.01)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Any]:
+    """A server that answers as its path says, and counts."""
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        match request.path:
+            case "/flaky" if len(seen) < 3:
+                return web.Response(status=503)
+            case "/wrong":
+                return web.Response(status=400, text="no such field")
+            case "/broken":
+                return web.Response(status=500)
+            case "/text":
+                return web.Response(text="plain")
+        given = await request.json() if request.method == "POST" else None
+        return web.json_response({"given": given, "header": request.headers.get("X-Own")})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path}", answer)
+    running = TestServer(app)
+    await running.start_server()
+    yield SimpleNamespace(url=str(running.make_url("/")), seen=seen)
+    await running.close()
+
+
+async def test_a_request_needs_no_opening_and_is_tried_again(server: Any) -> None:
+    assert await http_requests.post(server.url + "flaky", {"a": 1}, headers={"X-Own": "x"}) == {"given": {"a": 1}, "header": "x"}
+    assert server.seen == ["/flaky"] * 3
+    assert await http_requests.get(server.url + "get") == {"given": None, "header": None}
+    assert await http_requests.post(server.url + "text", None) == "plain"
+
+
+@pytest.mark.parametrize(("path", "tries"), [("wrong", 1), ("broken", 4)])
+async def test_only_what_may_change_is_tried_again(server: Any, path: str, tries: int) -> None:
+    with pytest.raises(HTTPStatusError, match="answered (400: no such field|500)"):
+        await http_requests.post(server.url + path, {}, max_retries=4)
+    assert len(server.seen) == tries
+
+
+async def test_requests_work_from_the_background_loop_too(server: Any) -> None:
+    assert await http_requests.get(server.url + "a")
+    assert await asyncio.to_thread(lambda: background_loop.run(http_requests.get(server.url + "b"))) == {"given": None, "header": None}
+    assert background_loop.get_async_loop() is background_loop.get_async_loop()
+
+
+def test_functions_by_path_and_single_objects() -> None:
+    assert load_function("statistics.mean") is load_function("statistics:mean") is statistics.mean
+
+    class Counted(metaclass=SingletonMeta):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    assert Counted(3) is Counted(4) and Counted(5).number == 3
+    Counted.clear_instances()
+    assert Counted(6).number == 6
+
+
+def test_engines_behind_the_address() -> None:
+    count = http_requests.get_rollout_num_engines
+    assert count(SimpleNamespace(rollout_num_engines=3)) == 3
+    assert [count(SimpleNamespace(rollout_num_gpus=gpus, rollout_num_gpus_per_engine=4)) for gpus in (None, 2, 8)] == [0, 1, 2]
+
+
+def test_outputs_of_rollout_functions() -> None:
+    train, held_out = RolloutFnTrainOutput([[HookSample()]], {"a": 1}), RolloutFnEvalOutput({"set": {"rewards": [1.0]}})
+    for given, evaluation, expected in ((train, False, train), (held_out, True, held_out), ([[]], False, RolloutFnTrainOutput([[]]))):
+        assert call_rollout_fn(lambda *_, evaluation, given=given: given, 1, 2, evaluation=evaluation) == expected
+    assert call_rollout_fn(lambda *_, evaluation: {}, evaluation=True) == RolloutFnEvalOutput({})
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "label", "reward"),
+    [
+        ("math", r"so \boxed{42}", "42", 1),
+        ("math", "I guess 42.", "42", 0),
+        ("f1", "the cat", "cat", 1.0),
+        ("boxed_f1", r"dog \boxed{cat}", "cat", 1.0),
+        ("deepscaler", r"<think>…</think> \boxed{42}", "42", 1),
+    ],
+)
+async def test_rewards_by_name(name: str, response: str, label: str, reward: float) -> None:
+    args = SimpleNamespace(custom_rm_path=None, rm_type=name, rm_url=None)
+    sample = HookSample(response=response, label=label)
+    assert await reward_dispatch.async_rm(args, sample) == reward
+    assert await reward_dispatch.batched_async_rm(args, [sample, sample]) == [reward, reward]
+    named = HookSample(response=response, label=label, metadata={"rm_type": name})
+    assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="none"), named) == reward
+
+
+async def test_rewards_by_functions_and_by_no_name() -> None:
+    own = f"{__name__}.twice_its_length"
+    sample = HookSample(response="four")
+    assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=own), sample, times=2) == 8
+    assert await reward_dispatch.batched_async_rm(SimpleNamespace(custom_rm_path=own), [sample], times=3) == [12]
+    sample.custom_rm_path = own
+    assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="math"), sample, times=1) == 4
+    with pytest.raises(NotImplementedError, match="no reward is named 'good'"):
+        await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="good"), HookSample())
+
+
+async def twice_its_length(args: Any, given: Any, times: int) -> Any:
+    return [len(one.response) * times for one in given] if isinstance(given, list) else len(given.response) * times
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept", "reason"),
+    [
+        ([1.0, 0.0], True, None),
+        ([0.5, 0.5], False, "zero_std_0.5"),
+        ([1.0], False, "zero_std_1.0"),
+        ([1.0, 1.0 + 1e-7], False, "zero_std_1.0"),
+    ],
+)
+def test_slimes_filters(rewards: list[float], kept: bool, reason: str | None) -> None:
+    args, samples = SimpleNamespace(reward_key=None), [HookSample(reward=reward) for reward in rewards]
+    output, other = check_reward_nonzero_std(args, samples), check_reward_nonzero_std_with_fallback(args, samples)
+    assert (output.keep, output.reason, output.keep_when_insufficient) == (kept, reason, False)
+    assert (other.keep, other.keep_when_insufficient) == (kept, True)
+
+
+CHAT = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "let me ask"},
+    {"role": "tool", "content": "2"},
+    {"role": "tool", "content": "two"},
+    {"role": "assistant", "content": "it is 2"},
+    {"role": "user", "content": "thanks"},
+    {"role": "assistant", "content": "good bye", "step_loss_mask": 0},
+]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_masks_of_a_conversation(kind: str) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE.read_text()
+    generator = MultiTurnLossMaskGenerator(tokenizer, kind)
+    ids, mask = generator.get_loss_mask(CHAT)
+    assert len(ids) == len(mask)
+    trained = generator.get_text_from_loss_mask(ids, mask)
+    assert [text for text in ("let me ask", "it is 2") if any(text in one for one in trained)] == ["let me ask", "it is 2"]
+    assert not any(word in "".join(trained) for word in ("be short", "1+1=", "two", "thanks", "good bye", "assistant"))
+    assert generator.get_response_lengths([mask, [0, 0]])[1] == 0
+
+
+def test_a_conversations_mask_of_no_such_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer_type is 'llama'; expected qwen, qwen3"):
+        MultiTurnLossMaskGenerator(character_tokenizer(), "llama").get_loss_mask(CHAT)
+
+
+def test_one_name_is_enough() -> None:
+    slime_names.install()
+    from slime.rollout.rm_hub import batched_async_rm  # type: ignore[import-not-found]
+    from slime.utils.misc import load_function as found  # type: ignore[import-not-found]
+
+    assert (batched_async_rm, found) == (reward_dispatch.batched_async_rm, load_function)
+    assert threading.current_thread() is threading.main_thread()
