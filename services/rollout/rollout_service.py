@@ -13,6 +13,7 @@ from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import Partial, restored, samples_of
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
+from services.rollout.teachers import Teachers
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
@@ -67,6 +68,7 @@ class Rollout:
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
         self._custom = None if custom is None else CustomGenerate(service, self.replica)
+        self._teachers = Teachers(self._config.algorithm) if self._config.algorithm.opd_teachers else None
         self.running: dict[asyncio.Task[None], int] = {}
         self.tokens = 0
 
@@ -88,6 +90,8 @@ class Rollout:
                 await cancelled(self.running)
                 for router in routers:
                     await router.leave()
+                if self._teachers is not None:
+                    await self._teachers.close()
 
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity; training tasks wait while evaluations use all of it."""
@@ -151,6 +155,8 @@ class Rollout:
             samples = await self._custom.group(task)
         if not is_evaluation(task.group):
             samples = fitted(samples, self._config.trainer.micro_batch_tokens, self._config.rollout.overlong_samples)
+            if self._teachers is not None:
+                samples = await self._teachers.taught(samples)
         ended = time.time()
         self.tokens += sum(len(sample.response) for sample in samples)
         return Generated(
