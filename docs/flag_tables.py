@@ -1,7 +1,7 @@
-"""What Myxo makes of Megatron's flags: which describe the architecture, which it sets itself, which mean nothing here, and other spellings;
-and which of slime's flags are no fields of the config.
+"""What Myxo makes of Megatron's flags: which describe the architecture, which it sets itself, which have no effect or mean nothing here,
+and other spellings. slime's own flags are in `shared.config.slime_flags`.
 
-Names are those of Megatron's and slime's command lines with underscores. What stands in no table is a field of one of Megatron's
+Names are those of Megatron's command line with underscores. What stands in no table is a field of one of Megatron's
 dataclasses and goes there as given.
 """
 
@@ -48,6 +48,7 @@ ARCHITECTURE: dict[str, tuple[str, Any]] = {
     "qk_head_dim": ("int", None),
     "qk_pos_emb_head_dim": ("int", None),
     "v_head_dim": ("int", None),
+    "attention_output_gate": ("switch", False),
     "num_experts": ("int", None),
     "moe_layer_freq": ("int or ints", 1),
     "moe_ffn_hidden_size": ("int", None),
@@ -72,6 +73,7 @@ CHOICES: dict[str, list[str]] = {
 
 SPELLINGS: dict[str, tuple[str, Any]] = {
     # other spelling: (name, the value of a bare switch; None where the flag takes a value)
+    "use_gated_attention": ("attention_output_gate", True),
     "layernorm_epsilon": ("norm_epsilon", None),
     "layernorm_zero_centered_gamma": ("apply_layernorm_1p", True),
     "add_bias_linear": ("disable_bias_linear", False),
@@ -120,7 +122,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "align_param_gather": (False, "parameters are gathered in the optimizer step: they may be pushed right after it"),
     "average_in_collective": (False, "gradients are summed; the objective's weights make them means"),
     "deallocate_pipeline_outputs": (True, "a stage's output is of no use once it is sent; on a CPU it is kept: gloo may still read it"),
-    "moe_token_dispatcher_type": ("alltoall", "the one that takes variable lengths"),
     "moe_aux_loss_coeff": (0.0, "the objective alone is optimised"),
     "moe_router_bias_update_rate": (0.0, "the router's bias is the checkpoint's"),
     "moe_router_force_load_balancing": (False, "the router is the policy's"),
@@ -139,26 +140,51 @@ NOT_A_FIELD_FIXED: dict[str, tuple[str, Any, str]] = {
     # name: (kind, the only value, why); of no dataclass, but often given
     "use_mcore_models": ("switch", True, "there are no others"),
     "ckpt_format": ("text", "torch_dist", "checkpoints are torch_dist; myxo convert makes others"),
-    "make_vocab_size_divisible_by": ("int", 1, "rows are added up to a multiple of tensor_model_parallel_size and left out of exports"),
-    "use_flash_attn": ("switch", True, "attention is flash attention on GPUs, by torch or Transformer Engine"),
-    "no_load_optim": ("switch", False, "a run that resumes does so exactly; a new one starts from hf_checkpoint"),
-    "no_load_rng": ("switch", False, "a run that resumes does so exactly; a new one starts from hf_checkpoint"),
-    "no_save_optim": ("switch", False, "a checkpoint holds all that an exact resume needs"),
-    "no_save_rng": ("switch", False, "a checkpoint holds all that an exact resume needs"),
 }
+
+_WITHOUT_EFFECT = {
+    # the reason: flags of which every value is accepted, and changes nothing
+    "Adam's moments are float32 and lie on the model's device; the values are the same": (
+        "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
+        "pin_cpu_params use_precision_aware_optimizer"
+    ),
+    "tokens go to their experts by an all-to-all exchange that takes variable lengths; the values are the same": (
+        "moe_token_dispatcher_type moe_enable_deepep moe_deepep_num_sms moe_flex_dispatcher_backend moe_hybridep_num_sms"
+    ),
+}
+
+NOT_A_FIELD_WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
+    # name: (kind, why); of no dataclass, but often given
+    "make_vocab_size_divisible_by": ("int", "rows are added up to a multiple of tensor_model_parallel_size and left out of exports"),
+    "padded_vocab_size": ("int", "rows are added up to a multiple of tensor_model_parallel_size and left out of exports"),
+    "use_flash_attn": ("switch", "attention is flash attention on GPUs, by torch or Transformer Engine"),
+    "spec": ("texts", "layers are chosen by the model's family; docs/models.md lists them"),
+    "micro_batch_size": ("int", "micro-batches are packed by tokens, see max_tokens_per_gpu"),
+    "seq_length": ("int", "micro-batches are packed, each to its own length, see max_tokens_per_gpu"),
+    "distributed_backend": ("text", "ranks talk by NCCL on GPUs, by gloo on CPUs"),
+    "finetune": ("switch", "a new run starts from hf_checkpoint, with a fresh optimizer"),
+    "no_load_optim": ("switch", "a run that resumes does so exactly; a new one starts from hf_checkpoint"),
+    "no_load_rng": ("switch", "a run that resumes does so exactly; a new one starts from hf_checkpoint"),
+    "no_save_optim": ("switch", "a checkpoint holds all that an exact resume needs"),
+    "no_save_rng": ("switch", "a checkpoint holds all that an exact resume needs"),
+}
+
+WITHOUT_EFFECT = {name: reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
+"""Flags that are accepted with every value of their kind, and why they change nothing."""
 
 _REASONS = {
     # the reason, or what to use instead: flags that are refused with it
     "a field of [trainer], which see": (
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size sequence_parallel "
         "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size use_distributed_optimizer recompute_granularity "
-        "recompute_method recompute_num_layers recompute_modules lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
+        "recompute_method recompute_num_layers recompute_modules lr "
+        "lr_warmup_fraction lr_decay_iters min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
     ),
     "weights come from hf_checkpoint; nothing is initialised": (
         "perform_initialization use_cpu_initialization init_model_with_meta_device init_method_std embedding_init_method_std "
         "init_method_xavier_uniform"
     ),
-    "use train_dtype": "bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast",
+    "use train_dtype": "params_dtype pipeline_dtype autocast_dtype enable_autocast",
     "there is no fp16 training; train_dtype is float32 or bfloat16": (
         "fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"
     ),
@@ -167,7 +193,7 @@ _REASONS = {
         "inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents batch_invariant_mode"
     ),
     "no model family of Myxo has it; docs/models.md lists them": (
-        "mtp_num_layers mtp_loss_scaling_factor mtp_standalone softmax_type attention_output_gate qk_l2_norm "
+        "mtp_num_layers mtp_loss_scaling_factor mtp_standalone softmax_type qk_l2_norm "
         "apply_residual_connection_post_layernorm activation_func_clamp_value glu_linear_offset no_rope_freq window_size "
         "window_attn_skip_freq softmax_scale experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
         "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
@@ -181,11 +207,9 @@ _REASONS = {
         "keep_fp8_transpose_cache fsdp_double_buffer fsdp_manual_registration suggested_communication_unit_size "
         "gradient_reduce_div_fusion num_distributed_optimizer_instances nccl_ub disable_symmetric_registration use_torch_fsdp2"
     ),
-    "use max_tokens_per_gpu: sequences are packed by tokens": (
-        "micro_batch_size seq_length decoder_seq_length encoder_seq_length batch_size rampup_batch_size"
-    ),
+    "use max_tokens_per_gpu: sequences are packed by tokens": ("decoder_seq_length encoder_seq_length batch_size rampup_batch_size"),
     "use lr, min_lr, lr_warmup_iters and lr_decay_style; the schedule runs over num_rollout x num_steps_per_rollout steps": (
-        "decoupled_lr decoupled_min_lr lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_samples lr_warmup_init "
+        "decoupled_lr decoupled_min_lr lr_decay_samples lr_warmup_samples lr_warmup_init "
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples start_weight_decay end_weight_decay weight_decay_incr_style "
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler"
     ),
@@ -193,10 +217,10 @@ _REASONS = {
         "data_path split train_data_path valid_data_path test_data_path data_cache_path per_split_data_args_path mock_data "
         "dataloader_type num_workers reset_position_ids reset_attention_mask eod_mask_loss no_create_attention_mask_in_dataloader"
     ),
-    "the tokenizer is that of hf_checkpoint": "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids padded_vocab_size",
+    "the tokenizer is that of hf_checkpoint": "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids ",
     "checkpoints lie in the run's directory; see save_interval, keep_checkpoints and save_hf": ("use_dist_ckpt save_retain_interval"),
     "a run that has a checkpoint goes on from it; a new one starts from hf_checkpoint": (
-        "load ckpt_step finetune pretrained_checkpoint use_checkpoint_args auto_detect_ckpt_format"
+        "load ckpt_step pretrained_checkpoint use_checkpoint_args auto_detect_ckpt_format"
     ),
     "docs/metrics.md tells what is logged and where": (
         "log_interval tensorboard_dir tensorboard_log_interval log_throughput log_params_norm log_num_zeros_in_grad log_progress "
@@ -207,9 +231,7 @@ _REASONS = {
         "timers timing_log_level barrier_with_L1_time profile profile_step_start profile_step_end use_pytorch_profiler"
     ),
     "moments are float32 on the model's device; checkpoints and resets know nothing else": (
-        "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype "
-        "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d "
-        "pin_cpu_grads pin_cpu_params overlap_param_gather_with_optimizer_step"
+        "store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype overlap_param_gather_with_optimizer_step"
     ),
     "the optimizer is Adam": (
         "sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps "
@@ -219,15 +241,11 @@ _REASONS = {
         "max_seqlen_per_dp_cp_rank hybrid_context_parallel hierarchical_context_parallel_sizes"
     ),
     "log-probs are computed in chunks by Myxo; see docs/algorithms.md": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
-    "use deterministic": "deterministic_mode",
     "use num_rollout: a step is a rollout batch": "train_iters train_samples",
     "use eval_prompt_data and eval_interval": "eval_iters",
     "use num_rollout": "exit_interval",
     "stop the run with SIGTERM: it saves, and the same command goes on": "exit_duration_in_mins",
     "SIGTERM saves and stops always": "exit_signal_handler",
-    "NCCL on GPUs, gloo on CPUs": "distributed_backend",
-    "use collective_timeout, in seconds": "distributed_timeout_minutes",
-    "layers are chosen by the model's family; docs/models.md lists them": "spec",
     "it is a file's content; there is no quantised training but by the --fp8-… flags": "quant_recipe",
     "it is for Megatron's own tests": "test_mode",
     "set where pipelines are interleaved, and only there": "overlap_p2p_comm",
@@ -235,9 +253,6 @@ _REASONS = {
     "it needs Megatron's own schedule of a training step": "overlap_moe_expert_parallel_comm",
     "the router decides anew in every pass": "moe_enable_routing_replay",
     "weights are held, saved and pushed in train_dtype": "fp8_param fp8_param_gather fp4_param",
-    "it is for the flex dispatcher, which does not take variable lengths": (
-        "moe_enable_deepep moe_deepep_num_sms moe_flex_dispatcher_backend moe_hybridep_num_sms"
-    ),
     "use virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
     "the router is the policy's: which experts it may choose does not depend on the layout": "moe_router_topk_limited_devices",
     "use expert_tensor_parallel_size": "moe_extended_tp",
@@ -249,73 +264,7 @@ _REASONS = {
     "pipelines send over the trainer's own process group": "pipeline_model_parallel_comm_backend",
 }
 
-_SLIME_UNNEEDED = {
-    "balance_data": "batches are always balanced over the data-parallel ranks",
-    "use_dynamic_batch_size": "micro-batches are always packed by tokens, see --max-tokens-per-gpu",
-    "use_fault_tolerance": "engines and services that die are always started again",
-    "use_tensorboard": "TensorBoard's files are always written, to RUN/tensorboard",
-    "no_position_embedding": "positions are embedded as the checkpoint says",
-    "loss_mask_type": "masks are made token by token, for every chat template",
-    "data_pad_size_multiplier": "micro-batches are padded as their layout needs it",
-    "rollout_skip_special_tokens": "what is trained on are the engine's token ids; the text beside them has no special tokens",
-    "disable_compute_advantages_and_returns": "with --loss-type sft_loss none are computed",
-    "start_rollout_id": "a run goes on after its last checkpoint by itself",
-    "prefill_num_servers": "engines prefill and decode in one",
-    "rollout_health_check_interval": "services are watched by their heartbeats",
-    "rollout_health_check_first_wait": "engines are given --engine-start-timeout seconds to start",
-    "rollout_max_context_len": "the model's own context length holds, with --rollout-max-prompt-len and --rollout-max-response-len",
-    "async_buffer_size": "--max-staleness bounds what may lie ready",
-}
-"""Flags of slime's to leave out, and why."""
-
-_SLIME_REPLACED = {
-    "actor_num_nodes": "a trainer has one node: --actor-num-gpus-per-node says its ranks",
-    "rollout_num_gpus": "use --rollout-replicas, each with --rollout-num-gpus-per-engine GPUs",
-    "ref_load": "leave it out: the reference policy starts from --hf-checkpoint, see --ref-update-interval",
-    "offload": "use --offload-train and --offload-rollout",
-    "partial_rollout": "use --staleness-policy continue, and --over-sampling-batch-size",
-    "mask_offpolicy_in_partial_rollout": "use --staleness-policy mask",
-    "keep_old_actor": "leave it out: log-probs before a step are computed where --off-policy asks for them",
-    "eval_top_p": "evaluation has --rollout-top-p; --eval-temperature and --eval-max-response-len are its own",
-    "eval_top_k": "evaluation has --rollout-top-k; --eval-temperature and --eval-max-response-len are its own",
-    "eval_config": "use --eval-prompt-data, --eval-interval and the other fields of [eval]",
-    "data_source_path": "use --data-source package.module:function",
-    "tb_project_name": "leave it out: TensorBoard's files lie in RUN/tensorboard",
-    "tb_experiment_name": "leave it out: TensorBoard's files lie in RUN/tensorboard",
-    "wandb_key": "give WANDB_API_KEY in the trainer's environment",
-    "custom_config_path": "put the fields into the run's TOML file",
-    "dump_details": "use --save-debug-rollout-data and --save-debug-train-data",
-    "load_debug_rollout_data": "use `myxo replay CONFIG TEMPLATE`",
-    "debug_train_only": "use `myxo replay CONFIG TEMPLATE` on what --save-debug-rollout-data has written",
-    "log_probs_chunk_size": "lower --max-tokens-per-gpu where logits do not fit into memory",
-    "update_weight_delta_checksum": "leave it out: every tensor of a push is checked",
-    "rollout_health_check_timeout": "use --engine-start-timeout and --generate-timeout",
-    "rollout_function_path": "use --custom-generate-function-path: the loop itself is split over the services (docs/hooks.md)",
-    "model_name": "leave it out: the model's family is read from --hf-checkpoint",
-    "reset_optimizer_states": "start a run of another name from the weights that --save-hf has written",
-}
-"""Flags of slime's with a replacement: what to do instead."""
-
-_SLIME_ABSENT = (
-    "allgather_cp ci_test custom_eval_rollout_log_function_path "
-    "custom_model_provider_path "
-    "custom_rollout_log_function_path debug_rollout_only enable_experimental enable_mtp_training log_multi_turn "
-    "memory_snapshot_dir multimodal_keys profile_target recompute_loss_function rollout_external_engine_addrs "
-    "use_gated_attention use_rollout_routing_replay use_routing_replay"
-)
-"""Flags of slime's without an equivalent."""
-
-SLIME = {
-    **{name: f"a flag of slime's; leave it out: {reason}" for name, reason in _SLIME_UNNEEDED.items()},
-    **{name: f"a flag of slime's; {instead}" for name, instead in _SLIME_REPLACED.items()},
-    **{name: "a flag of slime's that Myxo has nothing for" for name in _SLIME_ABSENT.split()},
-}
-"""slime's flags that are no fields of the config → what to do about them."""
-
-REFUSED = {
-    **{name: reason for reason, names in _REASONS.items() for name in names.split()},
-    **SLIME,
-}
+REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Flags that no value is taken of → why."""
 
 _OF_TRANSFORMER_ENGINE = (
@@ -333,3 +282,13 @@ _OF_TRANSFORMER_ENGINE = (
 
 TRANSFORMER_ENGINE = frozenset(_OF_TRANSFORMER_ENGINE.split())
 """Fields that only Transformer Engine's layers look at: another value than the default is refused where it is not installed."""
+
+_KERNELS = (
+    "attention_backend cp_comm_type moe_grouped_gemm moe_permute_fusion moe_router_fusion apply_rope_fusion fused_single_qkv_rope "
+    "persist_layer_norm memory_efficient_layer_norm delay_wgrad_compute tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad "
+    "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs "
+    "tp_comm_overlap_disable_qkv tp_comm_bootstrap_backend"
+)
+
+KERNELS = frozenset(_KERNELS.split())
+"""Those of `TRANSFORMER_ENGINE` that only choose how the same values are computed: without it they have no effect."""

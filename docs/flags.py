@@ -11,13 +11,11 @@ from pathlib import Path
 
 from docs import megatron_catalogue
 from docs.catalogue import settle
-from docs.flag_tables import SLIME
 from shared.config import megatron_flags
 from shared.config.megatron_flags import UNSET, Flag
 from shared.config.run_config import field_sections
 
 CATALOGUE = Path(megatron_flags.__file__).with_name("megatron_flags.json")
-OF_SLIME = "a flag of slime's; "
 PAGE = Path(__file__).with_name("megatron-flags.md")
 
 TOP = """# Megatron's flags
@@ -47,9 +45,10 @@ fields. Values are checked where the command is given, without Megatron or torch
 - **Fields of Megatron's dataclasses** go there as given: TransformerConfig, OptimizerConfig, DistributedDataParallelConfig.
 - **Flags of the architecture change nothing.** The model is the one of `hf_checkpoint`; a flag that says otherwise is refused with both
   values. So a script written for another size does not train the wrong model.
-- **Nothing is ignored.** An unknown flag is refused with the nearest one, one of slime's that is no field here with what stands in its
-  place, a flag that means nothing here with the reason and what to use instead, another value than Myxo's own with the reason for Myxo's.
-  What needs Transformer Engine is refused where that is not installed.
+- **Nothing is ignored in silence.** An unknown flag is refused with the nearest one, a flag that means nothing here with the reason and
+  what to use instead, another value than Myxo's own with the reason for it. A flag that changes no value, only where memory lies or which
+  kernels run, is accepted; where it has no effect, that is told when the run starts. What needs Transformer Engine is refused where that is
+  not installed. slime's own flags: [coming-from-slime.md](coming-from-slime.md).
 - **A switch** is given as `--name`, `--no-name` or `--name false`; a list as words, or as scripts write it, `--moe-layer-freq
   [0]*1+[1]*27`.
 - **Frozen with the run** like every field: `myxo up --dry-run` shows them, and a resumed run with others is refused.
@@ -95,14 +94,14 @@ def page() -> str:
     lines += [f"| {_names(flag)} | {_kind(flag)} |" for flag in compared]
     lines += ["", "## Taken with one value only", "", "| flag | value | why |", "|---|---|---|"]
     lines += [f"| {_names(flag)} | {_value(flag.fixed)} | {flag.reason} |" for flag in fixed]
+    lines += ["", "## Accepted without effect", "", "| flag | value | why |", "|---|---|---|"]
+    lines += [f"| {_names(flag)} | {_kind(flag)} | {flag.reason} |" for flag in flags if flag.ignored]
     lines += ["", "## Not taken", "", "| flags | why, or what to use instead |", "|---|---|"]
     reasons: dict[str, list[str]] = {}
     for flag in flags:
-        if flag.refused and flag.name not in SLIME:
+        if flag.refused:
             reasons.setdefault(flag.reason, []).append(_names(flag))
     lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
-    lines += ["", "## Flags of slime's that are no fields of the config", "", "| flag | what to do |", "|---|---|"]
-    lines += [f"| {_names(flag)} | {flag.reason.removeprefix(OF_SLIME)} |" for flag in flags if flag.name in SLIME]
     return "\n".join(lines) + "\n"
 
 

@@ -16,6 +16,7 @@ import torch
 
 from docs import flag_tables as tables
 from services.trainer.megatron.flag_sorting import GROUPS
+from shared.config.slime_flags import RENAMED
 
 _SCALARS = {bool: "switch", int: "int", float: "float", str: "text", torch.dtype: "dtype"}
 
@@ -35,6 +36,11 @@ def rows() -> list[dict[str, Any]]:
             _add_fields(model, group, found, spellings)
     for name, (flag_kind, value, reason) in tables.NOT_A_FIELD_FIXED.items():
         found[name] = {"name": name, "kind": flag_kind, "default": value, "fixed": value, "reason": reason}
+    for name, (flag_kind, reason) in tables.NOT_A_FIELD_WITHOUT_EFFECT.items():
+        found[name] = {"name": name, "kind": flag_kind, "ignored": True, "reason": reason}
+    for name, reason in tables.WITHOUT_EFFECT.items():
+        known = {key: value for key, value in found[name].items() if key != "groups"}
+        found[name] = known | {"ignored": True, "reason": reason}
     for name, reason in tables.REFUSED.items():
         found[name] = {"name": name, "kind": found.get(name, {"kind": "text"})["kind"], "reason": reason}
     for spelled, (name, bare) in spellings.items():
@@ -49,7 +55,9 @@ def _add_fields(model: type, group: str, found: dict[str, dict[str, Any]], spell
     hints = typing.get_type_hints(model)
     for field in dataclasses.fields(model):
         name = field.name
-        known = name.startswith("_") or _is_architecture(name, spellings) or group in found.get(name, {}).get("groups", ())
+        known = (
+            name.startswith("_") or name in RENAMED or _is_architecture(name, spellings) or group in found.get(name, {}).get("groups", ())
+        )
         if known or (kind := kind_of(hints[name])) is None:
             continue  # no kind: a function or an object, which no flag can say
         if name in found:
@@ -99,6 +107,8 @@ def _field(name: str, kind: tuple[str, bool, list[str]], field: dataclasses.Fiel
         row["default"] = row["fixed"]
     if name in tables.TRANSFORMER_ENGINE:
         row["engine"] = True
+    if name in tables.KERNELS:
+        row["kernels"] = True
     return row
 
 

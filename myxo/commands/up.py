@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from myxo.launch import train_only
 from myxo.launch.launcher import Launch
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import checked_config, server_checks
@@ -16,6 +17,7 @@ from myxo.run.vocabulary import vocabulary
 from shared.bus import runs
 from shared.bus.connection import redacted
 from shared.config import flags
+from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, server_urls, telemetry
 from shared.runtime.errors import ConfigError
@@ -75,8 +77,10 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
     if dry_run:
         console.file.write(config_toml.dump(config))
         return exit_codes.DONE
-    given = server_checks.given_servers()
     directory = RunDirectory(config.run.root)
+    if config.debug.trains_only:
+        return train_only.run(config, directory, console, fresh=fresh)
+    given = server_checks.given_servers()
     if fresh:
         directory.refuse_input_in_state(config)
         RunDirectory(config.trained).refuse_input_in_state(config)
@@ -97,6 +101,8 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
 def submit(path: Path, arguments: list[str], console: Console) -> int:
     """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
     config = checked_config(path, arguments)
+    if config.debug.trains_only:
+        raise ConfigError(DUMPS, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
     given = server_checks.given_servers()
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")

@@ -102,7 +102,7 @@ def what_happened(view: RunView) -> str:
         f"step {view.steps}/{view.of}",
         f"waiting for {view.waiting_for}" if view.waiting_for else "",
         f"reward {number(view.reward, '.3f')}" if view.reward is not None else "",
-        *(f"eval/{name} {number(found.mean_reward, '.3f')} (v{number(found.version)})" for name, found in view.evaluations.items()),
+        *(f"eval/{name} {found}" for name, found in view.evaluations.items()),
         staleness,
         f"v{view.live_version}" if view.live_version >= 0 else "",
         f"replicas {ready}/{replicas}",
@@ -135,7 +135,7 @@ def _figures(view: RunView) -> Table:
     computing = "" if view.computed_per_s is None else f", {_tokens(view.computed_per_s)} computing"
     cells = [
         ("reward", "–" if view.reward is None else number(view.reward, ".3f")),
-        *((f"eval/{name}", f"{number(found.mean_reward, '.3f')} at v{number(found.version)}") for name, found in view.evaluations.items()),
+        *((f"eval/{name}", str(found)) for name, found in view.evaluations.items()),
         ("live version", "–" if view.live_version < 0 else str(view.live_version)),
         ("staleness", staleness),
         ("generation", _rate("", view.generated_per_s) or "–"),

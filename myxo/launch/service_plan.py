@@ -31,6 +31,8 @@ class ServiceSpec:
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     """Returns one trainer, its critic where there is one, and as many buffers, reward and rollout services as the config asks for.
 
+    Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU.
+
     Args:
         http: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
             Empty, or port 0: any free ports.
@@ -39,7 +41,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     """
     rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
     counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "trainer": 1}
-    if config.algorithm.has_critic:
+    if config.algorithm.has_critic and not config.debug.debug_rollout_only:
         counts["critic"] = 1
     shares = devices.assign_gpus(config)
     specs: list[ServiceSpec] = []

@@ -6,10 +6,23 @@ for the sake of something that another check reports. A new one is a function in
 and stands in a table below. None needs a GPU; all together take seconds.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from myxo.preflight import data_checks, epochs, label_checks, length_checks, machine_checks, model_checks, objective_checks, server_checks
+from myxo.preflight import (
+    data_checks,
+    dump_checks,
+    epochs,
+    label_checks,
+    length_checks,
+    machine_checks,
+    model_checks,
+    objective_checks,
+    package_checks,
+    server_checks,
+    shape_checks,
+)
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
 from shared.config.run_config import RunConfig, read
@@ -31,19 +44,25 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_actor,
     model_checks.check_other_models,
     model_checks.check_megatron_flags,
+    model_checks.check_layout_reach,
+    model_checks.check_given_checkpoints,
     model_checks.check_ranks,
+    shape_checks.check_described_shape,
     model_checks.check_engines,
     model_checks.check_training,
     model_checks.check_engine_flags,
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     machine_checks.check_functions,
+    dump_checks.check_dumps,
     objective_checks.check_presets,
 )
 """Checks of what a config names, but for its rows of data."""
 
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
+    package_checks.check_engine_packages,
+    package_checks.check_trainer_packages,
     machine_checks.check_gpus,
     machine_checks.check_earlier_run,
     machine_checks.check_directories,
@@ -64,6 +83,29 @@ DATA_CHECKS: tuple[Check, ...] = (
 """Checks that read rows, which take longest; the last ones need what the first have read."""
 
 
+TRAINER_CHECKS: tuple[Check, ...] = (
+    model_checks.check_other_models,
+    model_checks.check_megatron_flags,
+    model_checks.check_ranks,
+    model_checks.check_training,
+    data_checks.check_demonstrations,
+)
+"""Checks that are left out where nothing is trained (`debug_rollout_only`)."""
+
+ROLLOUT_CHECKS: tuple[Check, ...] = (
+    model_checks.check_engines,
+    model_checks.check_engine_flags,
+    model_checks.check_engine_backend,
+    model_checks.check_engine_context,
+    data_checks.check_training_prompts,
+    data_checks.check_heldout_prompts,
+    data_checks.check_overlap,
+    label_checks.check,
+    length_checks.check,
+)
+"""Checks that are left out where nothing is generated (`load_debug_rollout_data`)."""
+
+
 def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fresh: bool = False) -> RunConfig:
     """Returns the config with ``arguments`` (flags of `shared.config.flags`) laid over it, after all checks; its names on the hub are
     pinned, and their files on this machine.
@@ -73,9 +115,10 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
 
     Raises ConfigError, or Problems of several.
     """
-    overrides, problems = flags.read(arguments)
+    given = flags.read(arguments)
+    problems = given.problems
     try:
-        config, found = read(path, overrides)
+        config, found, notes = read(path, given.overrides)
         problems += found
         if config is not None:
             hub = Hub.of()
@@ -84,7 +127,8 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
             rollout = {"rollout": epochs.settled(inspection)}
             inspection.config, config = inspection.config.model_copy(update=rollout), config.model_copy(update=rollout)
             inspection.frozen = config
-            problems += inspect(inspection)
+            os.environ.update(given.environment)
+            problems += inspect(inspection, [] if problems else [*given.notes, *notes])
     except BadInput as error:
         problems += problems_of(error)
     raise_problems(problems)
@@ -92,12 +136,18 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
     return config
 
 
-def inspect(inspection: Inspection) -> list[BadInput]:
-    """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error."""
+def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
+    """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error.
+
+    ``told``: notes of before.
+    """
     problems: list[BadInput] = []
-    notes: list[str] = []
+    notes = list(told)
     known = 0
-    for check in (*INPUT_CHECKS, *(MACHINE_CHECKS if inspection.starts else ()), *DATA_CHECKS):
+    debug = inspection.config.debug
+    left_out = {*(TRAINER_CHECKS if debug.debug_rollout_only else ()), *(ROLLOUT_CHECKS if debug.trains_only else ())}
+    checks = (*INPUT_CHECKS, *(MACHINE_CHECKS if inspection.starts else ()), *DATA_CHECKS)
+    for check in (check for check in checks if check not in left_out):
         try:
             for finding in check(inspection):
                 if isinstance(finding, Note):

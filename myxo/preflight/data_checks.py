@@ -10,8 +10,11 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.config.eval_views import eval_views
+from shared.config.run_config import RunConfig
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.data.demonstrations import DemonstrationFile
@@ -37,8 +40,10 @@ Result = tuple[str | None, int]
 def check_files(inspection: Inspection) -> Findings:
     """Yields the data files that are not there."""
     config = inspection.config
-    prompts, heldout, demonstrations = config.data.prompt_data, config.eval.eval_prompt_data, config.sft.sft_data
-    fields = {"data.prompt_data": prompts, "eval.eval_prompt_data": heldout, "sft.sft_data": demonstrations}
+    sets = {view.field: view.files for view in eval_views(config)}
+    fields = {"data.prompt_data": config.data.prompt_data, **sets, "sft.sft_data": config.sft.sft_data}
+    if config.debug.trains_only:
+        fields = {"sft.sft_data": config.sft.sft_data}
     expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
     for field, value in fields.items():
         for path in data_files.paths(value):
@@ -60,12 +65,14 @@ def _suggestion(directory: Path, name: str) -> str:
 
 def check_training_prompts(inspection: Inspection) -> Findings:
     """Yields what is wrong with the first training prompt that cannot be used; the prompts of a source are seen when they are drawn."""
-    yield from _check(inspection, inspection.training, "data.prompt_data", inspection.config.data.prompt_data or [])
+    if inspection.training is not None:
+        yield from _check(inspection, inspection.config, inspection.training, "data.prompt_data", inspection.config.data.prompt_data or [])
 
 
 def check_heldout_prompts(inspection: Inspection) -> Findings:
-    """Yields what is wrong with the first held-out prompt that cannot be used."""
-    yield from _check(inspection, inspection.heldout, "eval.eval_prompt_data", inspection.config.eval.eval_prompt_data or [])
+    """Yields what is wrong with the first prompt of each evaluation set that cannot be used."""
+    for view, prompts in inspection.heldout:
+        yield from _check(inspection, view.config, prompts, view.field, view.files, view.metadata)
 
 
 def check_demonstrations(inspection: Inspection) -> Findings:
@@ -93,15 +100,16 @@ def check_demonstrations(inspection: Inspection) -> Findings:
 
 def check_overlap(inspection: Inspection) -> Findings:
     """Notes how many held-out prompts are training prompts too: their rewards would say little."""
-    heldout, training = inspection.heldout, inspection.training
-    if heldout is None or training is None:
+    training = inspection.training
+    if not inspection.heldout or training is None:
         return
-    end, key = time.monotonic() + OVERLAP_SECONDS, inspection.config.data.input_key
-    trained = {hash(content) for _, content in _contents(training.rows, key, end)}
-    held = list(_contents(heldout.rows, key, end))
-    if common := [row for row, content in held if hash(content) in trained]:
-        count, where = f"{len(common)} of {len(held)}", heldout.rows.where(common[0])
-        yield Note(f"eval.eval_prompt_data: {count} held-out prompts are training prompts, too; the first: {where}")
+    end = time.monotonic() + OVERLAP_SECONDS
+    trained = {hash(content) for _, content in _contents(training.rows, inspection.config.data.input_key, end)}
+    for view, prompts in inspection.heldout:
+        held = list(_contents(prompts.rows, view.config.data.input_key, end))
+        if common := [row for row, content in held if hash(content) in trained]:
+            count, where = f"{len(common)} of {len(held)}", prompts.rows.where(common[0])
+            yield Note(f"{view.field}: {count} held-out prompts are training prompts, too; the first: {where}")
 
 
 def _contents(rows: Rows, key: str, end: float) -> Iterator[tuple[int, str]]:
@@ -115,17 +123,20 @@ def _contents(rows: Rows, key: str, end: float) -> Iterator[tuple[int, str]]:
             return
 
 
-def _check(inspection: Inspection, prompts: TrainingPrompts | PromptFile | None, field: str, named: list[DataFile]) -> Findings:
-    if prompts is None:
-        return
-    config = inspection.config
-
+def _check(
+    inspection: Inspection,
+    config: RunConfig,
+    prompts: TrainingPrompts | PromptFile,
+    field: str,
+    named: list[DataFile],
+    metadata: dict[str, Any] | None = None,
+) -> Findings:
     def read() -> Result:
         unread = _unread(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
         return unread or _left_out(field, prompts), prompts.longest
 
     limits = [config.rollout.rollout_max_prompt_len, config.reward.rm_type, config.reward.environment_names()]
-    note, longest = _once(inspection, named, [field, limits, config.data.model_dump(mode="json")], read)
+    note, longest = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
     inspection.longest_prompts[field] = longest
     yield from [Note(note)] if note is not None else []
 

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shared.config.data_section import DataSection
+from shared.config.eval_views import EvalView, eval_views
 from shared.config.run_config import RunConfig
 from shared.data import data_files
 from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
@@ -55,7 +57,7 @@ class Inspection:
     frozen: RunConfig | None = None
     """The config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths."""
     longest_prompts: dict[str, int] = field(default_factory=dict)
-    """``data.prompt_data``, ``eval.eval_prompt_data`` → tokens of the longest prompt that was read."""
+    """``data.prompt_data`` and the field of each evaluation set → tokens of the longest prompt that was read."""
     problems: list[ConfigError] = field(default_factory=list)
     """What was wrong with what could not be loaded."""
 
@@ -68,18 +70,21 @@ class Inspection:
     @cached_property
     def training(self) -> TrainingPrompts | None:
         """Returns the training prompts; None where they cannot be opened, or the run draws from a source."""
-        return self._opened(TrainingPrompts, self.config.data.prompt_data) if self.config.data.data_source is None else None
+        data = self.config.data
+        return self._opened(partial(TrainingPrompts, self.config), data.prompt_data, data) if data.data_source is None else None
 
     @cached_property
-    def heldout(self) -> PromptFile | None:
-        """Returns the held-out prompts; None where they cannot be opened, or the run has none."""
-        return self._opened(eval_prompts, self.config.eval.eval_prompt_data)
+    def heldout(self) -> list[tuple[EvalView, PromptFile]]:
+        """Returns the run's sets of held-out prompts, those that can be opened."""
+        views = eval_views(self.config)
+        opened = ((view, self._opened(partial(eval_prompts, view), view.files, view.config.data)) for view in views)
+        return [(view, prompts) for view, prompts in opened if prompts is not None]
 
-    def _opened(self, opener: Callable[[RunConfig, Tokenizer], Result | None], files: object) -> Result | None:
+    def _opened(self, opener: Callable[[Tokenizer], Result], files: object, data: DataSection) -> Result | None:
         tokenizer = self.tokenizer
-        if tokenizer is None or not self.there(files) or (self.config.data.apply_chat_template and not tokenizer.has_chat_template):
+        if tokenizer is None or not self.there(files) or (data.apply_chat_template and not tokenizer.has_chat_template):
             return None
-        return self._loaded(lambda: opener(self.config, tokenizer))
+        return self._loaded(lambda: opener(tokenizer))
 
     @cached_property
     def model_config(self) -> dict[str, Any] | None:

@@ -7,13 +7,16 @@ run is refused where over half of the labels that were tried can surely never be
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.config.run_config import RunConfig
 from shared.data.prompts import PromptFile, TrainingPrompts
 from shared.rewards.names import VERIFIERS, base
+from shared.rewards.reference import label_text
 from shared.runtime.errors import ConfigError
 
 MODULE = "services.reward.label_trial"
@@ -45,8 +48,11 @@ class Label:
 
 def check(inspection: Inspection) -> Findings:
     """Yields a problem for each set of prompts of which most labels can never be matched."""
-    sets = {"data.prompt_data": inspection.training, "eval.eval_prompt_data": inspection.heldout}
-    labels = {field: first_labels(inspection, prompts) for field, prompts in sets.items() if prompts is not None}
+    training, config = inspection.training, inspection.config
+    labels = {} if training is None else {"data.prompt_data": first_labels(config, training)}
+    keys = {"data.prompt_data": config.data.label_key}
+    for view, prompts in inspection.heldout:
+        labels[view.field], keys[view.field] = first_labels(view.config, prompts, view.metadata), view.config.data.label_key
     interleaved = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
     distinct = list(dict.fromkeys((label.verifier, label.text) for label in interleaved))
     results, failure = ask(distinct) if distinct else ({}, None)
@@ -56,12 +62,15 @@ def check(inspection: Inspection) -> Findings:
         tried = [(label, results[label.verifier, label.text]) for label in found if (label.verifier, label.text) in results]
         problems = [(label, wrong) for label, result in tried if (wrong := problem(label, result, inspection)) is not None]
         if problems:
-            yield from _report(f"{field}:{inspection.config.data.label_key}", problems, len(tried))
+            yield from _report(f"{field}:{keys[field]}", problems, len(tried))
 
 
-def first_labels(inspection: Inspection, prompts: TrainingPrompts | PromptFile) -> list[Label]:
-    """Returns the labels that built-in verifiers compare, of the first rows; rows that are no prompts are left out."""
-    data, reward, rows = inspection.config.data, inspection.config.reward, prompts.rows
+def first_labels(config: RunConfig, prompts: TrainingPrompts | PromptFile, overrides: Mapping[str, Any] | None = None) -> list[Label]:
+    """Returns the labels that built-in verifiers compare, of the first rows; rows that are no prompts are left out.
+
+    ``overrides``: put into the metadata of each prompt.
+    """
+    data, reward, rows = config.data, config.reward, prompts.rows
     found: list[Label] = []
     for row in range(min(len(rows), MOST)):
         try:
@@ -69,9 +78,10 @@ def first_labels(inspection: Inspection, prompts: TrainingPrompts | PromptFile) 
         except ConfigError:  # another check reports it, or it is left out
             continue
         label, metadata = entry.get(data.label_key or ""), entry.get(data.metadata_key)
-        verifier = reward.environment_of(metadata.get("rm_type") if isinstance(metadata, dict) else None)
+        named = {**(metadata if isinstance(metadata, dict) else {}), **(overrides or {})}.get("rm_type")
+        verifier = reward.environment_of(named)
         if verifier in VERIFIERS and isinstance(label, str | int | float):
-            found.append(Label(rows.where(row), verifier, str(label)))
+            found.append(Label(rows.where(row), verifier, label_text(label)[0] or ""))
     return found
 
 

@@ -5,16 +5,18 @@ no prompt are refused. A function that generates in place of the engine is told 
 likes: what it may generate has to fit into a micro-batch. Samples that are too long all the same are `rollout.overlong_samples`' matter.
 """
 
+import math
 from dataclasses import dataclass
 
 from myxo.preflight.inspection import Findings, Inspection
 from myxo.preflight.model_checks import positive_count
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
+from shared.config.eval_views import eval_views
 from shared.config.sglang_flags import plain_name
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
-TRAINING, HELDOUT = "data.prompt_data", "eval.eval_prompt_data"
+TRAINING = "data.prompt_data"
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,15 @@ def check(inspection: Inspection) -> Findings:
         reported = True
         yield _too_long("rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit)
     yield from _micro_batches(inspection, prompt, limit)
-    if config.eval.eval_prompt_data is None or limit is None:
+    if limit is None:
         return
-    prompt, given = inspection.longest_prompts.get(HELDOUT, shortest), config.eval.eval_max_response_len
-    response = rollout.rollout_max_response_len if given is None else given
-    if prompt + response > limit.tokens and not (given is None and reported):
-        yield _too_long("eval.eval_max_response_len", response, HELDOUT, prompt, limit)
+    for view in eval_views(config):
+        own, prompt = view.own.max_response_len, inspection.longest_prompts.get(view.field, shortest)
+        response, context = view.config.rollout.rollout_max_response_len, view.max_context_len
+        given = own is not None or config.eval.eval_max_response_len is not None
+        if min(prompt + response, context or math.inf) > limit.tokens and (given or not reported):
+            field = "eval.eval_max_response_len" if own is None else f"{view.field}.max_response_len"
+            yield _too_long(field, response, view.field, prompt, limit)
 
 
 def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit) -> ConfigError:

@@ -80,8 +80,10 @@ def check_functions(inspection: Inspection) -> Findings:
 
 def check_packages(inspection: Inspection) -> Findings:
     """Yields the packages of the services that are not installed."""
+    debug = inspection.config.debug
+    left_out = ("sglang",) if debug.trains_only else ("megatron",) if debug.debug_rollout_only else ()
     for package, needed_by in PACKAGES.items():
-        if importlib.util.find_spec(package) is None:
+        if package not in left_out and importlib.util.find_spec(package) is None:
             yield ConfigError("the environment", package, f"not installed, and {needed_by} cannot start without it")
 
 
@@ -100,7 +102,7 @@ def check_gpus(inspection: Inspection) -> Findings:
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)
-    if inspection.fresh or server_urls.nats_url() or not directory.nats.is_dir():
+    if inspection.fresh or (not inspection.config.debug.trains_only and (server_urls.nats_url() or not directory.nats.is_dir())):
         return
     if (frozen := runs.frozen(directory.root)) is not None:
         yield from runs.differences(frozen, inspection.frozen or inspection.config)
@@ -175,31 +177,34 @@ def check_limits(inspection: Inspection) -> Findings:
 
 def checkpoint_bytes(config: RunConfig, size: ModelSize) -> int:
     """Returns the bytes that a checkpoint of the trainer takes at least: weights and Adam's moments of what trains."""
-    if _trains_part(config):
+    if _trains_part(config) or config.debug.debug_rollout_only:
         return 0
     return size.parameters * (4 + OPTIMIZER_BYTES + (2 if config.trainer.train_dtype == "bfloat16" else 0))
 
 
 def disk_bytes(config: RunConfig, size: ModelSize) -> int:
     """Returns the bytes of all that the run keeps, at most: checkpoints, one of them being written, snapshots, the final weights."""
+    if config.debug.debug_rollout_only:
+        return 0
     weights = size.parameters * _weight_bytes(config)
     here = config.weights.update_weight_disk_dir is None
     taken = config.weights.update_weight_transport == "disk" or config.weights.snapshot_interval > 0
     snapshots = config.weights.keep_snapshots + 1 if here and taken else 0
     checkpoints = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config, size)
-    return checkpoints + (snapshots + config.trainer.save_hf) * weights
+    exports = config.rollout.num_rollout // config.trainer.save_interval + 1 if config.trainer.save_hf is not None else 0
+    return checkpoints + (snapshots + exports + config.trainer.save_final_hf) * weights
 
 
 def memory_bytes(config: RunConfig, size: ModelSize) -> int:
     """Returns the bytes of memory that parameters, gradients and Adam take at least, trainer and engines together."""
     trainer, needed = config.trainer, 0
-    if devices.resolve(trainer.train_device) == "cpu":
+    if devices.resolve(trainer.train_device) == "cpu" and not config.debug.debug_rollout_only:
         replica = trainer.tensor_model_parallel_size * trainer.pipeline_model_parallel_size * trainer.context_parallel_size
         copies = max(trainer.ranks("actor") // replica, 1) if trainer.expert_model_parallel_size == 1 else 1
         held = _weight_bytes(config) + (0 if _trains_part(config) else MASTER_BYTES)
         state = 0 if _trains_part(config) else OPTIMIZER_BYTES + (MASTER_BYTES if trainer.train_dtype == "bfloat16" else 0)
         needed += size.parameters * (copies * held + (1 if trainer.use_distributed_optimizer else copies) * state)
-    if devices.resolve(config.rollout.rollout_device) == "cpu":
+    if devices.resolve(config.rollout.rollout_device) == "cpu" and not config.debug.trains_only:
         needed += config.rollout.rollout_replicas * size.bytes
     return needed
 

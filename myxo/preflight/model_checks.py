@@ -17,6 +17,12 @@ from shared.model.trainable_parameters import Freezing
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
+MOST_GPUS = 8
+"""The most GPUs of one machine."""
+
+MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+"""The file that Megatron keeps beside its checkpoints."""
+
 GPU_ATTENTION = ("flashinfer", "fa3", "fa4", "triton", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha")
 """Attention backends that need a GPU."""
 
@@ -111,7 +117,8 @@ def check_training(inspection: Inspection) -> Findings:
     try:
         for rate in (trainer.lr, trainer.critic_lr if config.algorithm.has_critic else None):
             if rate is not None:
-                LearningRateSchedule(rate, trainer.min_lr, trainer.lr_warmup_iters, steps, trainer.lr_decay_style)
+                warmup, decay = trainer.warmup_steps(steps), trainer.decay_steps(steps)
+                LearningRateSchedule(rate, trainer.min_lr, warmup, decay, trainer.lr_decay_style)
     except ConfigError as error:
         yield error
     if actor is None:
@@ -134,6 +141,38 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
         yield from architecture_flags.differences(described, architecture)
     if inspection.starts:
         yield from megatron_flags.missing_engine(given)
+        yield from (Note(f"{flag} changes nothing: {reason}") for flag, reason in megatron_flags.without_effect(given))
+
+
+def check_layout_reach(inspection: Inspection) -> Findings:
+    """Yields what a run would need several machines for, or engines that differ: neither is there yet."""
+    trainer, rollout = inspection.config.trainer, inspection.config.rollout
+    if trainer.actor_num_nodes > 1:
+        yield ConfigError("trainer.actor_num_nodes", trainer.actor_num_nodes, "1: the ranks of a trainer start on one machine")
+    if rollout.rollout_num_gpus_per_engine > MOST_GPUS:
+        expected = f"at most {MOST_GPUS}: an engine has its GPUs on one machine"
+        yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)
+    if rollout.sglang_config is not None:
+        expected = "none: the engines of a run are alike; give their flags as --sglang-…"
+        yield ConfigError("rollout.sglang_config", str(rollout.sglang_config), expected)
+    if trainer.sequence_parallel and trainer.tensor_model_parallel_size == 1:
+        yield Note("--sequence-parallel changes nothing: tensor_model_parallel_size is 1")
+
+
+def check_given_checkpoints(inspection: Inspection) -> Findings:
+    """Yields where ``ref_load`` or ``load`` names other weights than those that the run starts from, and tells what these are."""
+    config = inspection.config
+    model = config.model.hf_checkpoint
+    for field, given in (("model.ref_load", config.model.ref_load), ("trainer.load", config.trainer.load)):
+        if given is None or given.resolve() == model.resolve():
+            continue
+        if (given / "config.json").is_file():
+            yield ConfigError(field, str(given), f"another model than hf_checkpoint, {model}; name the one to start from in hf_checkpoint")
+        elif field == "model.ref_load":
+            yield Note(f"--ref-load {given} is not read: the policy and its reference start from hf_checkpoint, {model}")
+        elif (given / MEGATRON_LATEST).is_file():
+            expected = "a run's directory: `myxo convert` makes a checkpoint of Megatron's one that hf_checkpoint may name"
+            yield ConfigError(field, str(given), expected)
 
 
 def check_engines(inspection: Inspection) -> Findings:
@@ -161,6 +200,10 @@ def check_engine_flags(inspection: Inspection) -> Findings:
     if flags is None:
         yield Note(f"SGLang is not installed here; {later}")
         return
+    for key in given:
+        name = sglang_flags.plain_name(key)
+        if (present := flags.present_name(name)) != name:
+            yield Note(f"rollout.sglang.{key}: SGLang {flags.sglang} calls it {present}")
     yield from flags.problems(given)
 
 

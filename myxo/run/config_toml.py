@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 
@@ -15,11 +17,20 @@ def dump(config: RunConfig) -> str:
     """Returns every field of every section. Fields without a value stand as comments, for TOML has no null."""
     blocks = []
     for section in type(config).model_fields:
-        lines = [f"[{section}]"]
+        lines, tables = [f"[{section}]"], list[str]()
         for field, value in getattr(config, section):
-            lines.append(f"# {field} = none" if value is None else f"{field} = {_value(value)}")
-        blocks.append("\n".join(lines))
+            if isinstance(value, list) and value and isinstance(value[0], BaseModel):  # these have the form that the field gives them
+                value = getattr(config, section).model_dump(mode="json", include={field})[field]
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                tables += [_table(f"[[{section}.{field}]]", item) for item in value]
+            else:
+                lines.append(f"# {field} = none" if value is None else f"{field} = {_value(value)}")
+        blocks += ["\n".join(lines), *tables]
     return "\n\n".join(blocks) + "\n"
+
+
+def _table(head: str, fields: dict[str, Any]) -> str:
+    return "\n".join([head, *(f"{_key(name)} = {_value(value)}" for name, value in fields.items() if value is not None)])
 
 
 def _value(value: Any) -> str:

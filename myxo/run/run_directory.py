@@ -143,9 +143,10 @@ class RunDirectory:
             else:
                 path.unlink(missing_ok=True)
 
-    def freeze(self, config: RunConfig) -> None:
-        """Stores the run's config for commands that run without its servers."""
+    def freeze(self, config: RunConfig) -> Path:
+        """Stores the run's config for commands that run without its servers. Returns the file's path."""
         replace_file(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
+        return self._config
 
     def write_servers(self, servers: ServerUrls) -> None:
         """Writes the addresses of the live run's servers, readable by this user only."""

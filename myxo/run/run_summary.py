@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from myxo.run.group_history import GroupHistory, GroupRecord
 from myxo.run.intervals import Interval, measure, overlap
@@ -25,8 +25,8 @@ DIFF_SUM, DIFF_COUNT = "agreement_abs_diff", "agreement_tokens"
 
 @dataclass(frozen=True)
 class EvaluationSummary:
-    """A finished evaluation of the held-out set ``dataset``. ``step``: training steps in the weights; ``samples``: how many rewards
-    ``mean_reward`` is the mean of."""
+    """An evaluation of the held-out set ``dataset`` that has ended. ``step``: training steps in the weights; ``samples``: those that the
+    figures are of, which are those of `shared.schema.messages.EvalFigures`."""
 
     dataset: str
     version: int
@@ -34,6 +34,14 @@ class EvaluationSummary:
     mean_reward: float
     samples: int
     failed: int
+    late: int = 0
+    prompts: int = 0
+    newest: int = 0
+    lag: int = 0
+    rates: dict[str, float] = field(default_factory=dict)
+    lengths: dict[str, float] = field(default_factory=dict)
+    truncated: float = 0.0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class WarmStart:
 class Summary:
     """The content of summary.json. Times in seconds; what was not measured is None.
 
-    accuracy_before/after: mean reward of the held-out set `eval_name` under version 0 and under the newest evaluated version after it;
+    accuracy_before/after: mean reward of the first held-out set under version 0 and under the newest evaluated version after it;
     ``evaluations`` has every set by its name.
     max_staleness: the run's bound; the other staleness figures are over the samples of all batches.
     overlap_seconds: how long some group was generated while some step was trained, of generation_seconds and training_seconds, in
@@ -130,9 +138,9 @@ class SummaryTally:
                 self._eval_failed[reason] += 1
             case EvalEnded() if record.samples:
                 step = min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout)
-                self._evaluations[record.dataset, record.version] = EvaluationSummary(
-                    record.dataset, record.version, step, record.mean_reward, record.samples, record.failed
-                )
+                names = [item.name for item in fields(EvaluationSummary) if item.name != "step"]
+                found = EvaluationSummary(step=step, **{name: getattr(record, name) for name in names})
+                self._evaluations[record.dataset, record.version] = found
 
     def apply_step(self, event: Trained) -> None:
         """Takes a trainer's report. A restarted trainer makes steps again and reports them again: the first report counts."""
@@ -143,7 +151,8 @@ class SummaryTally:
         """Returns the summary of all that was taken."""
         report = self._audit.report()
         evaluations = [self._evaluations[key] for key in sorted(self._evaluations)]
-        own = {found.version: found.mean_reward for found in evaluations if found.dataset == self.config.eval.eval_name}
+        first_set = next((item.name for item in self.config.eval.named.values()), None)
+        own = {found.version: found.mean_reward for found in evaluations if found.dataset == first_set}
         newest = max(own, default=0)
         first, last = _edges(self.rewards)
         return Summary(

@@ -55,12 +55,30 @@ class InstanceLine:
     http: str = ""
 
 
+EVAL_FIGURES = ("reward", "version", "newest", "lag", "missing", "prompts")
+"""The buffer's gauges ``eval_<figure>.<set>``, in the order of `EvaluationLine`'s fields."""
+
+
 @dataclass(frozen=True)
 class EvaluationLine:
-    """The newest evaluation of one held-out set. ``version``: the weights that it was made with."""
+    """The newest evaluation of one held-out set. ``version``: the weights that it is of; ``newest``: that drew its last tokens.
+
+    ``lag``: by how many versions it was behind when it was known. ``missing``: of its ``prompts``, those that failed or were late.
+    """
 
     mean_reward: float
     version: float
+    newest: float = 0
+    lag: float = 0
+    missing: float = 0
+    prompts: float = 0
+
+    def __str__(self) -> str:
+        """Returns the figure with all that it is of: ``0.412 (v20 to v21, 1 behind, 60 of 64 prompts)``."""
+        drawn = f" to v{number(self.newest)}" if self.newest > self.version else ""
+        behind = f", {number(self.lag)} behind" if self.lag else ""
+        missing = f", {number(self.prompts - self.missing)} of {number(self.prompts)} prompts" if self.missing else ""
+        return f"{number(self.mean_reward, '.3f')} (v{number(self.version)}{drawn}{behind}{missing})"
 
 
 @dataclass(frozen=True)
@@ -197,9 +215,9 @@ def look(
 
 
 def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
-    """Reads the gauges ``eval_<name>`` and ``eval_<name>_version``, in the names' order."""
-    names = sorted(gauge.removeprefix("eval_") for gauge in buffer if gauge.startswith("eval_") and f"{gauge}_version" in buffer)
-    return {name: EvaluationLine(buffer[f"eval_{name}"], buffer[f"eval_{name}_version"]) for name in names}
+    """Reads the gauges ``eval_reward`` and so on of each set, in the names' order."""
+    names = sorted(gauge.removeprefix("eval_reward.") for gauge in buffer if gauge.startswith("eval_reward."))
+    return {name: EvaluationLine(*(buffer.get(f"eval_{figure}.{name}", 0) for figure in EVAL_FIGURES)) for name in names}
 
 
 # --- what the next training step waits for
@@ -216,8 +234,8 @@ def waiting_for(config: RunConfig, services: Sequence[ServiceStatus], instances:
         _getting_ready(alive),
         _weights(alive, buffer),
         _environments(services),
+        _batch(buffer, config.rollout.rollout_batch_size) if config.rollout.num_rollout else None,
         _evaluation(buffer),
-        _batch(buffer, config.rollout.rollout_batch_size),
     )
     return next(filter(None, causes), "a training step")
 
@@ -266,8 +284,8 @@ def _environments(services: Sequence[ServiceStatus]) -> str:
 
 
 def _evaluation(buffer: dict[str, float]) -> str | None:
-    pending, version = buffer.get("eval_pending", 0), buffer.get("live_version", -1)
-    return f"the evaluation of version {number(version)} ({number(pending)} prompts outstanding)" if pending else None
+    pending = buffer.get("eval_pending", 0)
+    return f"evaluations ({number(pending)} prompts outstanding)" if pending else None
 
 
 def _batch(buffer: dict[str, float], size: int) -> str | None:

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import amendment, ended_groups, policy
+from services.buffer import amendment, ended_groups, evaluation_report, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import LedgerWriter
@@ -41,6 +42,7 @@ from shared.schema.messages import (
     BatchRefused,
     BatchRequest,
     Durable,
+    EvaluationsRequest,
     Message,
     RunDone,
     Task,
@@ -73,16 +75,18 @@ class Buffer:
     """A buffer of a run: on standby until it gets the lease, then the active one until its end."""
 
     def __init__(self, service: Service, prompts: PromptSupply) -> None:
-        config, heldout = service.config, prompts.heldout
+        config = service.config
         self._service, self._config, self._bus, self._log = service, config, service.bus, service.log
         self._limits = BufferConfig(
             config.rollout,
             config.weights,
             config.eval,
-            eval_prompts=len(heldout) if heldout else 0,
+            eval_sets={name: len(held_out) for name, held_out in prompts.heldout.items()},
+            passes=config.monitoring.passrate_threshold,
             has_critic=config.algorithm.has_critic,
             longest_sample=config.trainer.micro_batch_tokens,
             message_bytes=service.bus.message_limit,
+            rollout_only=config.debug.debug_rollout_only,
         )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
@@ -133,11 +137,13 @@ class Buffer:
         service, subjects = self._service, self._service.subjects
         self._log.info("active", followed=self._ledger.last)
         took_over, service.state = service.state == STANDBY, "starting"
+        self._limits = replace(self._limits, active_since=time.time())
         await self._recover()
         await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
         await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
         await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
         await self._bus.serve(subjects.refused, BatchRefused, self._as_holder(self._on_refused))
+        await self._bus.serve(subjects.evaluations, EvaluationsRequest, self._as_holder(self._on_evaluations))
         service.state = "ready"
         await self._failure.look()
         if took_over:
@@ -158,11 +164,12 @@ class Buffer:
         state = self._state
         self._keeper.take(ended_groups.trained_not_durable(state, time.time()))
         self._keeper.release(released)
+        evaluation_report.show_evaluations(self._service, state.evaluated.values())
         self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
         for group in state.outstanding:
             self._tasks.group(group, state, self._limits)
         for evaluation in state.evaluations.values():
-            self._tasks.evaluation(evaluation)
+            self._tasks.evaluation(evaluation, self._limits)
         if state.finished_steps >= self._limits.rollout.num_rollout:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 
@@ -239,12 +246,10 @@ class Buffer:
                 self._log.warning("sample_refused", step=step, group=name, sample=sample, reason=reason)
             case ledger.BatchAmended(step=step, removed=removed, added=added):
                 self._log.warning("batch_amended", step=step, removed=removed, added=added)
-            case ledger.EvalStarted(version=version):
-                self._tasks.evaluation(self._state.evaluations[version])
-            case ledger.EvalEnded(dataset=dataset, version=version, mean_reward=mean, failed=failed):
-                self._log.info("evaluated", dataset=dataset, version=version, mean_reward=round(mean, 4), failed=failed)
-                self._service.metrics.set(f"eval_{dataset}", mean)
-                self._service.metrics.set(f"eval_{dataset}_version", version)
+            case ledger.EvalStarted(version=version, dataset=dataset):
+                self._tasks.evaluation(self._state.evaluations[version, dataset], self._limits)
+            case ledger.EvalEnded():
+                evaluation_report.log_evaluation(self._service, record)
             case ledger.RunFinished(steps=steps):
                 self._log.info("run_finished", steps=steps)
                 await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
@@ -296,8 +301,7 @@ class Buffer:
         if step >= steps:
             if state.finished_steps < steps:
                 return self._pending(step, have=0, need=0)
-            last = state.last_evaluation
-            return RunDone() if last is None else RunDone(version=last.version, rewards={last.dataset: last.mean_reward})
+            return RunDone()
         if step in state.batches:
             await self._lose_missing()
             await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
@@ -335,6 +339,9 @@ class Buffer:
         await self._decide(lambda: policy.durable(self._state, report.steps, time.time()))
         return Accepted()
 
+    async def _on_evaluations(self, request: EvaluationsRequest) -> Message:
+        return evaluation_report.evaluations_after(request, self._state.evaluated)
+
     # --- status and gauges
 
     def _awaited(self) -> str:
@@ -345,8 +352,9 @@ class Buffer:
         if state.live_version < 0:
             return "a rollout replica that serves weights (none does yet)"
         if state.evaluations:
-            version, evaluation = next(iter(state.evaluations.items()))
-            return f"the evaluation of version {version} ({len(evaluation.pending)} of {evaluation.prompts} prompts outstanding)"
+            evaluation = next(iter(state.evaluations.values()))
+            where = f"{evaluation.dataset} under version {evaluation.version}"
+            return f"the evaluation of {where} ({len(evaluation.pending)} of {evaluation.prompts} prompts outstanding)"
         away = f"{len(state.outstanding)} groups with the rollout and reward services"
         return f"{away}; live version {state.live_version}; {state.dead} dead so far"
 
@@ -356,18 +364,19 @@ class Buffer:
         consumers = {
             "queue_task": [task_consumer(run, bus_config, TRAIN)],
             "queue_eval": [task_consumer(run, bus_config, EVAL)],
-            "queue_generated": [generated_consumer(run, bus_config, name) for name in self._config.reward.queues()],
+            "queue_generated": [generated_consumer(run, bus_config, name) for name in self._config.queues()],
             "queue_scored": [scored_consumer(run, bus_config)],
         }
         queues = {name: [WorkQueue(self._bus, consumer, Task) for consumer in parts] for name, parts in consumers.items()}
         while True:
-            if await self._failure.look() or await self._room.look():
+            if await self._failure.look() or await self._room.look() or policy.is_late(self._state, self._limits, time.time()):
                 await self._decide(lambda: [])
             state, metrics = self._state, self._service.metrics
             for name in _GAUGES:
                 metrics.set(name, getattr(state, name))
             metrics.set("ready", len(state.ready))
             metrics.set("outstanding", len(state.outstanding))
+            metrics.set("evaluations", len(state.evaluated))
             metrics.set("eval_pending", sum(len(evaluation.pending) for evaluation in state.evaluations.values()))
             self._prompts.gauge(metrics)
             self._keeper.gauge(metrics)

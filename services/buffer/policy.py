@@ -77,9 +77,9 @@ class WrongVersion(MyxoError):
 def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Returns the record of the groups to let in now, if there are any."""
     complete = state.formed_steps >= limits.rollout.num_rollout and not any(batch.dead for batch in state.batches.values())
-    if state.live_version < 0 or complete or _waits_for_first_evaluation(state, limits):
+    if state.live_version < 0 or complete:
         return []
-    room = limits.admissible_groups(state.live_version) - (state.admitted - state.dropped - state.dead)
+    room = limits.admissible_groups(state.live_version, state.trained_steps) - (state.admitted - state.dropped - state.dead)
     return [ledger.GroupsAdmitted(first=state.admitted, count=room, version=state.live_version, at=now)] if room > 0 else []
 
 
@@ -91,10 +91,6 @@ def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> 
     slot = max(0, group.number - state.dropped - state.dead)
     step = min(max(slot // limits.rollout.rollout_batch_size, state.formed_steps), limits.rollout.num_rollout - 1)
     return max(0, min(limits.version_of_step(step) - limits.rollout.max_staleness, state.live_version))
-
-
-def _waits_for_first_evaluation(state: BufferState, limits: BufferConfig) -> bool:
-    return bool(limits.eval_prompts) and not limits.evaluation.skip_eval_before_train and 0 not in state.evaluated
 
 
 # --- outcomes
@@ -316,7 +312,7 @@ def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
 
 
 def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
-    """Takes note of a version that is served; an older one gives no record. Starts the evaluation that is due, unless it did before.
+    """Takes note of a version that is served; an older one gives no record. Starts the evaluations that are due, unless it did before.
 
     Raises WrongVersion. A version is announced again and again: a buffer that died between these two records finds the second one missing.
     """
@@ -325,18 +321,20 @@ def live(state: BufferState, limits: BufferConfig, version: int, now: float) -> 
     if version > limits.last_version:
         raise WrongVersion(f"weights of version {version} are announced; the run's last is {limits.last_version}")
     records: list[LedgerRecord] = [ledger.VersionLive(version=version, at=now)] if version > state.live_version else []
-    started = version in state.evaluations or version in state.evaluated
-    if limits.eval_prompts and not started and evaluation.is_due(limits, version):
-        records.append(ledger.EvalStarted(dataset=limits.evaluation.eval_name, version=version, prompts=limits.eval_prompts, at=now))
-    return records
+    return records + evaluation.due(state, limits, version, now)
+
+
+def is_late(state: BufferState, limits: BufferConfig, now: float) -> bool:
+    """Returns whether the deadline of an evaluation has passed, so that `close` ends it."""
+    return any(evaluation.is_over(current, limits, now) for current in state.evaluations.values())
 
 
 def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
-    """Ends evaluations that are complete, and the run once all of it is done."""
-    records: list[LedgerRecord] = [evaluation.ended(current, now) for current in state.evaluations.values() if not current.pending]
-    evaluating = bool(state.evaluations) or (
-        bool(limits.eval_prompts) and limits.last_version not in state.evaluated and evaluation.is_due(limits, limits.last_version)
-    )
+    """Ends evaluations that are complete or late, and the run once all of it is done."""
+    records: list[LedgerRecord] = [
+        evaluation.ended(current, state, limits, now) for current in state.evaluations.values() if evaluation.is_over(current, limits, now)
+    ]
+    evaluating = bool(state.evaluations) or evaluation.awaited(state, limits)
     if state.durable_steps >= limits.rollout.num_rollout > state.finished_steps and not evaluating:
         # over-sampled, or of a run that was resumed with fewer steps than it had admitted groups for
         surplus = [name for name, group in state.groups.items() if group.step is None]

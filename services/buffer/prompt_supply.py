@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass
 
+from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data.data_source import DrawnPrompts, PromptStream
 from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
@@ -11,15 +12,15 @@ from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
 from shared.schema.ledger import eval_group_parts, group_number
 
-TRAINING, HELDOUT = "training", "heldout"
+TRAINING = "training"
 
 
 @dataclass(frozen=True)
 class PromptSupply:
-    """Training and held-out prompts. ``stop_ids``: token ids at which the model ends a response."""
+    """Training prompts, and the sets of held-out ones by name. ``stop_ids``: token ids at which the model ends a response."""
 
     training: PromptStream
-    heldout: PromptFile | None
+    heldout: dict[str, PromptFile]
     stop_ids: list[int]
 
     def of_group(self, name: str) -> Prompt | None:
@@ -27,11 +28,12 @@ class PromptSupply:
         parts = eval_group_parts(name)
         if parts is None:
             return self.training.at(group_number(name))
-        return self.heldout[parts[2]] if self.heldout is not None and parts[2] < len(self.heldout) else None
+        prompts = self.heldout.get(parts[0], ())
+        return prompts[parts[2]] if parts[2] < len(prompts) else None
 
     def sets(self) -> dict[str, PromptStream | PromptFile]:
         """Returns the run's sets of prompts, by name."""
-        return {TRAINING: self.training} if self.heldout is None else {TRAINING: self.training, HELDOUT: self.heldout}
+        return {TRAINING: self.training, **{f"eval/{name}": prompts for name, prompts in self.heldout.items()}}
 
     def gauge(self, metrics: Metrics) -> None:
         """Sets ``prompts`` and ``prompts_left_out``."""
@@ -57,4 +59,5 @@ async def open_prompts(service: Service) -> PromptSupply:
 def _open(config: RunConfig) -> PromptSupply:
     tokenizer = Tokenizer(config.model.hf_checkpoint)
     training: PromptStream = (TrainingPrompts if config.data.data_source is None else DrawnPrompts)(config, tokenizer)
-    return PromptSupply(training, eval_prompts(config, tokenizer), tokenizer.stop_ids)
+    heldout = {view.name: eval_prompts(view, tokenizer) for view in eval_views(config)}
+    return PromptSupply(training, heldout, tokenizer.stop_ids)

@@ -110,13 +110,22 @@ class BatchRecord:
 
 @dataclass(slots=True)
 class EvaluationState:
-    """An evaluation under way. ``pending``: rows that have not come back, by group id; ``failed``: how many came back without rewards."""
+    """The evaluation of one set under way. ``started``: seconds since the epoch. ``pending``: rows that have not come back, by group id.
+
+    ``groups``: rewards of each prompt that came back; ``lengths`` of all their samples, in tokens, of which ``truncated`` ended at their
+    length; ``oldest``, ``newest``: versions that drew them. ``failed``: how many prompts came back without rewards.
+    """
 
     dataset: str
     version: int
     prompts: int
+    started: float
     pending: dict[str, int]
-    rewards: list[float] = field(default_factory=list)
+    groups: "list[array[float]]" = field(default_factory=list)
+    lengths: "array[int]" = field(default_factory=lambda: array("I"))
+    truncated: int = 0
+    oldest: int = NOTHING_TRAINED
+    newest: int = 0
     failed: int = 0
 
 
@@ -135,10 +144,9 @@ class BufferState:
     ready: dict[str, GroupState] = field(default_factory=dict)  # scored, not yet batched, in the order they came back
     batches: dict[int, BatchRecord] = field(default_factory=dict)
     formed_steps: int = 0
-    evaluations: dict[int, EvaluationState] = field(default_factory=dict)  # under way, by version
-    last_evaluation: ledger.EvalEnded | None = None
-    evaluated: set[int] = field(default_factory=set)  # versions whose evaluation ended
-    finished_steps: int = 0  # steps of the run when it last finished; more may have been asked for since
+    evaluations: dict[tuple[int, str], EvaluationState] = field(default_factory=dict)  # under way, by version and set
+    evaluated: dict[tuple[int, str], ledger.EvalEnded] = field(default_factory=dict)  # those that ended, in order
+    finished_steps: int = -1  # steps of the run when it last finished; more may have been asked for since
     released: list[str] = field(default_factory=list)  # payload keys let go by the latest record: free them
 
     @property
@@ -232,19 +240,24 @@ class BufferState:
 
     def _eval_started(self, record: ledger.EvalStarted) -> None:
         pending = {eval_group_id(record.dataset, record.version, row): row for row in range(record.prompts)}
-        self.evaluations[record.version] = EvaluationState(record.dataset, record.version, record.prompts, pending)
+        evaluation = EvaluationState(record.dataset, record.version, record.prompts, record.at, pending)
+        self.evaluations[record.version, record.dataset] = evaluation
 
     def _eval_scored(self, record: ledger.EvalScored) -> None:
-        evaluation = self.evaluations[record.version]
+        evaluation = self.evaluations[record.version, record.dataset]
         self.released += record.payload.keys if record.payload is not None else []
         del evaluation.pending[record.group]
-        evaluation.rewards += record.rewards
-        evaluation.failed += not record.rewards
+        if not record.rewards:
+            evaluation.failed += 1
+            return
+        evaluation.groups.append(array("d", record.rewards))
+        evaluation.lengths.extend(record.lengths)
+        evaluation.truncated += len(record.truncated)
+        evaluation.oldest, evaluation.newest = min(evaluation.oldest, record.oldest), max(evaluation.newest, record.newest)
 
     def _eval_ended(self, record: ledger.EvalEnded) -> None:
-        del self.evaluations[record.version]
-        self.last_evaluation = record
-        self.evaluated.add(record.version)
+        del self.evaluations[record.version, record.dataset]
+        self.evaluated[record.version, record.dataset] = record
 
     def _run_finished(self, record: ledger.RunFinished) -> None:
         self.finished_steps = record.steps

@@ -11,8 +11,11 @@ from services.buffer.prompt_supply import PromptSupply
 from services.buffer.state import BufferState, EvaluationState, GroupState
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.config.eval_views import EvalView, eval_views
+from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, MessageTooLarge
+from shared.schema.ledger import eval_group_parts
 from shared.schema.messages import Failed, Sampling, Task
 
 GiveUp = Callable[[Sequence[Failed]], Awaitable[None]]
@@ -29,18 +32,9 @@ class TaskPublisher:
 
     def __init__(self, bus: Bus, config: RunConfig, prompts: PromptSupply) -> None:
         self._bus, self._subjects, self._prompts = bus, Subjects(config.run.name), prompts
-        rollout, evaluation = config.rollout, config.eval
-        self._samples, self._eval_samples = rollout.n_samples_per_prompt, evaluation.n_samples_per_eval_prompt
-        self._sampling = Sampling(
-            temperature=rollout.rollout_temperature,
-            top_p=rollout.rollout_top_p,
-            top_k=rollout.rollout_top_k,
-            max_new_tokens=rollout.rollout_max_response_len,
-            stop=rollout.rollout_stop,
-            stop_token_ids=sorted({*rollout.rollout_stop_token_ids, *prompts.stop_ids}),
-        )
-        own = {"temperature": evaluation.eval_temperature, "max_new_tokens": evaluation.eval_max_response_len}
-        self._eval_sampling = self._sampling.model_copy(update={name: value for name, value in own.items() if value is not None})
+        self._samples, self._sampling = config.rollout.n_samples_per_prompt, _sampling(config.rollout, prompts.stop_ids)
+        self._sets = {view.name: _set_fields(view, prompts.stop_ids) for view in eval_views(config)}
+        self._longest = {view.name: view.max_context_len for view in eval_views(config)}
         self._queues: dict[str, asyncio.Queue[dict[str, Any]]] = {TRAIN: asyncio.Queue(), EVAL: asyncio.Queue()}
 
     def group(self, group: GroupState, state: BufferState, limits: BufferConfig) -> None:
@@ -49,9 +43,10 @@ class TaskPublisher:
         minimum = policy.min_version(group, state, limits)
         self._queues[TRAIN].put_nowait({**attempt, "n": self._samples, "sampling": self._sampling, "min_version": minimum})
 
-    def evaluation(self, evaluation: EvaluationState) -> None:
+    def evaluation(self, evaluation: EvaluationState, limits: BufferConfig) -> None:
         """Queues the held-out prompts of an evaluation that have not come back."""
-        fields = {"attempt": 0, "n": self._eval_samples, "sampling": self._eval_sampling, "min_version": evaluation.version}
+        own = self._sets.get(evaluation.dataset, {})  # a set that the run does not have any more has no prompts either
+        fields = {"attempt": 0, **own, "min_version": evaluation.version, "deadline": limits.eval_deadline(evaluation.started)}
         for name in evaluation.pending:
             self._queues[EVAL].put_nowait({"group": name, **fields})
 
@@ -86,16 +81,49 @@ class TaskPublisher:
 
     def _task(self, group: str, **fields: Any) -> Task:
         prompt = self._prompts.of_group(group)
-        assert prompt is not None  # evaluations only start where the run has held-out prompts
+        if prompt is None:
+            raise ConfigError("eval.sets", group, "the run does not have this held-out prompt any more")
+        parts = eval_group_parts(group)
+        if parts is not None and (longest := self._longest[parts[0]]) is not None:
+            sampling = fields["sampling"]
+            room = min(sampling.max_new_tokens, longest - len(prompt.tokens))
+            fields["sampling"] = sampling.model_copy(update={"max_new_tokens": room, "min_new_tokens": min(sampling.min_new_tokens, room)})
         return Task(
             group=group,
             prompt=prompt.content,
             prompt_tokens=prompt.tokens,
             label=prompt.label,
+            label_json=prompt.label_json,
             metadata=prompt.metadata,
             environment=prompt.environment,
             **fields,
         )
+
+
+def _sampling(rollout: RolloutSection, stop_ids: Sequence[int], **own: Any) -> Sampling:
+    return Sampling(
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        max_new_tokens=rollout.rollout_max_response_len,
+        stop=rollout.rollout_stop,
+        stop_token_ids=sorted({*rollout.rollout_stop_token_ids, *stop_ids}),
+        **own,
+    )
+
+
+def _set_fields(view: EvalView, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns the fields that the tasks of a set of held-out prompts have in common."""
+    own, rollout = view.own, view.config.rollout
+    sampling = _sampling(
+        rollout,
+        stop_ids,
+        min_new_tokens=view.min_new_tokens,
+        repetition_penalty=1.0 if own.repetition_penalty is None else own.repetition_penalty,
+        skip_special_tokens=own.skip_special_tokens,
+        no_stop_trim=own.no_stop_trim,
+    )
+    return {"n": rollout.n_samples_per_prompt, "sampling": sampling, "generate_function": own.custom_generate_function_path}
 
 
 def _failed(fields: Mapping[str, Any], error: Exception) -> Failed:

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from shared.config.eval_views import reward_field, reward_key
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample, load, paths, reward_values
 from shared.hooks.filters import BUILT_IN
@@ -32,6 +33,11 @@ LONGEST_REASON = 100
 """The most characters of the reason for which a group is dropped."""
 
 
+def is_scoring(field: str) -> bool:
+    """Returns whether the function of a field scores samples; the others of the reward service are filters."""
+    return field.endswith(".custom_rm_path")
+
+
 @dataclass(frozen=True)
 class FilterResult:
     """The scores of a group, one a sample, in order. ``filtered``: why the filters drop it; None: they keep it."""
@@ -46,12 +52,13 @@ class Functions:
     def __init__(self, config: RunConfig) -> None:
         self._paths = paths(config, "reward")
         self._functions = {field: load(field, path) for field, path in self._paths.items()}
-        self._args, self._key, self._group_rm = Arguments(config), config.reward.reward_key, config.reward.group_rm
+        self._config, self._args, self._key = config, Arguments(config), config.reward.reward_key
+        self._group_rm = config.reward.group_rm
         name = config.rollout.dynamic_sampling_filter_path
         if name in BUILT_IN:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
-        of_verb = {"score": [self._functions[field] for field in self._functions if field == SCORE]}
-        of_verb["select"] = [self._functions[field] for field in self._functions if field != SCORE]
+        of_verb = {"score": [self._functions[field] for field in self._functions if is_scoring(field)]}
+        of_verb["select"] = [self._functions[field] for field in self._functions if not is_scoring(field)]
         self.waits = [verb for verb, functions in of_verb.items() if functions and all(map(_is_async, functions))]
         """Those of the verbs whose functions are all async: while one call waits, others may be made."""
 
@@ -73,18 +80,20 @@ class Functions:
             return {"error": str(error)}
 
     async def score(self, stored: list[StoredSample]) -> list[Score]:
-        """Returns one score a sample, by ``custom_rm_path``. Raises HookFailed.
+        """Returns one score a sample, by ``custom_rm_path``, the evaluation set's own where it has one. Raises HookFailed.
 
-        The function gets one sample after the other; all samples of the group at once with ``group_rm``; those of one rollout at once
-        where it gave several.
+        The function gets one sample after the other; all samples of the group at once with ``group_rm``, which is the run's function's
+        alone; those of one rollout at once where it gave several.
         """
-        samples = [from_stored(sample) for sample in stored]
-        if self._group_rm:
-            values = await self._list_of(samples)
+        samples, group = [from_stored(sample) for sample in stored], stored[0].group
+        field, key = reward_field(self._config, group), reward_key(self._config, group)
+        if self._group_rm and field == SCORE:
+            values = await self._list_of(field, samples)
         else:
-            rollouts = [list(group) for _, group in groupby(samples, key=lambda sample: sample.rollout_id)]
-            values = [value for given in await asyncio.gather(*map(self._of_rollout, rollouts)) for value in given]
-        return [self._read(SCORE, value, index) for index, value in enumerate(values)]
+            rollouts = [list(several) for _, several in groupby(samples, key=lambda sample: sample.rollout_id)]
+            scoring = (self._of_rollout(field, several) for several in rollouts)
+            values = [value for given in await asyncio.gather(*scoring) for value in given]
+        return [self._read(field, value, index, key) for index, value in enumerate(values)]
 
     async def select(self, stored: list[StoredSample], scores: list[Score]) -> FilterResult:
         """Returns the outcome of the filters for a scored group. Raises HookFailed."""
@@ -98,23 +107,23 @@ class Functions:
         last = REMOVE if REMOVE in self._functions else SEE
         decided = []
         for index, (sample, score, reward) in enumerate(zip(samples, scores, given, strict=True)):
-            counts = score if sample.reward == reward else self._read(last, sample.reward, index)
+            counts = score if sample.reward == reward else self._read(last, sample.reward, index, self._key)
             decided.append(replace(counts, removed=bool(sample.remove_sample)))
         return FilterResult(decided, filtered)
 
-    async def _of_rollout(self, samples: list[HookSample]) -> list[Any]:
-        return await self._list_of(samples) if len(samples) > 1 else [await self._call(SCORE, samples[0])]
+    async def _of_rollout(self, field: str, samples: list[HookSample]) -> list[Any]:
+        return await self._list_of(field, samples) if len(samples) > 1 else [await self._call(field, samples[0])]
 
-    async def _list_of(self, samples: list[HookSample]) -> list[Any]:
-        values = await self._call(SCORE, samples)
+    async def _list_of(self, field: str, samples: list[HookSample]) -> list[Any]:
+        values = await self._call(field, samples)
         if not isinstance(values, list | tuple) or len(values) != len(samples):
             found = f"{len(values)} rewards" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-            raise self._failed(SCORE, f"gave {found} for {len(samples)} samples; expected a list with one a sample")
+            raise self._failed(field, f"gave {found} for {len(samples)} samples; expected a list with one a sample")
         return list(values)
 
-    def _read(self, field: str, value: object, index: int) -> Score:
+    def _read(self, field: str, value: object, index: int, key: str | None) -> Score:
         try:
-            return reward_values.read(value, self._key)
+            return reward_values.read(value, key)
         except ValueError as error:
             raise self._failed(field, f"sample {index}: {error}") from None
 

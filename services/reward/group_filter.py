@@ -1,6 +1,6 @@
 """Decides which scored groups are kept, and which of their samples are trained, by the run's filters, for training groups alone."""
 
-from services.reward.custom_functions import SCORE, FilterResult
+from services.reward.custom_functions import FilterResult, is_scoring
 from services.reward.scoring_pools import HooksPool
 from shared import hooks
 from shared.config.run_config import RunConfig
@@ -17,7 +17,7 @@ class GroupFilter:
     """
 
     def __init__(self, config: RunConfig, pool: HooksPool | None) -> None:
-        self._pool = pool if any(field != SCORE for field in hooks.paths(config, "reward")) else None
+        self._pool = pool if any(not is_scoring(field) for field in hooks.paths(config, "reward")) else None
         self._built_in = BUILT_IN.get(config.rollout.dynamic_sampling_filter_path or "")
         self._args = hooks.Arguments(config)
 

@@ -1,11 +1,11 @@
 """Decides what scores a sample: the reward that it came with, else its own ``metadata.rm_type``, else what its group was sent to."""
 
 from services.reward.scorer import Scorer
-from shared.config.reward_section import RewardSection
+from shared.config.eval_views import reward_key, reward_section
+from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.rewards.names import queue_of
 from shared.runtime.errors import BadMessage, nearest
-from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_process import WorkerFailed
@@ -18,15 +18,14 @@ class RewardRouter:
         scorers: every scorer of the run, by the name of its queue.
     """
 
-    def __init__(self, config: RewardSection, scorers: dict[str, Scorer]) -> None:
+    def __init__(self, config: RunConfig, scorers: dict[str, Scorer]) -> None:
         self._config, self._scorers = config, scorers
-        self._names = config.environment_names()
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         """Returns one score a sample, in order. Raises as `Scorer.score` does, WorkerFailed for an unknown environment."""
         scores: dict[int, Score] = {}
-        if not self._config.group_rm:  # a function that scores whole groups gets all of their samples, as with slime
-            key = self._config.key(is_evaluation(group.group))
+        if not self._config.reward.group_rm:  # a function that scores whole groups gets all of their samples, as with slime
+            key = reward_key(self._config, group.group)
             scores = {position: _given(sample, key) for position, sample in enumerate(samples) if sample.given_reward is not None}
         names = [None if position in scores else self._environment(group, sample) for position, sample in enumerate(samples)]
         for name in filter(None, dict.fromkeys(names)):
@@ -36,10 +35,10 @@ class RewardRouter:
         return [scores[position] for position in range(len(samples))]
 
     def _environment(self, group: Generated, sample: Sample) -> str:
-        named = sample.metadata.get("rm_type")
-        name = self._config.environment_of(named) if named else group.environment
-        if name not in self._names:
-            expected = nearest(name, self._names)
+        named, reward = sample.metadata.get("rm_type"), reward_section(self._config, group.group)
+        name, names = reward.environment_of(named) if named else group.environment, reward.environment_names()
+        if name not in names:
+            expected = nearest(name, names)
             raise WorkerFailed(f"sample {sample.name}: metadata.rm_type is {name[:80]!r}; the run has no such environment ({expected})")
         return name
 

@@ -33,10 +33,10 @@ async def serve(service: Service) -> None:
             environment = open_environment(name, url, service.bus, service.run)
             opened.push_async_callback(environment.close)
             checks.append(EnvironmentHealthCheck(service, environment))
-            scorers.append(ExternalScorer(environment, checks[-1], service.run, service.config.reward))
+            scorers.append(ExternalScorer(environment, checks[-1], service.config))
         group_filter = GroupFilter(service.config, functions)
         reader = await PayloadReader.open(service)
-        router = RewardRouter(service.config.reward, {scorer.name: scorer for scorer in scorers})
+        router = RewardRouter(service.config, {scorer.name: scorer for scorer in scorers})
         consumers = [GroupConsumer(service, reader, scorer, router, group_filter) for scorer in scorers]
         service.state = "ready"
         work = [*(check.run() for check in checks), *(consumer.run() for consumer in consumers), _count(service, consumers)]
@@ -50,13 +50,13 @@ async def serve(service: Service) -> None:
 async def _own_scorers(service: Service, functions: HooksPool | None, opened: AsyncExitStack) -> list[Scorer]:
     """Returns the scorers of the run's environments that are inside of Myxo."""
     config, scorers = service.config.reward, list[Scorer]()
-    queues = config.queues()
+    queues = service.config.queues()
     for queue in sorted(set(QUEUES.values()).intersection(queues)):
         pool = VerifierPool(queue, [name for name in QUEUES if QUEUES[name] == queue], config.reward_workers)
         opened.push_async_callback(pool.close)
         if queue == queue_of(config.rm_type):  # the run's own verifier: its first group should not wait for imports
             await pool.start()
-        scorers.append(VerifierScorer(queue, pool, config))
+        scorers.append(VerifierScorer(queue, pool, service.config))
     if functions is not None and CUSTOM in queues:
         scorers.append(CustomScorer(functions, config))
     return scorers

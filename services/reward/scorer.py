@@ -8,14 +8,14 @@ from pydantic import ValidationError
 
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.scoring_pools import HooksPool, Verification, VerifierPool
+from shared.config.eval_views import reward_key
 from shared.config.reward_section import CUSTOM, RewardSection
+from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.hooks import reward_values
-from shared.rewards.names import needs_label
-from shared.rewards.reference import Reference
+from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_process import WorkerFailed
@@ -54,22 +54,23 @@ class Scorer(ABC):
 class VerifierScorer(Scorer):
     """The verifiers of `services.reward.verifiers` that share a queue."""
 
-    def __init__(self, queue: str, pool: VerifierPool, config: RewardSection) -> None:
-        super().__init__(queue, config.reward_workers * IN_HAND)
-        self._pool, self._config = pool, config
+    def __init__(self, queue: str, pool: VerifierPool, config: RunConfig) -> None:
+        super().__init__(queue, config.reward.reward_workers * IN_HAND)
+        self._pool, self._config, self._reward = pool, config, config.reward
 
     async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
-        if needs_label(environment) and any(sample.label is None for sample in samples):
-            raise WorkerFailed(f"verifier {environment} needs a label and the prompt has none")
-        first, *others = references = [Reference(sample.label, metadata=sample.metadata) for sample in samples]
+        first, *others = references = [sample.reference for sample in samples]
+        for reference in references:
+            if (problem := label_problem(environment, reference)) is not None:
+                raise WorkerFailed(f"verifier {environment}: the label: {problem}")
         asked = Verification(
             environment,
             [sample.text for sample in samples],
             references if any(reference != first for reference in others) else [first],
-            self._config.answer_pattern if environment == self._config.rm_type else None,
-            self._config.key(is_evaluation(group.group)),
+            self._reward.answer_pattern if environment == self._reward.rm_type else None,
+            reward_key(self._config, group.group),
         )
-        return await self._pool.score(asked, self._config.reward_timeout)
+        return await self._pool.score(asked, self._reward.reward_timeout)
 
 
 class CustomScorer(Scorer):
@@ -86,18 +87,17 @@ class CustomScorer(Scorer):
 class ExternalScorer(Scorer):
     """An environment outside of Myxo. Its health check tells whether it is reachable; groups that it had when it left are tried again."""
 
-    def __init__(self, environment: Environment, health: EnvironmentHealthCheck, run: str, config: RewardSection) -> None:
-        super().__init__(environment.name, config.environment_concurrency, health.reachable)
-        self._environment, self._health, self._run, self._timeout = environment, health, run, config.reward_timeout
-        self._config = config
+    def __init__(self, environment: Environment, health: EnvironmentHealthCheck, config: RunConfig) -> None:
+        super().__init__(environment.name, config.reward.environment_concurrency, health.reachable)
+        self._environment, self._health, self._config, self._timeout = environment, health, config, config.reward.reward_timeout
 
     async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
-        request = _request(self._run, group, samples)
+        request = _request(self._config.run.name, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
         reason = ""
         while (left := end - time.monotonic()) > 0:
             try:
-                return self._counted(await self._environment.score(request, left), self._config.key(is_evaluation(group.group)))
+                return self._counted(await self._environment.score(request, left), reward_key(self._config, group.group))
             except EnvironmentAway as error:
                 reason = error.reason
                 self._health.lost(reason)

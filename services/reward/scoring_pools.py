@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from services.reward.custom_functions import SCORE, FilterResult
+from services.reward.custom_functions import FilterResult, is_scoring
+from shared.config.eval_views import reward_field
 from shared.config.run_config import RunConfig
 from shared.environment.protocol import first_problem
 from shared.hooks import paths
@@ -91,10 +92,7 @@ class HooksPool(ScoringPool):
 
     def __init__(self, config: RunConfig) -> None:
         self._config, found = config, paths(config, "reward")
-        self._called = {
-            "score": f"{SCORE} = {found.get(SCORE)}",
-            "select": ", ".join(f"{field} = {path}" for field, path in found.items() if field != SCORE),
-        }
+        self._called = ", ".join(f"{field} = {path}" for field, path in found.items() if not is_scoring(field))
         name = f"the functions {', '.join(found.values())}"
         setup, variables = {"config": config.model_dump_json()}, config.reward.worker_environment
         super().__init__(name, config.reward.reward_workers, setup, _MODULE, variables)
@@ -113,5 +111,7 @@ class HooksPool(ScoringPool):
         return await self._call("select", samples, "a verdict", scores=[asdict(score) for score in scores])
 
     async def _call(self, verb: str, samples: list[Sample], awaited: str, **more: object) -> FilterResult:
+        field, found = reward_field(self._config, samples[0].group), paths(self._config, "reward")
+        called = f"{field} = {found[field]}" if verb == "score" else self._called
         request = {"verb": verb, "samples": sample.encode(samples, self._config.store.blob_bytes), **more}
-        return await self.scores(request, len(samples), awaited, self._called[verb], self._config.reward.reward_timeout)
+        return await self.scores(request, len(samples), awaited, called, self._config.reward.reward_timeout)

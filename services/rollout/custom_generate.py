@@ -16,6 +16,7 @@ from services.rollout.replica import Replica
 from shared import hooks
 from shared.hooks import Arguments, HookFailed, Status
 from shared.hooks.sample_conversion import Served, group_index, to_stored
+from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -110,7 +111,7 @@ class CustomGenerate:
             session_id=f"{task.group}.{task.attempt}.{rollout}",
             prompt=copy.deepcopy(task.prompt),
             tokens=task.prompt_tokens.tolist(),
-            label=task.label,
+            label=Reference(task.label, task.label_json).value,
             metadata=copy.deepcopy(task.metadata),
         )
         assert self._replica.proxy.address is not None  # it is open from the engine's start on
@@ -140,4 +141,14 @@ class CustomGenerate:
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
     """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens."""
-    return {**sampling.model_dump(), "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    text = {
+        "skip_special_tokens": sampling.skip_special_tokens is True,
+        "no_stop_trim": sampling.no_stop_trim is not False,
+        "spaces_between_special_tokens": False,
+    }
+    drawn = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim", "min_new_tokens", "repetition_penalty"})
+    if sampling.min_new_tokens:  # slime leaves out what nobody has set
+        drawn["min_new_tokens"] = sampling.min_new_tokens
+    if sampling.repetition_penalty != 1:
+        drawn["repetition_penalty"] = sampling.repetition_penalty
+    return {**drawn, **text}

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.generation import Generation
 from shared.data.tokenizer import Tokenizer
-from shared.schema.messages import Task
+from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
 
 
@@ -71,9 +71,10 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
             mask=np.ones(len(partial.tokens), np.uint8),
             segments=partial.segments,
             finish=partial.finish or "abort",
-            text=tokenizer.decode(partial.tokens),
+            text=_text(task.sampling, partial, tokenizer),
             prompt_text=task.prompt,
             label=task.label,
+            label_json=task.label_json,
             metadata=task.metadata,
         )
         for index, partial in enumerate(partials)
@@ -81,3 +82,12 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
     for sample in samples:
         sample.check()
     return samples
+
+
+def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:
+    """Returns a response's text, by default without special tokens and with the stop string that ended it."""
+    text = tokenizer.decode(partial.tokens, skip_special_tokens=sampling.skip_special_tokens is not False)
+    if sampling.no_stop_trim is not False or partial.finish != "stop":
+        return text
+    ends = [at for stop in sampling.stop if (at := text.rfind(stop)) >= 0]
+    return text[: min(ends)] if ends else text

@@ -18,11 +18,15 @@ from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.engine_proxy import EngineProxy
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
+from shared.config import sglang_flags
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.own_address import LOOPBACK, own_address
 from shared.runtime.service_base import Service
+
+INITIAL_VERSION = 0
+"""The version of the policy that an engine loads from `hf_checkpoint` when it starts."""
 
 WATCH_SECONDS = 1.0
 OPEN_SECONDS = 60.0
@@ -158,13 +162,16 @@ class Replica:
             await asyncio.to_thread(self._process.stop, 0)
 
     async def attach(self, client: EngineClient) -> None:
-        """Attaches an engine that has started; its weights have not been verified."""
+        """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        if self._exposed or self._rollout.custom_generate_function_path is not None:
+        if self._exposed or self._rollout.custom_generate_function_path or self._rollout.rollout_function_path:
             await self.proxy.open(own_address() if self._exposed else LOOPBACK)
         self.served.engine_started()
         self.engine_up.set()
-        await self.publish()
+        if self._service.config.debug.debug_rollout_only:
+            await self.serve(INITIAL_VERSION)
+        else:
+            await self.publish()
 
     async def _start(self) -> EngineProcess:
         service = self._service
@@ -198,7 +205,7 @@ class Replica:
             free_port(),
             device=device,
             random_seed=seed,
-            flags=flags | rollout.sglang,
+            flags=flags | sglang_flags.present_names(rollout.sglang),
         )
 
     def _log_file(self) -> Path:

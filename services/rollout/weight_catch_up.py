@@ -121,6 +121,8 @@ class WeightCatchUp:
 
     async def _look(self) -> None:
         held, config = self._replica.version, self._config
+        if self._service.config.debug.debug_rollout_only:
+            return  # the engine has come with the only weights that there are
         if self._service.config.trainer.colocate or (self._pushes and (held != NO_WEIGHTS or config.join_from == "trainer")):
             return
         live, snapshot = await self._announced("live", WeightsLive), await self._announced("snapshot", WeightsSnapshot)

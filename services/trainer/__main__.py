@@ -12,8 +12,14 @@ from shared.runtime.service_base import exit_code
 
 
 def launch(role: str) -> None:
-    """Becomes the only rank, or starts all ranks under torchrun and waits for them. ``role``: actor or critic."""
+    """Becomes the only rank, or starts all ranks under torchrun and waits for them; becomes the recorder of a run that trains nothing.
+
+    Args:
+        role: actor or critic.
+    """
     config, _ = read_run()
+    if config.debug.debug_rollout_only:
+        os.execv(sys.executable, [sys.executable, "-m", "services.trainer.rollout_recorder"])
     prepare_environment(config)
     ranks = config.trainer.ranks(role)
     if ranks == 1:

@@ -7,13 +7,13 @@ ranks get the same loss weights and the same metrics, to the bit. Names of metri
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from math import comb
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from services.trainer.packing import PackedBatch
+from shared.data import pass_rates
 from shared.schema.messages import Batch
 from shared.schema.sample import Sample
 
@@ -122,21 +122,13 @@ def zero_std(groups: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def passrate(groups: Sequence[Sequence[float]], threshold: float = 1.0) -> dict[str, float]:
-    """Returns ``pass@k`` for k = 1, 2, 4, … as far as every group has k samples: the mean over groups of the probability that one of k
-    samples drawn from the group passes.
-
-    Of n samples c pass: 1 - C(n - c, k) / C(n, k), without bias (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    """Returns ``pass@k`` (`shared.data.pass_rates`) for k = 1, 2, 4, … as far as every group has k samples.
 
     Args:
         groups: rewards, group by group. threshold: a sample passes with a reward of at least this.
     """
-    smallest = min((len(rewards) for rewards in groups), default=0)
-    found, k = {}, 1
-    while k <= smallest:
-        passing = [(len(rewards), sum(reward >= threshold for reward in rewards)) for rewards in groups]
-        found[f"pass@{k}"] = float(np.mean([1 - comb(n - c, k) / comb(n, k) for n, c in passing]))
-        k *= 2
-    return found
+    counts = pass_rates.pass_counts(groups, threshold)
+    return {f"pass@{k}": pass_rates.pass_at(counts, k) for k in pass_rates.powers(counts)}
 
 
 def token_means(micro_batches: Sequence[PackedBatch], total: Sum) -> dict[str, float]:

@@ -1,13 +1,15 @@
 """``python -m services.trainer.batch_replay CONFIG TEMPLATE [flags]``: trains the batches that a run has dumped, without bus, store and
 engines.
 
-Started by ``myxo replay``. Every rank runs it; the launcher starts more of them where the config asks for more. Everything else is the
-trainer's own code: the same batches under the same config give the same steps, and with ``--deterministic`` the same bits.
+Started by ``myxo replay``; with ``--train-only`` and the checked config as JSON by ``myxo up`` for a run with `load_debug_rollout_data`,
+which goes on from its checkpoints. Every rank runs it; the launcher starts more of them where the config asks for more. Everything else is
+the trainer's own code: the same batches under the same config give the same steps, and with ``--deterministic`` the same bits.
 """
 
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +17,13 @@ from typing import Any
 
 from shared.config import flags
 from shared.config import run_config as configs
+from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
-from shared.schema.messages import BatchAnswer, RunDone, Trained, WarmStartEnded
+from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained, WarmStartEnded
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
@@ -31,20 +34,31 @@ its name. Flags are laid over the config as by `myxo up`, --deterministic among 
 CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"
 """The environment variable with the path of the config that the launcher has written for its ranks."""
 
+TRAIN_ONLY = "--train-only"
+"""The first word where the config is that of a run, checked, and not of a replay."""
+
 
 class ReplayClient:
-    """A stand-in for rank 0's `ControlClient`: batches come from files, and reports are printed."""
+    """A stand-in for rank 0's `ControlClient`: batches come from files, and reports are printed.
 
-    stopping = False
+    Args:
+        dumps: a `DumpedBatches`. steps: of the run. After SIGTERM or SIGINT the trainer is told to stop, as by a service.
+    """
+
     replicas: list[Any] = []
-    evaluations: dict[str, tuple[int, float]] = {}
+    evaluations: list[EvalFigures] = []
 
-    def __init__(self, dumps: Any) -> None:
-        self._dumps = dumps
+    def __init__(self, dumps: Any, steps: int) -> None:
+        self._dumps, self._steps, self.stopping = dumps, steps, False
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self.stopping = True
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
         """Returns the batch of ``step``, or the answer that there are no more."""
-        return self._dumps.batch(step) if step in self._dumps.steps else RunDone()
+        return self._dumps.batch(step) if step < self._steps else RunDone()
 
     def report(self, what: str, message: Trained | WarmStartEnded) -> None:
         """Prints a step as one line of JSON."""
@@ -67,61 +81,83 @@ class ReplayClient:
     def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None: ...
 
 
-def replayed(config: RunConfig, directory: Path, steps: list[int]) -> RunConfig:
-    """Returns the run's config for training again in a directory of its own, from the beginning up to the last of ``steps``.
+def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:
+    """Returns the run's config for training its batches again in a directory of their own, from the beginning up to the last of ``steps``.
 
-    Raises ConfigError for a run with a critic, and for batches that do not begin at step 0.
+    Raises ConfigError for batches that do not begin at step 0.
     """
-    if config.algorithm.has_critic:
-        raise ConfigError("algorithm.advantage_estimator", "ppo", "an estimator without a critic; its values are not in the dumps")
     missing = sorted(set(range(steps[-1] + 1)) - set(steps))
     if missing:
-        raise ConfigError("load_debug_rollout_data", f"no file of step {missing[0]}", f"every step from 0 to {steps[-1]}")
-    run = config.run.model_copy(update={"dir": directory.parent, "name": directory.name})
-    rollout = config.rollout.model_copy(update={"num_rollout": len(steps)})
-    monitoring = config.monitoring.model_copy(update={"save_debug_rollout_data": None})
-    return config.model_copy(update={"run": run, "rollout": rollout, "monitoring": monitoring})
+        raise ConfigError(DUMPS, f"no file of step {missing[0]}", f"every step from 0 to {steps[-1]}")
+    directory = config.run.root.with_name(f"{config.run.name}-replay")
+    unset = {"save_debug_rollout_data": None, "dump_details": None, "debug_rollout_only": False}
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": directory.parent, "name": directory.name}),
+            "rollout": config.rollout.model_copy(update={"num_rollout": len(steps)}),
+            "debug": config.debug.model_copy(update={**unset, "load_debug_rollout_data": template}),
+        }
+    )
+
+
+def offline(config: RunConfig) -> RunConfig:
+    """Returns the config of a trainer that nobody takes weights from. Raises ConfigError for one with a critic."""
+    if config.algorithm.has_critic:
+        raise ConfigError("algorithm.advantage_estimator", "ppo", "an estimator without a critic; its values are not in the dumps")
+    nobody = {"update_weight_transport": "nccl", "snapshot_interval": 0, "join_from": "trainer"}
+    return config.model_copy(update={"weights": config.weights.model_copy(update=nobody)})
 
 
 def launch(arguments: list[str]) -> None:
-    """Reads the config, empties the replay's directory, becomes the only rank or starts all of them."""
+    """Reads the config, becomes the only rank or starts all of them. A replay's directory is emptied first."""
     from services.trainer.__main__ import prepare_environment, run_ranks
-    from services.trainer.dumps import DumpedBatches
 
-    if len(arguments) < 2 or arguments[0].startswith("-"):
+    if len(arguments) < 2 or (arguments[0].startswith("-") and arguments[0] != TRAIN_ONLY):
         print(USAGE)
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
-    path, template, *rest = arguments
-    config = configs.load(Path(path), flags.parse(rest))
-    config = hub_resolve.local(hub_resolve.pinned(config, hub_resolve.pins_in(config.run.root)), hub_resolve.MODELS)
-    directory = config.run.root.with_name(f"{config.run.name}-replay")
-    config = replayed(config, directory, DumpedBatches(template).steps)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    written = directory / "config.json"
+    config = offline(_run(Path(arguments[1])) if arguments[0] == TRAIN_ONLY else _replay(arguments))
+    written = config.run.root / "logs" / "train-config.json"
+    written.parent.mkdir(parents=True, exist_ok=True)
     written.write_text(config.model_dump_json())
     os.environ |= {CONFIG_VARIABLE: str(written)}
     prepare_environment(config)
     ranks = config.trainer.ranks("actor")
-    if ranks == 1:
-        rank(template)
+    if ranks == 1:  # a process of its own: torch reads the environment when it is imported
+        os.execv(sys.executable, [sys.executable, "-m", "services.trainer.batch_replay", "rank"])
     else:
-        run_ranks(ranks, "services.trainer.batch_replay", "rank", template)
+        run_ranks(ranks, "services.trainer.batch_replay", "rank")
 
 
-def rank(template: str) -> None:
+def _run(path: Path) -> RunConfig:
+    return hub_resolve.local(RunConfig.model_validate_json(path.read_text()), hub_resolve.MODELS)
+
+
+def _replay(arguments: list[str]) -> RunConfig:
+    from services.trainer.dumped_batches import dumped_steps
+
+    path, template, *rest = arguments
+    config = configs.load(Path(path), flags.parse(rest))
+    config = hub_resolve.local(hub_resolve.pinned(config, hub_resolve.pins_in(config.run.root)), hub_resolve.MODELS)
+    config = replayed(config, template, dumped_steps(template))
+    shutil.rmtree(config.run.root, ignore_errors=True)
+    return config
+
+
+def rank() -> None:
     """Trains on one rank."""
     import torch
 
-    from services.trainer.dumps import DumpedBatches
+    from services.trainer.dumped_batches import DumpedBatches
     from services.trainer.loop import Trainer
 
     config = RunConfig.model_validate_json(Path(os.environ[CONFIG_VARIABLE]).read_text())
     torch.set_num_threads(config.trainer.torch_threads or 1)
-    dumps = DumpedBatches(template)
-    control: Any = ReplayClient(dumps) if int(os.environ.get("RANK", "0")) == 0 else None
-    for step in dumps.steps if control is None else ():
-        dumps.batch(step)  # the other ranks get a batch's references from rank 0, and read its payloads themselves
+    dumps = DumpedBatches(config)
+    first = int(os.environ.get("RANK", "0")) == 0
+    control: Any = ReplayClient(dumps, config.rollout.num_rollout) if first else None
+    if not first:  # rank 0 gets the signal and commands all ranks to leave
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)
     trainer = Trainer(config, dumps, control)  # type: ignore[arg-type]
     try:
         trainer.run()
@@ -132,4 +168,4 @@ def rank(template: str) -> None:
 if __name__ == "__main__":
     die_with_parent()
     given = sys.argv[1:]
-    sys.exit(exit_code("replay", (lambda: rank(given[1])) if given[:1] == ["rank"] else (lambda: launch(given))))
+    sys.exit(exit_code("replay", rank if given[:1] == ["rank"] else (lambda: launch(given))))

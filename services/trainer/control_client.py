@@ -25,6 +25,9 @@ from shared.schema.messages import (
     BatchRefused,
     BatchRequest,
     Durable,
+    EvalFigures,
+    EvaluationsEnded,
+    EvaluationsRequest,
     RunDone,
     ServiceStatus,
     Trained,
@@ -57,8 +60,8 @@ class ControlClient:
     The thread that serves it makes ``service`` (the attribute), and ends the process if it dies (`shared.runtime.failures`).
 
     Attributes:
-        replicas: the rollout replicas whose engines are up, as the registry was last read. evaluations: by dataset, the version that was
-            evaluated last and its mean reward, as the buffer last reported.
+        replicas: the rollout replicas whose engines are up, as the registry was last read. evaluations: those that have ended, in
+            their order, as far as the buffer has told.
     """
 
     service: Service
@@ -70,8 +73,9 @@ class ControlClient:
         self._started: Future[None] = Future()
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
+        self._reading = asyncio.Lock()
         self.replicas: list[ServiceStatus] = []
-        self.evaluations: dict[str, tuple[int, float]] = {}
+        self.evaluations: list[EvalFigures] = []
 
     def __enter__(self) -> "ControlClient":
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
@@ -103,8 +107,8 @@ class ControlClient:
         """
         request = BatchRequest(step=step, version=version, hold=hold)
         answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
-        if isinstance(answer, RunDone):  # the buffer's status may not show it yet, and the registry is not read again
-            self.evaluations = self.evaluations | {name: (answer.version, reward) for name, reward in answer.rewards.items()}
+        if isinstance(answer, RunDone) and not answer.reason:  # the buffer's status may not show all of them yet
+            self.call(self._read_evaluations(), REQUEST_SECONDS)
         return answer
 
     def trained(self, report: Trained) -> None:
@@ -212,12 +216,20 @@ class ControlClient:
             await service.bus.close()
 
     async def _read_registry(self) -> None:
-        registry, name = self.service.registry, self.config.eval.eval_name
+        registry = self.service.registry
         self.replicas = [status for status in await registry.alive("rollout") if status.state not in ("starting", "stopping")]
-        for status in await registry.alive("buffer"):
-            version, reward = status.gauges.get(f"eval_{name}_version"), status.gauges.get(f"eval_{name}")
-            if version is not None and reward is not None and version > self.evaluations.get(name, (-1, 0.0))[0]:
-                self.evaluations = {**self.evaluations, name: (int(version), reward)}
+        if any(status.gauges.get("evaluations", 0) > len(self.evaluations) for status in await registry.alive("buffer")):
+            await self._read_evaluations()
+
+    async def _read_evaluations(self) -> None:
+        """Asks the buffer for the evaluations that have ended since it was last asked."""
+        async with self._reading:
+            while True:
+                request = EvaluationsRequest(known=len(self.evaluations))
+                answer = await self._ask(self.service.subjects.evaluations, request, EvaluationsEnded)
+                if not answer.evaluations:
+                    return
+                self.evaluations = [*self.evaluations, *answer.evaluations]
 
     async def _look(self) -> None:
         while True:

@@ -98,4 +98,5 @@ class TrainerSettings:
         """Returns the learning-rate schedule of the RL phase. Raises ConfigError where the run is too short for it."""
         trainer = self.trainer
         lr = trainer.critic_lr or trainer.lr if self.role == "critic" else trainer.lr
-        return LearningRateSchedule(lr, trainer.min_lr, trainer.lr_warmup_iters, self.updates, trainer.lr_decay_style)
+        warmup, decay = trainer.warmup_steps(self.updates), trainer.decay_steps(self.updates)
+        return LearningRateSchedule(lr, trainer.min_lr, warmup, decay, trainer.lr_decay_style)

@@ -141,7 +141,15 @@ def _buffer(names: Subjects) -> BusRights:
         *_read(names.leases_bucket),
         f"$KV.{names.leases_bucket}.{BUFFER}",
     )
-    listen = (_inbox(names, BUFFER), names.batch, names.trained, names.durable, names.refused, names.event("weights", "live"))
+    listen = (
+        _inbox(names, BUFFER),
+        names.batch,
+        names.trained,
+        names.durable,
+        names.refused,
+        names.evaluations,
+        names.event("weights", "live"),
+    )
     return BusRights(publish, listen, _SHORT_ANSWER)
 
 
@@ -178,6 +186,7 @@ def _trainer(names: Subjects) -> BusRights:
         names.trained,
         names.durable,
         names.refused,
+        names.evaluations,
         names.replica_weights(ANY, ANY),
         names.event("weights", "live"),
         names.event("trainer", "step"),

@@ -99,7 +99,7 @@ async def _create(bus: Bus, config: RunConfig) -> None:
         await _limit(bus, stream)
     for consumer in (
         *(task_consumer(run, config.bus, task_class) for task_class in (TRAIN, EVAL)),
-        *(generated_consumer(run, config.bus, queue) for queue in config.reward.queues()),
+        *(generated_consumer(run, config.bus, queue) for queue in config.queues()),
         scored_consumer(run, config.bus),
     ):
         await _add_consumer(bus, consumer)

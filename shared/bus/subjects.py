@@ -29,6 +29,7 @@ class Subjects:
         self.trained = f"{run}.buffer.trained"
         self.durable = f"{run}.buffer.durable"
         self.refused = f"{run}.buffer.refused"
+        self.evaluations = f"{run}.buffer.evaluations"
         # streams and buckets (no dots allowed in their names)
         self.task_stream = f"{run}-task"
         self.generated_stream = f"{run}-generated"

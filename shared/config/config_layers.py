@@ -8,13 +8,19 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.runtime.errors import BadInput, ConfigError
 
 BASE = "base"
 
-Known = Callable[[dict[str, Any]], tuple[dict[str, Any], list[BadInput]]]
+
+class Known(NamedTuple):
+    """The known values of a file: section → field → value, in a form that can be merged; the errors of the others; lines for the user."""
+
+    values: dict[str, Any]
+    problems: list[BadInput]
+    notes: list[str]
 
 
 @dataclass
@@ -22,15 +28,16 @@ class Layers:
     """The merged values of a file and its bases.
 
     Args:
-        known: takes the values of one file, and returns the valid ones in a form that can be merged, and the errors of the others.
+        known: takes the values of one file.
         values: section → field → value. origins: ``section.field`` → the file that set it last. problems: the entries that were refused;
-            one in a base names its file.
+            one in a base names its file. notes: lines for the user.
     """
 
-    known: Known
+    known: Callable[[dict[str, Any]], Known]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Path] = field(default_factory=dict)
     problems: list[BadInput] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def read(self, path: Path, key: str = "CONFIG", given: str = "", above: tuple[Path, ...] = ()) -> None:
         """Reads a file and, under it, its bases. ``key``, ``given``: where it is named, and how. ``above``: the files that it is a base of.
@@ -51,9 +58,10 @@ class Layers:
                 circle = " → ".join(str(file) for file in (*chain, target))
                 raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
             self.read(target, BASE, base, chain)
-        taken, problems = self.known(values)
+        taken, problems, notes = self.known(values)
         self.lay(taken, path)
         self.problems += [in_file(problem, path) for problem in problems] if above else problems
+        self.notes += notes
 
     def lay(self, values: dict[str, Any], path: Path) -> None:
         """Merges a file's own values over the present ones."""

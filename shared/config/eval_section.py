@@ -1,11 +1,18 @@
-"""`[eval]`: held-out prompts."""
+"""`[eval]`: sets of held-out prompts, each with its own sampling, keys, reward and generate function.
 
+A set is a table of ``[[eval.sets]]``, a pair of ``eval_prompt_data`` or a data set of slime's ``eval_config``; `eval_set` reads the tables,
+`eval_views` says what a set leaves to the run. A field of a set wins over the field of ``[eval]``, and that over the run's own.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from shared.config.file_fields import Files
+from shared.config.eval_set import EvalSet, PromptPairs, Sets
 from shared.config.section import MUTABLE, Rule, Section
+from shared.data.data_files import DataFile
 from shared.schema.limits import MAX_SAMPLES
 
 
@@ -15,19 +22,66 @@ class EvalSection(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "eval_interval",
-            lambda held_out, given: given is not None and held_out.eval_prompt_data is None,
-            "needs eval_prompt_data, the prompts to evaluate on",
+            lambda held_out, given: given is not None and not held_out.named,
+            "needs sets of held-out prompts: eval_prompt_data, eval_config or [[eval.sets]]",
         ),
+        Rule("eval_top_k", lambda _, given: given is not None and given == 0, "at least 1, or -1 for all tokens"),
     )
 
-    eval_prompt_data: Files = Field(
-        default=None, description="JSONL or Parquet files of held-out prompts, or parts PATH@[start:stop] of them; keys as in [data]"
+    eval_prompt_data: PromptPairs = Field(
+        default=None,
+        description="held-out prompts, JSONL or Parquet: pairs NAME PATH, in TOML a table { NAME = PATH }; a single PATH is a set "
+        "called heldout. PATH@[start:stop] takes part of a file",
     )
-    eval_name: str = Field(
-        default="heldout", max_length=64, pattern=r"^[A-Za-z0-9_-]+$", description="name of the dataset in metrics and group ids"
+    sets: Sets = Field(
+        default=[], description="tables [[eval.sets]], each a set with a name, a path and what it has of its own (docs/evaluation.md)"
+    )
+    eval_config: Path | None = Field(
+        default=None, description="a YAML or JSON file of sets in slime's form (defaults, datasets), in the place of eval_prompt_data"
     )
     eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
+    eval_timeout: float = Field(
+        default=3600, gt=0, description="seconds for an evaluation, after which it ends with the samples that it has", **MUTABLE
+    )
     skip_eval_before_train: bool = Field(default=False, description="do not evaluate the initial weights")
     n_samples_per_eval_prompt: int = Field(default=1, gt=0, le=MAX_SAMPLES, description="samples a held-out prompt")
     eval_temperature: float | None = Field(default=None, ge=0, description="sampling temperature; default: the rollout's")
+    eval_top_p: float | None = Field(default=None, gt=0, le=1, description="nucleus sampling; default: the rollout's")
+    eval_top_k: int | None = Field(default=None, ge=-1, description="top-k sampling, -1 = off; default: the rollout's")
+    eval_min_new_tokens: int | None = Field(default=None, ge=0, description="tokens generated at least; default: no bound")
     eval_max_response_len: int | None = Field(default=None, gt=0, description="tokens; default: the rollout's")
+    eval_max_prompt_len: int | None = Field(
+        default=None, gt=0, description="tokens of a held-out prompt; longer ones: see overlong_prompts; default: no bound"
+    )
+    eval_max_context_len: int | None = Field(
+        default=None, gt=1, description="tokens of a held-out prompt and its response together; default: no bound but the engine's"
+    )
+    eval_input_key: str | None = Field(default=None, description="key of the prompt; default: input_key")
+    eval_label_key: str | None = Field(default=None, description="key of the reference answer; default: label_key")
+    eval_tool_key: str | None = Field(default=None, description="key of the tools; default: tool_key")
+
+    @property
+    def named(self) -> dict[str, EvalSet]:
+        """Returns the run's sets, by the field that an error of theirs names."""
+        pairs = [] if self.eval_config is not None else self.eval_prompt_data or []
+        alone = len(pairs) == 1
+        found = {f"eval.eval_prompt_data{'' if alone else '.' + item.name}": item for item in pairs}
+        return found | {f"eval.sets.{item.name}": item for item in self.sets}
+
+    def with_files(self, change: Callable[[str, DataFile], DataFile]) -> "EvalSection":
+        """Returns the section with ``change`` called for each file, with the field that it stands in."""
+
+        def changed(field: str, items: list[EvalSet] | None) -> list[EvalSet] | None:
+            return items and [item.model_copy(update={"path": [change(field, file) for file in item.path]}) for item in items]
+
+        fields = {name: changed(f"eval.{name}", getattr(self, name)) for name in ("eval_prompt_data", "sets")}
+        return self.model_copy(update=fields)
+
+    def absolute(self, base: Path) -> "EvalSection":
+        """Returns the section with the paths of its sets absolute from ``base``."""
+        return self.with_files(lambda _, file: file.absolute(base))
+
+    def _misfits(self) -> Iterator[str]:
+        names = [item.name for item in (*(self.eval_prompt_data or []), *self.sets)] if self.eval_config is None else []
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield f"eval.sets: two sets are called {name!r}; figures and groups are known by their set's name"

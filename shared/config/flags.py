@@ -1,18 +1,24 @@
 """Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
 
-Megatron's own flags are taken as they are, where no field of the config has their name (`shared.config.megatron_flags`). A flag of slime's
-without a field is refused with its replacement, an unknown flag with the nearest valid one.
+Megatron's own flags are taken as they are, where no field of the config has their name (`shared.config.megatron_flags`). What becomes of
+slime's flags without a field is in the tables of `shared.config.slime_flags`. An unknown flag, a shortened one too, is refused with the
+nearest valid one.
 """
 
 import ast
+import dataclasses
+import json
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shared.config import megatron_flags
+from shared.config import megatron_flags, slime_flags
 from shared.config.run_config import RunConfig, field_sections, section_model
+from shared.config.section import Words
+from shared.config.slime_flags import Entry
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, raise_problems
 
 SGLANG = "--sglang-"
@@ -21,55 +27,102 @@ Overrides = dict[str, dict[str, Any]]
 """Section → field → value."""
 
 
+@dataclasses.dataclass
+class CommandLine:
+    """The flags of a command line.
+
+    Args:
+        overrides: what they set. problems: a ConfigError for each flag that cannot be taken; it takes its values with it.
+        notes: lines for the user: flags under other names, without effect, or given twice. environment: variables for the services.
+    """
+
+    overrides: Overrides = dataclasses.field(default_factory=dict)
+    problems: list[BadInput] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def set(self, section: str, name: str, value: Any) -> None:
+        """Sets a field; a mapping is added to the one that is there."""
+        fields = self.overrides.setdefault(section, {})
+        present = fields.get(name)
+        fields[name] = {**present, **value} if isinstance(present, dict) and isinstance(value, dict) else value
+
+
 def parse(arguments: list[str]) -> Overrides:
     """Returns the overrides of `read`. Raises ConfigError for a refused flag, or Problems for several."""
-    overrides, problems = read(arguments)
-    raise_problems(problems)
-    return overrides
+    given = read(arguments)
+    raise_problems(given.problems)
+    return given.overrides
 
 
-def read(arguments: list[str]) -> tuple[Overrides, list[BadInput]]:
+def read(arguments: list[str]) -> CommandLine:
     """Reads ``--name value``, ``--name=value``, ``--switch``, ``--no-switch`` into section → field → value.
 
-    Values stay text where pydantic converts them; lists take the following words up to the next flag.
-    Returns the overrides, and a ConfigError for each unknown flag and each missing value; a refused flag takes its values with it.
+    Values stay text where pydantic converts them; lists take the following words up to the next flag. A flag that is given twice has its
+    last value.
     """
     owners = field_sections()
-    overrides: Overrides = {}
-    problems: list[BadInput] = []
-    rest = list(arguments)
+    given = CommandLine()
+    rest, seen = list(arguments), dict[str, list[str]]()
     while rest:
+        before = list(rest)
         try:
-            _read_flag(rest, owners, overrides)
+            _read_flag(rest, owners, given)
         except ConfigError as error:
-            problems.append(error)
+            given.problems.append(error)
             _following(rest)
-    return overrides, problems
+            continue
+        words = before[: len(before) - len(rest)]
+        flag, _, value = words[0].partition("=")
+        if seen.get(flag, words) != words and not value.startswith("{") and not words[-1].startswith("{"):
+            last = " ".join([value, *words[1:]]).strip()
+            given.notes.append(f"{flag} is given twice: {last} counts, the last")
+        seen[flag] = words
+    return given
 
 
-def _read_flag(rest: list[str], owners: dict[str, str], overrides: Overrides) -> None:
+def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> None:
     """Takes one flag and its values off ``rest``. Raises ConfigError."""
     word = rest.pop(0)
     if not word.startswith("--"):
         raise ConfigError(word, word, "expected a flag that starts with --")
     flag, equals, text = word.partition("=")
-    given = text if equals else None
+    own = [text] if equals else None
     name = flag.removeprefix("--").replace("-", "_")
     positive = name.removeprefix("no_")
-    if flag.startswith(SGLANG):  # passed through verbatim: a value if one follows, a switch otherwise
-        words = [given] if given is not None else _following(rest, 1)
-        overrides.setdefault("rollout", {}).setdefault("sglang", {})[flag.removeprefix(SGLANG)] = words[0] if words else True
-    elif name in owners:
-        value = _value(flag, section_model(owners[name]).model_fields[name], given, rest)
-        section = overrides.setdefault(owners[name], {})
-        section[name] = {**section[name], **value} if isinstance(value, dict) and isinstance(section.get(name), dict) else value
+    if name in owners:
+        given.set(owners[name], name, _value(flag, section_model(owners[name]).model_fields[name], own, rest))
+    elif flag.startswith(SGLANG) and slime_flags.find(name) is None:
+        # passed through verbatim: the values that follow, or a switch
+        words = _following(rest) if own is None else own
+        engine = given.overrides.setdefault("rollout", {}).setdefault("sglang", {})
+        engine[flag.removeprefix(SGLANG)] = True if not words else words[0] if len(words) == 1 else words
     elif positive in owners:
         if bool not in _kinds(section_model(owners[positive]).model_fields[positive].annotation):
-            raise ConfigError(flag, given or "", f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
-        overrides.setdefault(owners[positive], {})[positive] = False
+            raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
+        given.set(owners[positive], positive, False)
+    elif (entry := slime_flags.find(name)) is not None:
+        _slime(flag, name, entry, own, rest, owners, given)
     else:
-        megatron_name, value = _megatron(flag, name, given, rest)
-        overrides.setdefault("trainer", {}).setdefault("megatron", {})[megatron_name] = value
+        megatron_name, value = _megatron(flag, name, text if equals else None, rest)
+        given.overrides.setdefault("trainer", {}).setdefault("megatron", {})[megatron_name] = value
+
+
+def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list[str], owners: dict[str, str], given: CommandLine) -> None:
+    """Reads a flag of slime's that is no field. Raises ConfigError."""
+    if own is None and slime_flags.is_switch(entry) and not _next_is(rest, "true", "false"):
+        words = ["true"]
+    else:
+        words = own or _following(rest, None if slime_flags.takes_several(entry) else 1)
+    value: Any = words if len(words) > 1 else "".join(words)
+    try:
+        found = slime_flags.translate(name, entry, value)
+    except ValueError as error:
+        raise ConfigError(flag, " ".join(words), str(error)) from None
+    for field_name, field_value in found.fields.items():
+        given.set(owners[field_name], field_name, field_value)
+    given.notes += [note for note in found.notes if note not in given.notes]
+    given.environment |= found.environment
 
 
 def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple[str, Any]:
@@ -85,30 +138,43 @@ def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple
     return found.name, megatron_flags.from_words(flag, found, switched, words)
 
 
-def _value(flag: str, info: FieldInfo, given: str | None, rest: list[str]) -> Any:
-    """Returns the value of a field's flag: the text after its ``=``, or the words that follow. Raises ConfigError."""
+def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -> Any:
+    """Returns the value of a field's flag: the text after its ``=`` (``own``), or the words that follow. Raises ConfigError."""
     kinds = _kinds(info.annotation)
-    optional = type(None) in kinds
-    if given is not None:
-        words = [given]
-    elif bool in kinds and not _next_is(rest, "true", "false", *(["none"] if optional else [])):
+    reader = next((item.read for item in info.metadata if isinstance(item, Words)), None)
+    several, optional = list in kinds, type(None) in kinds
+    if own is None and bool in kinds and not _next_is(rest, "true", "false", *["none"] * optional):
         return True
-    else:
-        words = _following(rest, None if list in kinds else 1)
-    if not words and (optional or list not in kinds):
+    words = _following(rest, None if several or reader else 1) if own is None else own
+    if not words and not (several and not optional):
         raise ConfigError(flag, "", f"needs a value: {info.description}")
-    if optional and [word.lower() for word in words] == ["none"] and words[0] not in _choices(info.annotation):
+    if optional and _is_none(words, info):
         return None
-    if list in kinds:
-        return words
-    return _mapping(flag, words[0]) if dict in kinds else words[0]
+    return _read_by(reader, flag, words) if reader else _of_words(flag, kinds, words)
+
+
+def _is_none(words: list[str], info: FieldInfo) -> bool:
+    return [word.lower() for word in words] == ["none"] and words[0] not in _choices(info.annotation)
+
+
+def _of_words(flag: str, kinds: set[type], words: list[str]) -> Any:
+    return words if list in kinds else _mapping(flag, words[0]) if dict in kinds else words[0]
+
+
+def _read_by(reader: Callable[[list[str]], Any], flag: str, words: list[str]) -> Any:
+    try:
+        return reader(words)
+    except ValueError as error:
+        raise ConfigError(flag, " ".join(words), str(error)) from None
 
 
 def _mapping(flag: str, text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError) as error:
-        raise ConfigError(flag, text, "expected a mapping such as \"{'key': 1}\"") from error
+    for read_text in (json.loads, ast.literal_eval):
+        try:
+            return read_text(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    raise ConfigError(flag, text, "expected a mapping such as '{\"key\": true}'")
 
 
 def _following(rest: list[str], most: int | None = None) -> list[str]:
@@ -154,5 +220,6 @@ def help_lines() -> list[str]:
             default = "required" if info.is_required() else f"default {value!r}"
             lines.append(f"  --{field.replace('_', '-'):34} {info.description} ({default})")
     lines.append("  --sglang-…                           any flag of SGLang's server, verbatim")
-    lines.append("  and Megatron's own flags as they are, such as --moe-router-dtype fp32; `myxo flags [PATTERN]` lists them")
+    lines.append("  and Megatron's own flags as they are, such as --moe-router-dtype fp32; `myxo flags [PATTERN]` lists them,")
+    lines.append("  and slime's: docs/coming-from-slime.md tells what becomes of each")
     return lines

@@ -1,4 +1,4 @@
-"""Megatron's flags as a config holds them: names, kinds of values, and those that are refused here, slime's among them.
+"""Megatron's flags as a config holds them: names, kinds of values, and those without effect or refused here.
 
 The catalogue, ``megatron_flags.json``, is made from Megatron's dataclasses and `docs.flag_tables` by ``python -m docs.flags``, so that the
 flags of a user are checked without torch. A flag has one name (`Flag.name`) and may have other spellings: ``--no-rope-fusion`` is
@@ -39,7 +39,9 @@ class Flag:
         groups: its destinations: transformer, optimizer, ddp (Megatron's dataclasses) or architecture; none: it is refused or
             states what always holds.
         fixed: the only value that it may have here. reason: why it is fixed, or why the flag is refused.
-        engine: whether only Transformer Engine's layers use it.
+        ignored: whether every value of its kind is accepted without effect, for ``reason``.
+        engine: whether only Transformer Engine's layers use it. kernels: whether it only chooses among kernels of Transformer Engine's,
+            so that without them it has no effect.
     """
 
     name: str
@@ -51,12 +53,14 @@ class Flag:
     spellings: Mapping[str, Any] = field(default_factory=dict)
     fixed: Any = UNSET
     reason: str = ""
+    ignored: bool = False
     engine: bool = False
+    kernels: bool = False
 
     @property
     def refused(self) -> bool:
         """Returns whether every value is refused."""
-        return bool(self.reason) and self.fixed is UNSET
+        return bool(self.reason) and self.fixed is UNSET and not self.ignored
 
     @property
     def takes_several(self) -> bool:
@@ -126,20 +130,36 @@ def canonical(given: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, 
     return result
 
 
+def has_engine() -> bool:
+    """Returns whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Yields an error for each flag that needs Transformer Engine if that is not installed. ``given``: name → value."""
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if has_engine():
         return
     for name, value in given.items():
         flag = catalogue().get(name)
         if name == "transformer_impl" and value == "transformer_engine":
             yield ConfigError(f"trainer.megatron.{name}", value, "local; Transformer Engine is not installed")
-        elif flag is not None and flag.engine and value != flag.default:
+        elif flag is not None and flag.engine and not flag.kernels and value != flag.default:
             yield ConfigError(f"trainer.megatron.{name}", value, "Transformer Engine has it, which is not installed; leave it out")
 
 
+def without_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields each flag that changes nothing in this installation, and why. ``given``: name → value."""
+    engine = has_engine()
+    for name, value in given.items():
+        flag = catalogue().get(name)
+        if flag is not None and flag.ignored:
+            yield flag.command_line[0], flag.reason
+        elif flag is not None and flag.kernels and value != flag.default and not engine:
+            yield flag.command_line[0], "it chooses among kernels of Transformer Engine's, which is not installed; the values are the same"
+
+
 def refusal(name: str) -> str | None:
-    """Returns why every value of a flag of Megatron's or slime's is refused; None for any other name."""
+    """Returns why every value of a flag of Megatron's is refused; None for any other name."""
     flag = catalogue().get(name)
     return flag.reason if flag is not None and flag.refused else None
 

@@ -40,9 +40,3 @@ class MonitoringSection(Section):
     keep_rollouts_tokens: bool = Field(
         default=False, description="keep token ids, masks and log-probs there, too: about 20 bytes a token more", **MUTABLE
     )
-    save_debug_rollout_data: str | None = Field(
-        default=None, description="path with {rollout_id}: each batch as `myxo replay` trains it again", **MUTABLE
-    )
-    save_debug_train_data: str | None = Field(
-        default=None, description="path with {rollout_id} and {rank}: every tensor that a rank's steps read, as safetensors", **MUTABLE
-    )

@@ -1,5 +1,6 @@
 """`[rollout]`: generation, and how far it may run ahead of training."""
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from shared.config.section import HOOK, MUTABLE, Rule, Section, hook
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.overlong import OverlongPolicy
 
-STEPS = "training steps (one rollout batch each), or num_epoch in its place"
+STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
 """What `num_rollout` is."""
 
 
@@ -23,6 +24,16 @@ class RolloutSection(Section):
             "{1} groups do not fill a batch; rollout_batch_size = {0.rollout_batch_size}",
         ),
         Rule(
+            "rollout_num_gpus",
+            lambda rollout, given: given is not None and given != rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine,
+            "rollout_replicas x rollout_num_gpus_per_engine = {0.rollout_replicas} x {0.rollout_num_gpus_per_engine}",
+        ),
+        Rule(
+            "rollout_max_prompt_len",
+            lambda rollout, given: None not in (given, rollout.rollout_max_context_len) and given >= rollout.rollout_max_context_len,
+            "below rollout_max_context_len = {0.rollout_max_context_len}: a response has a token at least",
+        ),
+        Rule(
             "rollout_window",
             lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
             "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
@@ -32,7 +43,6 @@ class RolloutSection(Section):
             lambda rollout, _: "num_rollout" not in rollout.model_fields_set and rollout.num_epoch is None,
             f"required: {STEPS}",
         ),
-        Rule("num_rollout", lambda rollout, given: given == 0 and "num_rollout" in rollout.model_fields_set, "at least 1"),
     )
 
     num_rollout: int = Field(default=0, ge=0, description=STEPS, **MUTABLE)
@@ -62,6 +72,7 @@ class RolloutSection(Section):
     max_dead_in_a_row: int | None = Field(
         default=None, ge=0, description="dead groups in a row that end the run; 0: none do; default: four batches, at least 32", **MUTABLE
     )
+    rollout_function_path: str | None = hook("that draws prompts and returns a rollout's groups, in the place of Myxo's own loop")
     dynamic_sampling_filter_path: str | None = Field(
         default=None,
         pattern=rf"^nonzero_std$|{HOOK}",
@@ -76,6 +87,9 @@ class RolloutSection(Section):
     rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
     rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
+    rollout_max_context_len: int | None = Field(
+        default=None, gt=1, description="tokens of prompt and response; rollout_max_prompt_len is one less by default"
+    )
     rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens of a prompt; longer ones: see overlong_prompts")
     rollout_max_response_len: int = Field(default=1024, gt=0, description="tokens generated at most")
     overlong_samples: OverlongPolicy = Field(
@@ -87,11 +101,30 @@ class RolloutSection(Section):
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
     rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
     rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
-    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, le=8, description="GPUs of an engine (its tensor parallel size)")
+    rollout_num_gpus: int | None = Field(
+        default=None,
+        gt=0,
+        description="GPUs of all engines: rollout_replicas x rollout_num_gpus_per_engine; default: what they make it",
+        **MUTABLE,
+    )
+    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine (its tensor parallel size)")
     rollout_concurrency: int = Field(default=64, gt=0, description="groups a replica generates at once", **MUTABLE)
+    sglang_server_concurrency: int | None = Field(
+        default=None, gt=0, description="samples a replica generates at once: sets rollout_concurrency, by n_samples_per_prompt", **MUTABLE
+    )
+    sglang_config: Path | None = Field(default=None, description="slime's YAML file of groups of engines; every engine is alike today")
     in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
         default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
     )
     engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
     sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
+
+    def _complete(self) -> None:
+        given = self.model_fields_set
+        if self.rollout_num_gpus is not None and "rollout_replicas" not in given:
+            self.rollout_replicas = max(1, self.rollout_num_gpus // self.rollout_num_gpus_per_engine)
+        if self.sglang_server_concurrency is not None and "rollout_concurrency" not in given:
+            self.rollout_concurrency = -(-self.sglang_server_concurrency // self.n_samples_per_prompt)
+        if self.rollout_max_context_len is not None and "rollout_max_prompt_len" not in given:
+            self.rollout_max_prompt_len = self.rollout_max_context_len - 1

@@ -10,20 +10,23 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, presets
+from shared.config import megatron_flags, presets, slime_flags
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
-from shared.config.config_layers import Layers, in_file
+from shared.config.config_layers import Known, Layers, in_file
 from shared.config.data_section import DataSection
+from shared.config.debug_section import DebugSection
 from shared.config.environment_variables import names_credential
+from shared.config.eval_config_file import read_sets
 from shared.config.eval_section import EvalSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
-from shared.config.reward_section import RewardSection
+from shared.config.reward_section import CUSTOM, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
 from shared.config.section import Misfits, Section
@@ -53,16 +56,24 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     weights: WeightsSection = WeightsSection()
     monitoring: MonitoringSection = MonitoringSection()
+    debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+
+    def _complete(self) -> None:
+        trainer, samples = self.trainer, self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        size = trainer.global_batch_size
+        if size is not None and "num_steps_per_rollout" not in trainer.model_fields_set and samples % size == 0:
+            trainer.num_steps_per_rollout = samples // size
 
     def _misfits(self) -> Iterator[str]:
         yield from self._sizes()
         yield from self._shared_gpus()
+        yield from self._rewards_of_sets()
 
     def _sizes(self) -> Iterator[str]:
         """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
-        ranks, trainer = self.trainer.actor_num_gpus_per_node, self.trainer
+        ranks, trainer = self.trainer.ranks("actor"), self.trainer
         sizes = trainer.tensor_model_parallel_size, trainer.pipeline_model_parallel_size, trainer.context_parallel_size
         replica = math.prod(sizes)
         if ranks % replica:
@@ -106,12 +117,23 @@ class RunConfig(Section):
                 f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, once it has "
                 "trained; use auto or trainer"
             )
-        engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.actor_num_gpus_per_node
+        engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.ranks("actor")
         if engines > ranks:
             yield (
                 f"rollout.rollout_replicas: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
-                f"the trainer's {ranks} (actor_num_gpus_per_node), which colocate makes them share"
+                f"the trainer's {ranks} (actor_num_nodes x actor_num_gpus_per_node), which colocate makes them share"
             )
+
+    def _rewards_of_sets(self) -> Iterator[str]:
+        """Yields the rewards of evaluation sets that the run does not have."""
+        for field, item in self.eval.named.items():
+            if item.rm_type is None or item.custom_rm_path is not None:
+                continue
+            try:
+                RewardSection.model_validate(self.reward.model_copy(update={"rm_type": item.rm_type}).model_dump())
+            except ValidationError as error:
+                reason = error.errors()[0].get("ctx", {}).get("error")
+                yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
 
     @property
     def trained(self) -> Path:
@@ -129,20 +151,47 @@ class RunConfig(Section):
             }
             # fields that stay as they are must not count as given
             resolved[section] = value.model_copy(update={field: path for field, path in paths.items() if path is not getattr(value, field)})
-        return self.model_copy(update=resolved)
+        absolute = self.model_copy(update=resolved)
+        return absolute.model_copy(update={"eval": absolute.eval.absolute(base)})
+
+    def queues(self) -> list[str]:
+        """Returns the queues of the environments that prompts of this run may name, those of its evaluation sets among them."""
+        custom = {CUSTOM for item in self.eval.named.values() if item.custom_rm_path is not None}
+        return sorted({*self.reward.queues(), *custom})
+
+
+class Reading(NamedTuple):
+    """A config as it was read.
+
+    Args:
+        config: None where a value is wrong; it is there if the only errors are unknown sections, keys and flags. problems: a ConfigError
+            for each error. notes: lines for the user, of keys under other names or without effect.
+    """
+
+    config: RunConfig | None
+    problems: list[BadInput]
+    notes: list[str]
 
 
 def parse(values: dict[str, Any]) -> RunConfig:
     """Builds the config from nested plain values. Raises ConfigError with field, value and what is expected, or Problems of several."""
-    known, problems = _known(values)
+    known, problems, _ = _known(values)
     known, preset = _with_presets(known)
     try:
-        config = RunConfig.model_validate(known)
+        config = _with_own_gpus(RunConfig.model_validate(known))
     except ValidationError as error:
         problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
     raise_problems([_of_preset(problem, preset) for problem in problems])
     return config
+
+
+def _with_own_gpus(config: RunConfig) -> RunConfig:
+    """Returns the config of one half of a run without colocation: it has nobody to share its GPUs with."""
+    if not (config.debug.debug_rollout_only or config.debug.trains_only):
+        return config
+    alone = {"colocate": False, "offload_train": None, "offload_rollout": None}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=alone)})
 
 
 def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -184,26 +233,73 @@ def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: 
 
 def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
     """Returns the config of `read`. Raises ConfigError for an error in it, or Problems of several."""
-    config, problems = read(path, overrides)
+    config, problems, _ = read(path, overrides)
     raise_problems(problems)
     assert config is not None  # or there was a problem
     return config
 
 
-def read(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> tuple[RunConfig | None, list[BadInput]]:
+COMMAND_LINE = Path("the command line")
+"""The origin of values in no file."""
+
+
+def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> Reading:
     """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
 
-    Returns the config and a ConfigError for each error; the config is there as well if the only errors are unknown sections, keys and
-    flags. Raises ConfigError for a file that cannot be read.
+    ``path``: None: the overrides are all there is. Raises ConfigError for a file that cannot be read.
     """
-    layers = Layers(_known)
-    layers.read(path)
-    layers.lay(overrides or {}, path)
+    layers, origin = Layers(_known), path or COMMAND_LINE
+    if path is not None:
+        layers.read(path)
+    layers.lay(overrides or {}, origin)
+    _lay_custom_config(layers)
     problems = layers.problems
     try:
-        return parse(layers.values).absolute(Path.cwd()), problems
+        _read_eval_config(layers)
+        return Reading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
     except BadInput as error:
-        return None, problems + [_with_origin(problem, layers, path) for problem in _without_consequences(problems_of(error), problems)]
+        found = _without_consequences(problems_of(error), problems)
+        return Reading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
+
+
+def _lay_custom_config(layers: Layers) -> None:
+    """Lays the YAML file of ``custom_config_path`` over the values: fields into their sections, the rest into ``custom_args``."""
+    run = layers.values.get("run")
+    if not isinstance(run, dict) or run.get("custom_config_path") is None:
+        return
+    path = Path(str(run["custom_config_path"]))
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"not a readable YAML file: {' '.join(str(error).split())}"
+        layers.problems.append(ConfigError("run.custom_config_path", str(path), reason))
+        return
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        layers.problems.append(ConfigError("run.custom_config_path", str(path), "a mapping: field = value"))
+        return
+    owners, own, sections = field_sections(), dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, value in values.items():
+        if name in owners and name != "custom_config_path":
+            sections.setdefault(owners[name], {})[name] = value
+        else:
+            own[name] = value
+    layers.lay({**sections, "run": {**sections.get("run", {}), "custom_args": own}}, path)
+    if sections:
+        shown = ", ".join(name for fields in sections.values() for name in fields)
+        layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
+
+
+def _read_eval_config(layers: Layers) -> None:
+    """Puts the sets of slime's ``eval_config``, where one is given, in the place of those that ``[eval]`` names. Raises ConfigError."""
+    values = layers.values.get("eval")
+    if not isinstance(values, dict) or (given := values.get("eval_config")) is None:
+        return
+    sets = read_sets(Path(str(given)))
+    if values.get("sets", sets) != sets:
+        raise ConfigError("eval.sets", f"{len(values['sets'])} sets", f"given besides eval_config = {given}; leave one of them out")
+    if values.get("eval_prompt_data") is not None:
+        layers.notes.append(f"eval.eval_prompt_data: eval_config = {given} takes its place, as with slime")
+    values["sets"] = sets
 
 
 def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
@@ -259,9 +355,9 @@ def _without_secrets(value: Any) -> Any:
     return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
 
 
-def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
-    """Returns the values of known fields, Megatron's flags under their names, and the errors of the others."""
-    known, problems = _known_fields(values)
+def _known(values: dict[str, Any]) -> Known:
+    """Returns the values of known fields, Megatron's flags under their names, the errors of the others, and lines for the user."""
+    known, problems, notes = _known_fields(values)
     trainer = known.get("trainer", {})
     if isinstance(trainer, dict) and isinstance(trainer.get("megatron"), dict):
         try:
@@ -269,14 +365,54 @@ def _known(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
         except ConfigError as error:
             problems.append(error)
             known = {**known, "trainer": {key: value for key, value in trainer.items() if key != "megatron"}}
-    return known, problems
+    return Known(known, problems, notes)
 
 
-def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput]]:
-    """Returns the known fields, and a ConfigError for each unknown section and key."""
+def _translated(values: dict[str, Any]) -> Known:
+    """Returns the values with slime's keys, which are no fields, as the fields that they stand for; they stand in any section."""
+    owners = field_sections()
+    known: dict[str, Any] = {}
+    found = Known({}, [], [])
+    for section, fields in values.items():
+        known[section] = fields
+        if not isinstance(fields, dict):
+            continue
+        known[section] = {**fields}
+        megatron = fields.get("megatron")
+        tables = [(section, known[section])]
+        if section == "trainer" and isinstance(megatron, dict):
+            known[section]["megatron"] = {**megatron}
+            tables.append(("trainer.megatron", known[section]["megatron"]))
+        for path, table in tables:
+            for key in list(table):
+                name = key.replace("-", "_")
+                if name not in owners and (entry := slime_flags.find(name)) is not None:
+                    _translate(f"{path}.{key}", name, entry, table.pop(key), found)
+    for name, value in found.values.items():
+        section = known.setdefault(owners[name], {})
+        if isinstance(section, dict):
+            section.setdefault(name, value)
+    return Known(known, found.problems, found.notes)
+
+
+def _translate(path: str, name: str, entry: slime_flags.Entry, value: Any, found: Known) -> None:
+    """Adds to ``found`` what one of slime's keys comes to."""
+    try:
+        translation = slime_flags.translate(name, entry, value)
+        if translation.environment:
+            raise ValueError(f"a config holds no secrets; set {', '.join(translation.environment)} in the environment")
+    except ValueError as error:
+        found.problems.append(ConfigError(path, value, str(error)))
+        return
+    found.values.update(translation.fields)
+    found.notes.extend(note for note in translation.notes if note not in found.notes)
+
+
+def _known_fields(given: dict[str, Any]) -> Known:
+    """Returns the known fields, a ConfigError for each unknown section and key, and lines for the user."""
     names, owners = list(RunConfig.model_fields), field_sections()
     known: dict[str, Any] = {}
-    problems: list[BadInput] = []
+    values, problems, notes = _translated(given)
     for section, fields in values.items():
         if section not in names:
             elsewhere = f"belongs into the section [{owners[section]}]" if section in owners else None
@@ -291,7 +427,7 @@ def _known_fields(values: dict[str, Any]) -> tuple[dict[str, Any], list[BadInput
                 advice = megatron_flags.refusal(field) or f"unknown key; {nearest(field, valid)}"
                 expected = f"unknown key here; it belongs into the section [{owners[field]}]" if field in owners else advice
                 problems.append(ConfigError(f"{section}.{field}", fields[field], expected))
-    return known, problems
+    return Known(known, problems, notes)
 
 
 def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigError]:
@@ -309,7 +445,10 @@ def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[C
 def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
     value: Any = values
     for part in location:
-        value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
     if kind == "missing":
         model = section_model(location[0]) if len(location) > 1 else None
         description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"

@@ -1,7 +1,7 @@
 """`[run]`: name and place of the run."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -23,6 +23,15 @@ class RunSection(Section):
     name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
     dir: Path = Field(default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME")
     buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
+
+    custom_config_path: Path | None = Field(
+        default=None,
+        description="YAML file of values that stand over all others: fields of any section, the rest goes into custom_args",
+        **MUTABLE,
+    )
+    custom_args: dict[str, Any] = Field(
+        default={}, description="attributes that your own functions find in args, besides the config's fields"
+    )
 
     @property
     def root(self) -> Path:

@@ -20,6 +20,15 @@ def hook(purpose: str) -> Any:
     return Field(default=None, pattern=HOOK, description=f"package.module:function, or with a dot before it, {purpose}")
 
 
+class Words(NamedTuple):
+    """Marks a field, in the metadata of its type, whose flag takes all words up to the next flag.
+
+    ``read``: takes the words, and returns the field's value as TOML would have it. Raises ValueError: what is expected.
+    """
+
+    read: Callable[[list[str]], Any]
+
+
 class Misfits(ValueError):
     """Fields that contradict each other. ``problems``: each ``section.field: what is wrong``."""
 
@@ -49,9 +58,13 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:
+        self._complete()
         if problems := [*self._broken_rules(), *self._misfits()]:
             raise Misfits(problems)
         return self
+
+    def _complete(self) -> None:
+        """Fills in the fields that follow from others and were not given."""
 
     def _broken_rules(self) -> Iterator[str]:
         section = type(self).__name__.removesuffix("Section").lower()

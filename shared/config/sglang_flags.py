@@ -1,11 +1,13 @@
 """SGLang's own flags as a config's ``[rollout.sglang]`` holds them, and the check that the installed SGLang's parser takes them.
 
-Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` for the version that Myxo is made with.
-For another version a process of the rollout service's code makes one at the first use, for the user's cache.
+Importing that parser takes seconds, so its flags are read from a catalogue: ``sglang_flags.json`` is that of the very source of the
+parser that Myxo is made with. Any other, of another version or one that somebody has changed, is asked itself at the first use, by a
+process of the rollout service's code, and its answer kept in the user's cache.
 """
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import re
 import subprocess
@@ -16,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from pydantic import TypeAdapter
 
 from shared.runtime import user_cache
@@ -49,6 +52,17 @@ RESERVED = {
 
 OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
 """Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
+
+PARSER = ("srt/server_args.py", "srt/arg_groups/**/*.py", "srt/function_call/*.py", "srt/parser/*.py")
+"""The source of the parser in SGLang's package, and of the names that it offers."""
+
+FORMER = {
+    "cuda-graph-bs": "cuda-graph-bs-decode",
+    "cuda-graph-max-bs": "cuda-graph-max-bs-decode",
+    "nsa-prefill-backend": "dsa-prefill-backend",
+    "nsa-decode-backend": "dsa-decode-backend",
+}
+"""Names that flags of SGLang's had, as scripts still spell them, and the present ones; each goes by the one that is installed."""
 
 SHARES = ("mem-fraction-static",)
 """Flags whose value is a share, which the parser does not check."""
@@ -120,10 +134,11 @@ class EngineFlag:
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """All flags of one version of SGLang."""
+    """All flags of one SGLang. sglang: its version. parser: the `fingerprint` of its parser."""
 
     sglang: str
     flags: tuple[EngineFlag, ...]
+    parser: str = ""
 
     @classmethod
     def of_json(cls, text: str | bytes) -> "EngineFlags":
@@ -134,8 +149,13 @@ class EngineFlags:
     def _spelled(self) -> dict[str, EngineFlag]:
         return {spelling: flag for flag in self.flags for spelling in flag.spellings}
 
+    def present_name(self, name: str) -> str:
+        """Returns what this SGLang calls a flag that had another name; any other name as it is."""
+        return name if name in self._spelled or FORMER.get(name) not in self._spelled else FORMER[name]
+
     def find(self, name: str) -> EngineFlag | None:
         """Returns the flag of that name, or the only one with that prefix, which SGLang accepts too."""
+        name = self.present_name(name)
         if name in self._spelled:
             return self._spelled[name]
         begun = {flag for spelling, flag in self._spelled.items() if spelling.startswith(name)}
@@ -166,6 +186,15 @@ def plain_name(key: str) -> str:
     return key.lstrip("-").replace("_", "-")
 
 
+def present_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``[rollout.sglang]`` under the names that the installed SGLang has; as it is given where that cannot be determined."""
+    flags = None
+    if not FORMER.keys().isdisjoint(map(plain_name, given)):
+        with contextlib.suppress(NoCatalogue):
+            flags = of_installed()
+    return dict(given) if flags is None else {flags.present_name(plain_name(key)): value for key, value in given.items()}
+
+
 def installed() -> str | None:
     """Returns the version of SGLang in this environment; None if it is not installed."""
     try:
@@ -174,14 +203,23 @@ def installed() -> str | None:
         return None
 
 
+def fingerprint() -> str:
+    """Returns what the source of the installed SGLang's parser is known by, without importing it."""
+    spec, found = importlib.util.find_spec("sglang"), xxhash.xxh3_64()
+    for root in map(Path, (spec.submodule_search_locations or ()) if spec is not None else ()):
+        for path in sorted({path for pattern in PARSER for path in root.glob(pattern)}):
+            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
 def of_installed() -> EngineFlags | None:
     """Returns the flags of the installed SGLang; None if it is not installed. Raises NoCatalogue if they cannot be read."""
     if (version := installed()) is None:
         return None
-    made_with = EngineFlags.of_json(CATALOGUE.read_text())
-    if made_with.sglang == version:
+    made_with, parser = EngineFlags.of_json(CATALOGUE.read_text()), fingerprint()
+    if (made_with.sglang, made_with.parser) == (version, parser):
         return made_with
-    name = f"sglang-flags-{version}.json"
+    name = f"sglang-flags-{version}-{parser}.json"
     with contextlib.suppress(ValueError):
         return EngineFlags.of_json(user_cache.read(name) or b"")
     try:

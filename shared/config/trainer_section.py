@@ -30,9 +30,9 @@ class TrainerSection(Section):
             "none, or a pipeline_model_parallel_size above 1",
         ),
         Rule(
-            "sequence_parallel",
-            lambda trainer, given: given and trainer.tensor_model_parallel_size == 1,
-            "false, or a tensor_model_parallel_size above 1",
+            "lr_warmup_fraction",
+            lambda trainer, given: given is not None and trainer.lr_warmup_iters,
+            "none beside lr_warmup_iters = {0.lr_warmup_iters}",
         ),
         Rule(
             "recompute",
@@ -61,7 +61,8 @@ class TrainerSection(Section):
         ),
     )
 
-    actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on this node (processes on a CPU)")
+    actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer; today one")
+    actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")
     critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
     critic_lr: float | None = Field(default=None, gt=0, description="the critic's learning rate; default: lr")
     critic_load: Annotated[Path | None, AfterValidator(hub_names.checked_model)] = Field(
@@ -75,7 +76,9 @@ class TrainerSection(Section):
     expert_tensor_parallel_size: int | None = Field(
         default=None, ge=1, description="ranks that share each expert's matrices; default: 1 with expert parallelism, else the tensor's"
     )
-    sequence_parallel: bool = Field(default=False, description="sequence parallelism inside the tensor-parallel group")
+    sequence_parallel: bool = Field(
+        default=False, description="sequence parallelism inside the tensor-parallel group; nothing where that is one rank"
+    )
     use_distributed_optimizer: bool = Field(default=True, description="shard the optimizer over data-parallel ranks")
     recompute: bool = Field(default=False, description="recompute every layer in the backward pass; short for full, uniform, 1")
     recompute_granularity: Literal["full", "selective"] | None = Field(default=None, description="recompute whole layers, or modules")
@@ -92,7 +95,16 @@ class TrainerSection(Section):
     lr: float = Field(default=1e-6, gt=0, description="learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
     lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    lr_warmup_fraction: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="the warm-up as a share of the steps of the decay, in the place of lr_warmup_iters",
+    )
     lr_decay_style: DecayStyle = Field(default="constant", description="learning rate decay over the run")
+    lr_decay_iters: int | None = Field(
+        default=None, gt=0, description="optimizer steps at whose end the decay arrives; default: those of the run"
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")
     adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
@@ -118,10 +130,23 @@ class TrainerSection(Section):
         default=None,
         description="where the trainer keeps what it writes (checkpoints, weights, exports, curves), in SAVE/NAME; default: DIR/NAME",
     )
+    load: Path | None = Field(
+        default=None,
+        description="where slime looks for checkpoints. A run goes on from its own, in SAVE/NAME; `myxo train` takes the name of the "
+        "newest run there",
+        **MUTABLE,
+    )
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
     async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
     keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
-    save_hf: bool = Field(default=True, description="write the final policy as HF safetensors", **MUTABLE)
+    save_hf: Path | None = Field(
+        default=None,
+        description="directory, with {rollout_id} for the step, of the policy in Hugging Face's format, written with every checkpoint",
+        **MUTABLE,
+    )
+    save_final_hf: bool = Field(
+        default=True, description="write the final policy in Hugging Face's format to hf in the run's directory", **MUTABLE
+    )
     batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
     collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
     train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
@@ -175,4 +200,13 @@ class TrainerSection(Section):
 
     def ranks(self, role: str) -> int:
         """Returns how many processes a role of the trainer (actor or critic) has."""
-        return self.actor_num_gpus_per_node if role == "actor" else self.critic_num_gpus_per_node or self.actor_num_gpus_per_node
+        critic = self.critic_num_gpus_per_node if role == "critic" else None
+        return self.actor_num_nodes * (critic or self.actor_num_gpus_per_node)
+
+    def warmup_steps(self, steps: int) -> int:
+        """Returns the optimizer steps of the warm-up in a run of ``steps``."""
+        return self.lr_warmup_iters if self.lr_warmup_fraction is None else int(self.lr_warmup_fraction * self.decay_steps(steps))
+
+    def decay_steps(self, steps: int) -> int:
+        """Returns the optimizer step at whose end the decay arrives, in a run of ``steps``."""
+        return steps if self.lr_decay_iters is None else self.lr_decay_iters

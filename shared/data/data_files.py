@@ -32,6 +32,10 @@ class DataFile:
         """Returns the selected rows of a file of ``length`` rows."""
         return range(length)[self.start : self.stop]
 
+    def absolute(self, base: Path) -> "DataFile":
+        """Returns the file with its path absolute from ``base``; a name on the hub stays."""
+        return replace(self, path=absolute(self.path, base))
+
     def __str__(self) -> str:
         """Returns text that `parse` reads back."""
         if self == DataFile(self.path) == parse(str(self.path)):
@@ -108,6 +112,6 @@ def absolute(value: Any, base: Path) -> Any:
         case Path():
             return value if hub_names.is_name(value) else base / value
         case [DataFile(), *_]:
-            return [replace(file, path=absolute(file.path, base)) for file in value]
+            return [file.absolute(base) for file in value]
         case _:
             return value

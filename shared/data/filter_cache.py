@@ -7,9 +7,9 @@ prompts are filtered again, to the same end.
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from shared.runtime import user_cache
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError
 
-_FORMAT = 4
+_FORMAT = 5
 _MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -41,10 +41,12 @@ class FilterCache:
     """Keeps the result for the files of a config's ``field``, of ``size`` rows together, under what it depends on: for any run in the
     user's cache and, once this run has a directory, there."""
 
-    def __init__(self, config: RunConfig, field: str, files: list[DataFile], size: int) -> None:
+    def __init__(self, config: RunConfig, field: str, files: list[DataFile], size: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._root, self._size = config.run.root, size
         limits = (config.rollout.rollout_max_prompt_len, config.reward.rm_type, config.reward.environment_names())
-        self._key = fingerprint(config.model.hf_checkpoint, files, [_FORMAT, field, limits, config.data.model_dump(mode="json")])
+        self._key = fingerprint(
+            config.model.hf_checkpoint, files, [_FORMAT, field, limits, dict(metadata or {}), config.data.model_dump(mode="json")]
+        )
         self._path, self._cached = self._root / "prompts" / f"{field}.kept", f"{self._key}.kept"
 
     def get(self, make: Callable[[], FilteredRows]) -> FilteredRows:

@@ -3,7 +3,7 @@
 import bisect
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.data_section import DataSection
+from shared.config.eval_views import EvalView
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
@@ -19,7 +20,7 @@ from shared.data.read_progress import ReadProgress
 from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
-from shared.rewards.names import needs_label
+from shared.rewards.reference import Reference, label_problem, label_text
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
@@ -52,15 +53,17 @@ class Prompt:
     content: str | list[dict[str, Any]]
     tokens: NDArray[np.int32]
     label: str | None
+    label_json: bool
     metadata: dict[str, Any]
     environment: str
     size: int = 0
 
 
 class PromptReader:
-    """Makes prompts of rows, as the config's keys, template and length say."""
+    """Makes prompts of rows, as the config's keys, template and length say. ``metadata``: put into each prompt's, over what it has."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, metadata: Mapping[str, Any] | None = None) -> None:
+        self._overrides = dict(metadata or {})
         self._data, self._reward, self._tokenizer = config.data, config.reward, tokenizer
         self._max_tokens = config.rollout.rollout_max_prompt_len
         self._environments = config.reward.environment_names()
@@ -92,33 +95,32 @@ class PromptReader:
         metadata = entry.values.get(data.metadata_key) or {}
         if not isinstance(metadata, dict):
             raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
-        label = self._label(entry)
+        metadata = {**metadata, **self._overrides}
+        label, is_json = self._label(entry)
         try:
             size = codec.exact_size([[[[content, label, metadata]]]])  # as deep as in a payload, of which it becomes a part
         except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
             expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
             raise entry.refusal(data.input_key, expected) from None
-        environment = self._environment(entry, label, metadata)
-        return Prompt(content, _NO_TOKENS, label, metadata, environment, size), self._text(entry, content)
+        environment = self._environment(entry, metadata)
+        if (problem := label_problem(environment, Reference(label, is_json, metadata))) is not None:
+            raise entry.refusal(data.label_key or "label_key", problem)
+        return Prompt(content, _NO_TOKENS, label, is_json, metadata, environment, size), self._text(entry, content)
 
-    def _label(self, entry: RowEntry) -> str | None:
+    def _label(self, entry: RowEntry) -> tuple[str | None, bool]:
         key = self._data.label_key
         label: Any = None if key is None else entry.value(key, "data.label_key")
-        if label is None or isinstance(label, str):
-            return label
-        if isinstance(label, bool) or not isinstance(label, int | float):
-            raise entry.refusal(key, f"expected text or a number, found {label!r}")
-        return str(label)
+        try:
+            return label_text(label)
+        except (TypeError, ValueError) as error:  # bytes and dates in Parquet files
+            raise entry.refusal(key, f"expected text, a number or another value of JSON's, found {label!r} ({error})") from None
 
-    def _environment(self, entry: RowEntry, label: str | None, metadata: dict[str, Any]) -> str:
+    def _environment(self, entry: RowEntry, metadata: dict[str, Any]) -> str:
         """Returns what scores the prompt: what it names itself, as slime has it, else the run's."""
         environment = self._reward.environment_of(metadata.get("rm_type"))
         if environment not in self._environments:
             expected = f"expected a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
             raise entry.refusal(f"{self._data.metadata_key}.rm_type", f"{expected}, found {environment!r}", UnknownEnvironment)
-        if label is None and needs_label(environment):
-            expected = f"expected the answer that {environment} compares with: text or a number, found None"
-            raise entry.refusal(self._data.label_key or "label_key", expected)
         return environment
 
     def _text(self, entry: RowEntry, content: Any) -> str:
@@ -191,13 +193,15 @@ class PromptFile:
     Raises ConfigError where nothing is left.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, field: str, files: list[DataFile]) -> None:
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, field: str, files: list[DataFile], metadata: Mapping[str, Any] | None = None
+    ) -> None:
         self.rows, self._data = open_rows(files, field), config.data
-        self._reader = PromptReader(config, tokenizer)
+        self._reader = PromptReader(config, tokenizer, metadata)
         self._leaves_out = config.data.overlong_prompts == "filter" or config.data.bad_prompts == "skip"
         filtered = FilteredRows(range(len(self.rows)), {OVERLONG: 0, BAD: 0}, None, 0)
         if self._leaves_out:
-            filtered = FilterCache(config, field, files, len(self.rows)).get(self._filter)
+            filtered = FilterCache(config, field, files, len(self.rows), metadata).get(self._filter)
         self._used, self.left_out, self.first_left_out, self.longest = filtered
 
     def __len__(self) -> int:
@@ -279,7 +283,6 @@ class TrainingPrompts(PromptFile):
         return self[self._order.row(index)]
 
 
-def eval_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptFile | None:
-    """Returns the run's held-out prompts; None where the run evaluates nothing. Raises ConfigError."""
-    files = config.eval.eval_prompt_data
-    return None if files is None else PromptFile(config, tokenizer, "eval.eval_prompt_data", files)
+def eval_prompts(view: EvalView, tokenizer: Tokenizer) -> PromptFile:
+    """Returns the prompts of a set of held-out ones. Raises ConfigError."""
+    return PromptFile(view.config, tokenizer, view.field, view.files, view.metadata)

@@ -12,6 +12,7 @@ from typing import Any
 
 from shared.data import file_kinds
 from shared.data.data_files import DataFile
+from shared.data.json_numbers import JsonNumber
 from shared.data.read_progress import ReadProgress
 from shared.runtime.errors import ConfigError
 from shared.runtime.untrusted_files import parse_json
@@ -158,7 +159,7 @@ class JsonlRows(Rows):
     def __getitem__(self, row: int) -> dict[str, Any]:
         text, _ = self._read(row)
         try:
-            value = parse_json(text)
+            value = parse_json(text, JsonNumber)
         except UnicodeDecodeError as error:
             expected = f"not UTF-8: {error.reason} {error.object[error.start : error.end]!r} at byte {error.start} of the line"
             raise ConfigError(self.field, self.where(row), f"{expected}; if it is Latin-1: iconv -f LATIN1 -t UTF-8") from None

@@ -45,9 +45,9 @@ class Tokenizer:
         """Returns how many tokens `encode` makes of each text; all processor cores share the work."""
         return [len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def decode(self, tokens: Sequence[int] | NDArray[np.int32]) -> str:
-        """Returns the text of token ids, special tokens left out."""
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int] | NDArray[np.int32], skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids, special tokens left out unless they are wanted."""
+        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
 
     def pieces(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[str]:
         """Returns the text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""

@@ -26,7 +26,7 @@ class Arguments(Namespace):
         engine = {f"sglang_{flag.lstrip('-').replace('-', '_')}": value for flag, value in config.rollout.sglang.items()}
         others = slime_attributes.attributes(config)
         unset = {name: others[name] for name, value in shown.items() if value is None and name in others}
-        super().__init__(**{**others, **shown, **unset, **config.trainer.megatron, **engine, **more})
+        super().__init__(**{**config.run.custom_args, **others, **shown, **unset, **config.trainer.megatron, **engine, **more})
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"args has no {name}; {nearest(name, list(self.__dict__))}")

@@ -5,12 +5,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from shared.config.eval_views import generate_functions, reward_functions
 from shared.config.run_config import RunConfig
 from shared.hooks import slime_names
 from shared.runtime.errors import ConfigError, MyxoError
 
 RUN_BY = {
     "rollout.custom_generate_function_path": "rollout",
+    "rollout.rollout_function_path": "rollout",
     "reward.custom_rm_path": "reward",
     "rollout.dynamic_sampling_filter_path": "reward",
     "rollout.rollout_sample_filter_path": "reward",
@@ -44,13 +46,18 @@ class HookFailed(MyxoError):
 
 
 def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
-    """Returns the functions that a run names, by field, or those that ``service`` calls. Built-in filters are not included."""
+    """Returns the functions that a run names, by field, or those that ``service`` calls, those of its evaluation sets among them.
+
+    Built-in filters are not included.
+    """
     found = {}
     for field, runs_in in RUN_BY.items():
         section, _, name = field.partition(".")
         path = getattr(getattr(config, section), name)
         if path is not None and re.search("[.:]", path) and service in (None, runs_in):
             found[field] = path
+    for runs_in, own in (("reward", reward_functions(config)), ("rollout", generate_functions(config))):
+        found |= dict(own) if service in (None, runs_in) else {}
     return found
 
 

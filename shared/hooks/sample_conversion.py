@@ -14,7 +14,6 @@ import copy
 import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +22,12 @@ from numpy.typing import NDArray
 
 from shared.hooks import engine_meta, reward_values
 from shared.hooks.hook_sample import FINISHED, HookSample, Status, status_of
+from shared.rewards.reference import label_text
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample as StoredSample
-from shared.schema.sample import Score
+from shared.schema.sample import Score, segments_of
 
 log = structlog.get_logger()
 
@@ -85,7 +85,7 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         tokens=[*stored.prompt.tolist(), *stored.response.tolist()],
         response=stored.text,
         response_length=len(stored.response),
-        label=stored.label,
+        label=stored.reference.value,
         reward=reward,
         loss_mask=stored.mask.tolist(),
         rollout_log_probs=stored.log_probs.tolist(),
@@ -136,12 +136,13 @@ def to_stored(
     status = status_of(given.status)
     if status not in _FINISH or (status is Status.ABORTED and not unfinished):
         raise BadMessage(f"{where}: status is {given.status}; expected COMPLETED or TRUNCATED")
-    if not isinstance(given.response, str) or not isinstance(given.label, str | None) or not isinstance(given.metadata, dict):
-        raise BadMessage(f"{where}: response is text, label is text or None, metadata is a dict")
+    if not isinstance(given.response, str) or not isinstance(given.metadata, dict):
+        raise BadMessage(f"{where}: response is text, metadata is a dict")
     try:
-        codec.unpack(codec.pack([given.prompt, given.response, given.label, given.metadata]))
+        label, label_json = label_text(given.label)
+        codec.unpack(codec.pack([given.prompt, given.response, label, given.metadata]))
     except (TypeError, ValueError, OverflowError, BadMessage) as error:
-        raise BadMessage(f"{where}: prompt, response or metadata does not travel in a message: {error}") from None
+        raise BadMessage(f"{where}: prompt, response, label or metadata does not travel in a message: {error}") from None
     try:
         given_reward = None if given.reward is None else reward_values.plain(given.reward)
     except ValueError as error:
@@ -155,11 +156,12 @@ def to_stored(
         response=response,
         log_probs=log_probs,
         mask=mask,
-        segments=_segments(_versions(given.weight_versions, mask, served, where)),
+        segments=segments_of(_versions(given.weight_versions, mask, served, where)),
         finish=_FINISH[status],
         text=given.response,
         prompt_text=given.prompt,
-        label=given.label,
+        label=label,
+        label_json=label_json,
         metadata=copy.deepcopy(given.metadata),
         given_reward=given_reward,
         attributes=_attributes(given),
@@ -261,11 +263,3 @@ def _of_spans(spans: list[Any], length: int, where: str) -> NDArray[np.int32]:
             raise BadMessage(f"{where}: weight_versions has a span {start} to {end} of {length} response tokens")
         versions[start:end] = int(version)
     return versions
-
-
-def _segments(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
-    """Returns spans (start, end, version) that tile the versions of the response's tokens."""
-    if not versions.size:
-        return []
-    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [(start, end, int(versions[start])) for start, end in pairwise(edges)]

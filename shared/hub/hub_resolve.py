@@ -6,11 +6,13 @@ they are the same everywhere. A resumed run goes on with the commits that it beg
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shared.bus import runs
 from shared.config.run_config import RunConfig
+from shared.data.data_files import DataFile
 from shared.hub import hub_datasets, hub_models, hub_names
 from shared.hub.hub_client import Hub, HubError, NoSuchRepository, Unreachable
 from shared.hub.hub_names import HubName
@@ -18,10 +20,13 @@ from shared.runtime.errors import BadInput, ConfigError, raise_problems
 
 MODELS = ("model.hf_checkpoint", "trainer.critic_load")
 
-DATA = ("data.prompt_data", "eval.eval_prompt_data", "sft.sft_data")
+SETS = "eval.sets"
+"""Stands for all files of evaluation sets, whichever field names them."""
+
+DATA = ("data.prompt_data", SETS, "sft.sft_data")
 
 _NEEDED = {
-    "buffer": ("model.hf_checkpoint", "data.prompt_data", "eval.eval_prompt_data"),
+    "buffer": ("model.hf_checkpoint", "data.prompt_data", SETS),
     "rollout": ("model.hf_checkpoint",),
     "trainer": ("model.hf_checkpoint", "trainer.critic_load", "sft.sft_data"),
     "critic": ("model.hf_checkpoint", "trainer.critic_load"),
@@ -103,8 +108,12 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
     for dotted in fields:
         section, _, field = dotted.partition(".")
         current = sections.get(section, getattr(config, section))
-        value = getattr(current, field)
         try:
+            if dotted == SETS:
+                if (evaluation := current.with_files(partial(_new_file, change=change))) != current:
+                    sections[section] = evaluation
+                continue
+            value = getattr(current, field)
             new = _new_value(dotted, value, change)
         except ConfigError as error:
             problems.append(error)
@@ -113,6 +122,10 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
             sections[section] = current.model_copy(update={field: new})
     raise_problems(problems)
     return config.model_copy(update=sections) if sections else config
+
+
+def _new_file(field: str, file: DataFile, change: Change) -> DataFile:
+    return replace(file, path=_new_value(field, file.path, change))
 
 
 def _new_value(field: str, value: Any, change: Change) -> Any:

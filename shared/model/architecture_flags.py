@@ -47,6 +47,7 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
 def _rope_flags(rope: Rope) -> dict[str, Any]:
     flags: dict[str, Any] = {
         "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": True,
         "rotary_base": rope.theta,
         "rotary_percent": rope.fraction,
         "rotary_interleaved": rope.interleaved,

@@ -50,7 +50,7 @@ class ParallelLayout:
             pipeline=trainer.pipeline_model_parallel_size,
             context=trainer.context_parallel_size,
             expert=trainer.expert_model_parallel_size,
-            sequence_parallel=trainer.sequence_parallel,
+            sequence_parallel=trainer.sequence_parallel and trainer.tensor_model_parallel_size > 1,
             virtual_pipeline=trainer.virtual_pipeline_model_parallel_size,
             expert_tensor=trainer.expert_tensor_parallel_size,
         )

@@ -1,8 +1,12 @@
 """What a response is compared with: the label and the metadata of its prompt."""
 
 import json
+import math
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
+
+from shared.rewards.names import VERIFIERS, needs_label
 
 
 @dataclass(frozen=True)
@@ -27,3 +31,29 @@ class Reference:
     def value(self) -> Any:
         """Returns the label as the prompt file has it: a number, a list or an object where it is no text."""
         return json.loads(self.label) if self.is_json and self.label is not None else self.label
+
+
+def label_problem(environment: str, reference: Reference) -> str | None:
+    """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is."""
+    if environment not in VERIFIERS:
+        return None
+    if reference.label is None:
+        return f"expected the answer that {environment} compares with: text or a number, found None" if needs_label(environment) else None
+    if isinstance(reference.value, str | int | float) and not isinstance(reference.value, bool):
+        return None
+    return f"expected text or a number for {environment} to compare with, found {reference.label[:80]}; custom_rm_path takes other values"
+
+
+def label_text(value: Any) -> tuple[str | None, bool]:
+    """Returns a label of a prompt file as text, and whether that is JSON.
+
+    A number keeps the text that it has in the file (`shared.data.json_numbers`); one that has none is written in decimal digits, for nobody
+    answers ``1e-05``. Raises ValueError for NaN and infinities, TypeError for what is no JSON.
+    """
+    if value is None or isinstance(value, str):
+        return value, False
+    if not isinstance(value, float):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False), True
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no number in JSON")
+    return getattr(value, "text", None) or f"{Decimal(repr(value)):f}", True

@@ -4,6 +4,7 @@ The rules are those of the grader of PRM800K (Lightman et al. 2023), which DeepS
 sympy may compute on a few characters for ever: the caller needs one.
 """
 
+import logging
 import re
 from functools import cache
 from typing import Any
@@ -167,6 +168,7 @@ def split_tuple(text: str) -> list[str]:
 def _converter() -> Any:
     from pylatexenc.latex2text import LatexNodes2Text
 
+    logging.getLogger("pylatexenc").setLevel(logging.CRITICAL)  # it says of each response what is no LaTeX in it
     return LatexNodes2Text()
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,13 @@ def read_regular(path: Path, limit: int, *, links: bool = False) -> bytes:
     return content
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError, also for one of more than `MAX_DEPTH` levels."""
+def parse_json(text: str | bytes, parse_float: Callable[[str], float] | None = None) -> Any:
+    """Returns the value of a JSON text; ``parse_float`` makes its numbers with decimals or exponents.
+
+    Raises ValueError, also for one of more than `MAX_DEPTH` levels.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=parse_float)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     level = [value]

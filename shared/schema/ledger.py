@@ -8,7 +8,7 @@ import re
 from pydantic import Field
 
 from shared.schema.limits import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
-from shared.schema.messages import Attestation, Message, Payload, ScoredGroup
+from shared.schema.messages import Attestation, EvalFigures, Message, Payload, ScoredGroup
 
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
@@ -126,7 +126,8 @@ class EvalStarted(LedgerRecord):
 class EvalScored(LedgerRecord):
     """One held-out prompt of evaluation ``version`` is scored or, without rewards, failed for ``reason``; its ``payload`` is freed.
 
-    ``oldest``/``newest``: versions that generated it. ``parts`` as in `ScoredGroup`; ``reason``: why it failed.
+    ``oldest``/``newest``: versions that generated it. ``lengths``: tokens of each response; ``truncated``: positions of samples that ended
+    at their length. ``parts`` as in `ScoredGroup`; ``reason``: why it failed.
     """
 
     group: GroupId
@@ -134,20 +135,16 @@ class EvalScored(LedgerRecord):
     version: Count
     rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
     parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    lengths: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    truncated: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
     oldest: Count = 0
     newest: Count = 0
     reason: Reason = ""
     payload: Payload | None = None
 
 
-class EvalEnded(LedgerRecord):
-    """Every held-out prompt of the evaluation is scored or dead (``failed`` of them). ``mean_reward``: that of all ``samples``."""
-
-    dataset: Name
-    version: Count
-    failed: Count
-    samples: Count
-    mean_reward: Reward
+class EvalEnded(LedgerRecord, EvalFigures):
+    """The evaluation of a set has ended: every prompt is scored or dead, or its deadline has passed."""
 
 
 class RunFinished(LedgerRecord):

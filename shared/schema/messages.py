@@ -32,7 +32,10 @@ from shared.schema.message import Message, Part, Tokens
 
 
 class Sampling(Part):
-    """The sampling parameters of the engine. ``max_new_tokens``: tokens. ``stop`` holds strings, ``stop_token_ids`` ids."""
+    """The sampling parameters of the engine. ``max_new_tokens``: tokens. ``stop`` holds strings, ``stop_token_ids`` ids.
+
+    ``skip_special_tokens``, ``no_stop_trim``: of the response's text, not of its tokens; None: as for training samples.
+    """
 
     temperature: float = Field(ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -40,6 +43,10 @@ class Sampling(Part):
     max_new_tokens: int = Field(gt=0)
     stop: list[str] = []
     stop_token_ids: list[int] = []
+    min_new_tokens: int = Field(default=0, ge=0)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
 
 
 class Payload(Part):
@@ -109,9 +116,10 @@ class ScoredGroup(GeneratedGroup):
 class Task(Message):
     """A group to generate: ``n`` samples of one prompt. Subject ``<run>.task.<class>``.
 
-    ``min_version``: a replica on an older version hands the task back. ``attempt`` grows when a group is generated anew.
-    ``partial``: samples of an earlier attempt to go on from; of those that had ended, the ones whose newest token is older than version
-    ``renew_below`` are generated anew.
+    ``label_json``: the label is the JSON text of a number, a list or an object. ``generate_function``: path of the function that generates
+    it; None: the run's. ``deadline``: seconds since the epoch, from which on nobody waits for it; 0: there is none. ``min_version``: a
+    replica on an older version hands the task back. ``attempt`` grows when a group is generated anew. ``partial``: samples of an earlier
+    attempt to go on from; of those that had ended, the ones whose newest token is older than version ``renew_below`` are generated anew.
     """
 
     group: GroupId
@@ -120,10 +128,13 @@ class Task(Message):
     prompt: str | list[dict[str, Any]]
     prompt_tokens: Tokens
     label: str | None = None
+    label_json: bool = False
     metadata: dict[str, Any] = {}
     environment: Name
     sampling: Sampling
+    generate_function: str | None = Field(default=None, max_length=256)
     min_version: Count
+    deadline: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     partial: Payload | None = None
     renew_below: Count = 0
 
@@ -272,14 +283,52 @@ class BatchPending(BatchAnswer):
 
 
 class RunDone(BatchAnswer):
-    """Every step is trained and durable and the last evaluation is in, or the run has failed for ``reason``: the trainer may leave.
+    """Every step is trained and durable and the last evaluation is in, or the run has failed for ``reason``: the trainer may leave."""
 
-    ``rewards``: mean reward of each held-out dataset under ``version``, the newest that was evaluated; empty where none was.
+    reason: Reason = ""
+
+
+class EvalFigures(Part):
+    """The figures of one set of held-out prompts, evaluated because weights of ``version`` went live.
+
+    ``oldest``/``newest``: versions that drew its tokens; ``live``: the one that was live when the figures were known. ``prompts``: of the
+    set; ``failed`` of them have no rewards, and ``late`` ones had not come back at the deadline. ``samples``: of the others, which all
+    figures are of; where there are none, the figures are 0. ``rates``: ``pass@k`` and ``pass^k``. ``lengths``: of responses in tokens:
+    ``mean``, ``median``, ``min``, ``max``, ``p90``, ``p99``. ``truncated``: share of samples that ended at their length. ``seconds``: from
+    its start.
     """
 
-    version: int = -1
-    rewards: dict[str, FiniteFloat] = {}
-    reason: Reason = ""
+    dataset: Name
+    version: Count
+    oldest: Count
+    newest: Count
+    live: Count
+    prompts: Count
+    failed: Count
+    late: Count = 0
+    samples: Count
+    mean_reward: Reward
+    rates: dict[str, FiniteFloat] = {}
+    lengths: dict[str, FiniteFloat] = {}
+    truncated: float = Field(default=0.0, ge=0, le=1)
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @property
+    def lag(self) -> int:
+        """Returns by how many versions the figures were behind the live one when they were known."""
+        return max(0, self.live - self.version)
+
+
+class EvaluationsRequest(Message):
+    """Trainer asks for the evaluations that ended after the first ``known`` ones. Subject ``<run>.buffer.evaluations``."""
+
+    known: Count
+
+
+class EvaluationsEnded(Message):
+    """The next evaluations that have ended, in order, perhaps not all of them; empty where there are no more."""
+
+    evaluations: list[EvalFigures]
 
 
 class Attestation(Part):

@@ -5,6 +5,7 @@ A group's samples are encoded into one or more blobs (MessagePack, arrays as raw
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +13,9 @@ import pydantic
 import xxhash
 from numpy.typing import NDArray
 
+from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage
+from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
 from shared.schema.limits import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, Parts, Reason, Reward, is_part_name, is_reward
 from shared.schema.messages import SampleMeta
@@ -82,6 +85,7 @@ class Sample:
     text: str
     prompt_text: Any = ""
     label: str | None = None
+    label_json: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     rollout: int = -1
     given_reward: float | dict[str, float] | None = None
@@ -95,6 +99,11 @@ class Sample:
     def name(self) -> str:
         """Returns the name of this sample in errors: its group's id, and its index in the group."""
         return f"{self.group}/{self.index}"
+
+    @property
+    def reference(self) -> Reference:
+        """Returns what its response is compared with."""
+        return Reference(self.label, self.label_json, self.metadata)
 
     @property
     def length(self) -> int:
@@ -134,6 +143,8 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
+        if type(self.label_json) is not bool or (self.label_json and not _is_json(self.label)):
+            return f"label_json is {str(self.label_json)[:80]!r} and label {str(self.label)[:80]!r}; expected JSON text where it is true"
         if (problem := self._given_problem()) is not None:
             return problem
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
@@ -244,6 +255,22 @@ def _is_given_reward(given: object) -> bool:
 
 def _is_given_number(given: object) -> bool:
     return isinstance(given, int | float) and not isinstance(given, bool) and is_reward(given)
+
+
+def _is_json(label: str | None) -> bool:
+    try:
+        parse_json(label or "")
+    except ValueError:
+        return False
+    return True
+
+
+def segments_of(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Returns the spans (start, end, version) that tile the versions of a response's tokens, int32 [R]."""
+    if not versions.size:
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [(start, end, int(versions[start])) for start, end in pairwise(edges)]
 
 
 def token_digest(*tokens: NDArray[Any]) -> int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -58,19 +59,29 @@ def dumping(root: Path) -> list[str]:
 
 
 def assert_replayed(config: Path, root: Path) -> None:
-    """`myxo replay` makes the very weights out of the dumped batches that the run ended with, and reports the same losses."""
-    command = [sys.executable, "-m", "myxo.main", "replay", str(config), str(root / "dumps" / "batch_{rollout_id}.msgpack")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    """Training on the dumped batches alone makes the very weights that the run ended with, and reports the same losses; and so does
+    `myxo replay` on what that run has dumped in slime's format."""
+    dumps = root / "dumps"
+    alone = [*("--name", f"{root.name}-train"), *("--load-debug-rollout-data", str(dumps / "batch_{rollout_id}.msgpack"))]
+    steps = reported("up", str(config), *alone, "--save-debug-rollout-data", str(dumps / "batch_{rollout_id}.pt"))
+    assert steps == reported("replay", str(config), str(dumps / "batch_{rollout_id}.pt"))
     assert [step["step"] for step in steps] == [0, 1]
-    again = root.with_name(f"{root.name}-replay")
-    assert (again / "hf" / "model.safetensors").read_bytes() == (root / "hf" / "model.safetensors").read_bytes()
+    for again in (root.with_name(f"{root.name}-train"), root.with_name(f"{root.name}-replay")):
+        assert (again / "hf" / "model.safetensors").read_bytes() == (root / "hf" / "model.safetensors").read_bytes()
     for step in steps:
         with safe_open(root / "dumps" / f"tensors_{step['step']}_0.safetensors", framework="np") as tensors:
             told = json.loads(tensors.metadata()["myxo"])
             assert told["results"][0]["loss"] == step["loss"]
             assert tensors.get_tensor("0.0.rollout_log_probs").shape == tensors.get_tensor("0.0.tokens").shape
+
+
+def reported(*words: str) -> list[dict[str, Any]]:
+    """The steps that a command reports that trains on dumps, without what they took."""
+    done = subprocess.run([sys.executable, "-m", "myxo.main", *words], capture_output=True, text=True, timeout=RUN_SECONDS, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    timed = ("_time", "_ratio", "_per_s", "_tflops", "_mfu")
+    return [{name: value for name, value in step.items() if not name.endswith(timed)} for step in steps]
 
 
 async def first_batch(root: Path, name: str) -> list[tuple[str, list[float], list[int]]]:

@@ -193,9 +193,9 @@ def read_flags(data: bytes) -> None:
         words = flag_words(data)
     except ValueError:
         return  # the shell's own
-    found, problems = flags.read(words)
-    assert all(isinstance(problem, BadInput) for problem in problems)
-    read_values(found)
+    given = flags.read(words)
+    assert all(isinstance(problem, BadInput) for problem in given.problems)
+    read_values(given.overrides)
 
 
 def read_values(over: dict[str, Any]) -> object:

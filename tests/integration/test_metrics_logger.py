@@ -22,7 +22,18 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Rope
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import Batch, BatchGroup, Payload, RewardPart, ServiceStatus, Trained, WarmStartEnded
+from shared.schema.messages import (
+    Batch,
+    BatchGroup,
+    EvalFigures,
+    EvaluationsEnded,
+    EvaluationsRequest,
+    Payload,
+    RewardPart,
+    ServiceStatus,
+    Trained,
+    WarmStartEnded,
+)
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -48,7 +59,7 @@ def result(loss: float) -> StepResult:
 def recorded(config: RunConfig) -> str:
     """Two steps, a push; returns what Prometheus would read."""
     with ControlClient() as link:
-        asyncio.run(until(lambda: link.evaluations, "the evaluation on the buffer's card"))
+        asyncio.run(until(lambda: len(link.evaluations) == 2, "the evaluations that the buffer has"))
         record = MetricsLogger(link, config, SPEED)
         record.sft(1, 2, result(4.0))
         assert "sft_seconds_left" not in link.service.metrics.values
@@ -67,8 +78,19 @@ def recorded(config: RunConfig) -> str:
 
 
 async def evaluated(bus: Bus, run: str) -> None:
-    """Keeps a buffer's card up that says what the first evaluation came to."""
-    gauges = {"eval_heldout": 0.75, "eval_heldout_version": 0.0}
+    """Answers as a buffer of which the evaluations of two sets have ended, one of them late and without samples."""
+    shared = {"oldest": 0, "newest": 1, "live": 2, "prompts": 4, "failed": 1}
+    measured = {"rates": {"pass@1": 0.75, "pass^2": 0.5}, "lengths": {"mean": 7.5, "p90": 9.0}, "truncated": 0.25}
+    ended = [
+        EvalFigures(dataset="heldout", version=0, samples=6, mean_reward=0.75, **shared, **measured),
+        EvalFigures(dataset="late", version=1, samples=0, late=3, mean_reward=0.0, **shared),
+    ]
+
+    async def answer(request: EvaluationsRequest) -> EvaluationsEnded:
+        return EvaluationsEnded(evaluations=ended[request.known : request.known + 1])
+
+    await bus.serve(Subjects(run).evaluations, EvaluationsRequest, answer)
+    gauges = {"evaluations": float(len(ended))}
     while True:
         card = ServiceStatus(service="buffer", instance="b", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time())
         await Registry(bus, run).renew(card)
@@ -107,6 +129,12 @@ async def test_a_step_is_written_everywhere(
     assert written["passrate/pass@1"] == [0.75, 0.25]
     assert written["passrate/pass@2"] == [1.0, 0.5]
     assert written["eval/heldout"] == [0.75]
+    assert written["eval/heldout-pass@1"] == [0.75] and written["eval/heldout-pass^2"] == [0.5]
+    assert written["eval/heldout-truncated_ratio"] == [0.25]
+    assert written["eval/heldout/response_len/mean"] == [7.5] and written["eval/heldout/response_len/p90"] == [9.0]
+    labels = {name: written[f"eval/heldout/{name}"] for name in ("version", "newest_version", "lag", "samples", "failed", "late")}
+    assert labels == {"version": [0], "newest_version": [1], "lag": [2], "samples": [6], "failed": [1], "late": [0]}
+    assert written["eval/late/late"] == [3] and "eval/late" not in written
     assert written["perf/step_time"] == pytest.approx([2.0, 1.0])
     assert written["perf/train_wait_time"] == pytest.approx([0.0, 1.0])
     assert written["perf/wait_time_ratio"] == pytest.approx([0.0, 0.5])

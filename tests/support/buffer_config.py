@@ -1,6 +1,6 @@
 """A buffer's config of a few numbers."""
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from services.buffer.buffer_config import BufferConfig
@@ -20,11 +20,17 @@ def buffer_config(
     order: Any = "completion",
     window: int = 0,
     surplus: int = 0,
-    eval_prompts: int = 0,
+    eval_prompts: int | Mapping[str, int] = 0,
     eval_interval: int | None = None,
     eval_first: bool = True,
+    eval_timeout: float = 3600.0,
 ) -> BufferConfig:
-    """The config of a run. window: 0 for the default; of no meaning but to ``windowed_fifo``, and never fewer groups than a batch has."""
+    """The config of a run.
+
+    Args:
+        eval_prompts: of the set heldout, or of each set. window: 0 for the default; of no meaning but to ``windowed_fifo``, and never fewer
+            groups than a batch has.
+    """
     rollout = RolloutSection(
         num_rollout=steps,
         rollout_batch_size=groups,
@@ -36,8 +42,10 @@ def buffer_config(
         over_sampling_batch_size=groups + surplus,
     )
     evaluation = EvalSection(
-        eval_prompt_data=Path("heldout.jsonl") if eval_interval else None,
+        eval_prompt_data="heldout.jsonl" if eval_interval else None,
+        eval_timeout=eval_timeout,
         eval_interval=eval_interval,
         skip_eval_before_train=not eval_first,
     )
-    return BufferConfig(rollout, WeightsSection(update_weights_interval=interval), evaluation, eval_prompts)
+    sets = ({"heldout": eval_prompts} if eval_prompts else {}) if isinstance(eval_prompts, int) else eval_prompts
+    return BufferConfig(rollout, WeightsSection(update_weights_interval=interval), evaluation, sets)

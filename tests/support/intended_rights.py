@@ -33,6 +33,7 @@ def subjects(run: str) -> Table:
         names.trained: ({TRAINER} | PEOPLE, {BUFFER}),
         names.durable: ({TRAINER} | PEOPLE, {BUFFER}),
         names.refused: ({TRAINER} | PEOPLE, {BUFFER}),
+        names.evaluations: ({TRAINER} | PEOPLE, {BUFFER}),
         names.environment("math", "describe"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
         names.environment("math", "score"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
         f"{run}.anything.else": (PEOPLE, NOBODY),

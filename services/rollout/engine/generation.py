@@ -94,15 +94,27 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
     rids = [request.rid for request in requests]
     if len(set(rids)) < len(rids):
         raise InvalidRequest(f"the group has a request id twice: {sorted(rids)}")
+    drawn = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim"})  # tokens come back, not text
     return {
         "rid": [wire_rid(rid) for rid in rids],
         "input_ids": [_checked_tokens(request, engine) for request in requests],
         "sampling_params": [
-            {**sampling.model_dump(), "max_new_tokens": request.max_new_tokens, "ignore_eos": request.ignore_eos} for request in requests
+            {
+                **drawn,
+                "max_new_tokens": request.max_new_tokens,
+                "min_new_tokens": _fewest(request, sampling),
+                "ignore_eos": request.ignore_eos,
+            }
+            for request in requests
         ],
         "return_logprob": True,
         "extra_key": cache_key,
     }
+
+
+def _fewest(request: GenerationRequest, sampling: Sampling) -> int:
+    """Returns how many tokens must still be drawn: what earlier attempts drew is part of the request's input."""
+    return max(0, min(request.max_new_tokens, sampling.min_new_tokens - (sampling.max_new_tokens - request.max_new_tokens)))
 
 
 def wire_rid(rid: str) -> str:

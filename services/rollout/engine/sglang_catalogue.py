@@ -29,7 +29,7 @@ def text() -> str:
     ServerArgs.add_cli_args(parser)
     rows = [row for row in map(_row, parser._actions) if row["spellings"] not in ([], ["help"])]
     lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in rows)
-    return f'{{"sglang": "{sglang_flags.installed()}", "flags": [\n{lines}\n]}}\n'
+    return f'{{"sglang": "{sglang_flags.installed()}", "parser": "{sglang_flags.fingerprint()}", "flags": [\n{lines}\n]}}\n'
 
 
 def _row(action: argparse.Action) -> dict[str, Any]:

@@ -47,6 +47,8 @@ def resolve(given: Mapping[str, Any]) -> MegatronFlags:
     for name, value in megatron_flags.canonical(given).items():
         for problem in megatron_flags.missing_engine({name: value}):
             raise problem
+        if any(megatron_flags.without_effect({name: value})):
+            continue
         for group in megatron_flags.catalogue()[name].groups:
             getattr(flags, group)[name] = value if group == "architecture" else converted(group, name, value)
     return flags

@@ -11,14 +11,16 @@ import torch.distributed as dist
 
 from services.trainer import batch_metrics, flops
 from services.trainer.actor import Actor, StepResult
+from services.trainer.batch_metrics import Table
 from services.trainer.batches import TrainBatch, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.objective.advantage import reward_advantages
+from services.trainer.partition import Partition
 from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
-from shared.schema.messages import RewardPart, Trained, WarmStartEnded
+from shared.schema.messages import EvalFigures, RewardPart, Trained, WarmStartEnded
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
@@ -63,10 +65,10 @@ class MetricsLogger:
     """The metrics of one trainer process.
 
     Args:
-        speed: of the model that is trained. role: actor or critic.
+        speed: of the model that is trained; None: there is none. role: actor or critic.
     """
 
-    def __init__(self, control: ControlClient, config: RunConfig, speed: TrainingSpeed, role: str = "actor") -> None:
+    def __init__(self, control: ControlClient, config: RunConfig, speed: TrainingSpeed | None, role: str = "actor") -> None:
         self._control, self._config, self._objective = control, config, config.algorithm
         directory = config.trained / "tensorboard" / ("" if role == "actor" else role)
         self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control)]
@@ -78,7 +80,7 @@ class MetricsLogger:
         self._sft_losses: list[float] = []
         self._sft_first = 0.0
         self._zero_std: dict[str, float] = {}
-        self._evaluated: dict[str, int] = {}
+        self._evaluated = 0  # of the evaluations that the buffer has told of
 
     def step(
         self,
@@ -95,15 +97,11 @@ class MetricsLogger:
         Args:
             started, ended: seconds since the epoch. optimized: seconds of its optimizer steps. token_means: all ranks'.
         """
-        metrics, groups = averaged(results), batch.partition.batch.groups
+        metrics = averaged(results)
         performance = self._performance(batch, started, ended, optimized)
         self._write(batch.step, "train", metrics)
-        self._write(batch.step, "rollout", {**self._rollout(batch), **token_means})
+        self._write_samples(batch.partition, batch.sample_stats, token_means)
         self._write(batch.step, "perf", performance)
-        self._write(batch.step, "rewards", self._parts.metrics(batch.partition.batch.parts))
-        if self._config.monitoring.log_passrate:
-            rates = batch_metrics.passrate([group.rewards for group in groups], self._config.monitoring.passrate_threshold)
-            self._write(batch.step, "passrate", rates)
         reported = {**metrics, **batch.metrics, **performance}
         self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
         shown = ("reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples")
@@ -113,6 +111,15 @@ class MetricsLogger:
         if "wall_tok_per_s" in performance:
             gauges["train_tokens_per_s"] = performance["wall_tok_per_s"]
         self._control.gauges(gauges)
+        self.evaluations()
+
+    def recorded(self, partition: Partition, sample_stats: Table, started: float, ended: float) -> None:
+        """Writes one batch of a run that trains nothing. ``started``, ``ended``: seconds since the epoch, of its reading."""
+        batch = partition.batch
+        metrics = batch_metrics.metrics_of_batch(batch, sample_stats)
+        self._write_samples(partition, sample_stats, {})
+        self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=metrics))
+        self._control.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("reward", "removed_samples")}})
         self.evaluations()
 
     def critic(self, batch: TrainBatch, results: list[StepResult], started: float, ended: float) -> None:
@@ -151,16 +158,24 @@ class MetricsLogger:
 
     def evaluations(self) -> None:
         """Writes the evaluations that have ended since it was last called; their step is the version's."""
-        for name, (version, reward) in self._control.evaluations.items():
-            if self._evaluated.get(name) != version:
-                self._evaluated[name] = version
-                self._write(version * self._config.weights.update_weights_interval, "eval", {name: reward})
+        ended, self._evaluated = self._control.evaluations[self._evaluated :], len(self._control.evaluations)
+        for figures in ended:
+            self._write(figures.version * self._config.weights.update_weights_interval, "eval", evaluation_metrics(figures))
 
     def close(self) -> None:
         if self._role == "actor":
             self.evaluations()
         for writer in self._writers:
             writer.close()
+
+    def _write_samples(self, partition: Partition, sample_stats: Table, token_means: Mapping[str, float]) -> None:
+        """Writes what is known of a batch's samples before they are trained."""
+        batch = partition.batch
+        self._write(batch.step, "rollout", {**self._rollout(partition, sample_stats), **token_means})
+        self._write(batch.step, "rewards", self._parts.metrics(batch.parts))
+        if self._config.monitoring.log_passrate:
+            rates = batch_metrics.passrate([group.rewards for group in batch.groups], self._config.monitoring.passrate_threshold)
+            self._write(batch.step, "passrate", rates)
 
     def _write(self, step: int, prefix: str, values: Mapping[str, float]) -> None:
         named = {f"{prefix}/{name}": float(value) for name, value in values.items()}
@@ -180,14 +195,15 @@ class MetricsLogger:
         if self._last_end is not None:  # what the first step waited for is not known
             found["wall_tok_per_s"] = batch.metrics["tokens"] / (waited + seconds)
         self._last_end = ended
+        assert self._speed is not None  # of a model that is trained
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training)
 
-    def _rollout(self, batch: TrainBatch) -> dict[str, float]:
+    def _rollout(self, partition: Partition, sample_stats: Table) -> dict[str, float]:
         shaped = None
         if self._objective.loss_type != "sft_loss":
-            groups, rollouts = [item.group for item in batch.partition.items], rollouts_of(batch.partition, batch.sample_stats)
-            shaped = reward_advantages(self._objective, batch.partition.rewards, groups, rollouts).tolist()
-        found = batch_metrics.rollout_metrics(batch.partition.batch, batch.sample_stats, shaped)
+            groups, rollouts = [item.group for item in partition.items], rollouts_of(partition, sample_stats)
+            shaped = reward_advantages(self._objective, partition.rewards, groups, rollouts).tolist()
+        found = batch_metrics.rollout_metrics(partition.batch, sample_stats, shaped)
         equal = {name: value for name, value in found.items() if name.startswith("zero_std/")}
         self._zero_std = {**dict.fromkeys(self._zero_std, 0.0), **equal}  # a reward that once had a group is written as 0 from then on
         return found | self._zero_std
@@ -214,6 +230,22 @@ class RewardParts:
             values = {"mean": part.mean, "std": part.std, "min": part.min, "max": part.max}
             found.update({f"{name}/{what}": value for what, value in values.items()})
         return found
+
+
+def evaluation_metrics(figures: EvalFigures) -> dict[str, float]:
+    """Returns the metrics of an evaluation under slime's names and some of our own, without the prefix ``eval/``.
+
+    Without samples there are no figures but those that say so.
+    """
+    name = figures.dataset
+    labels = {"version": figures.version, "newest_version": figures.newest, "lag": figures.lag, "samples": figures.samples}
+    labels |= {"failed": figures.failed, "late": figures.late}
+    found = {f"{name}/{label}": float(value) for label, value in labels.items()} | {f"{name}/seconds": figures.seconds}
+    if not figures.samples:
+        return found
+    found |= {name: figures.mean_reward, f"{name}-truncated_ratio": figures.truncated}
+    found |= {f"{name}-{rate}": value for rate, value in figures.rates.items()}
+    return found | {f"{name}/response_len/{what}": value for what, value in figures.lengths.items()}
 
 
 def averaged(results: Sequence[StepResult]) -> dict[str, float]:

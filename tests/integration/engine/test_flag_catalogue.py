@@ -1,6 +1,7 @@
 """SGLang's flags are checked against the parser of the SGLang that is installed, before a run and when a rollout service starts."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,39 @@ def test_another_version_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("MYXO_CACHE", str(tmp_path / "none"))
     with pytest.raises(sglang_flags.NoCatalogue, match="could not be asked for its flags"):
         sglang_flags.of_installed()
+
+
+def test_a_parser_that_somebody_changed_is_asked_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the same version: images of others patch SGLang, and give it flags of their own."""
+    package = tmp_path / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (package / "server_args.py").write_text("flags = 1")
+    version = sglang_flags.installed()
+    listed = json.dumps({"sglang": version, "flags": [{"spellings": ["of-a-patch"], "kind": "int"}]})
+    (tmp_path / "listing.py").write_text(f"print({listed!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MYXO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    monkeypatch.setattr(sglang_flags, "LISTING", "listing")
+    before = sglang_flags.fingerprint()
+    assert problems(of_a_patch=1) == []
+    assert "unknown flag" in problems(of_another_patch=1)[0]
+    (package / "server_args.py").write_text("flags = 2")
+    assert sglang_flags.fingerprint() != before
+    monkeypatch.setattr(sglang_flags, "LISTING", "no.such.module")
+    with pytest.raises(sglang_flags.NoCatalogue):
+        problems(of_a_patch=1)
+
+
+def test_former_names_go_by_what_is_installed() -> None:
+    given = {"cuda-graph-bs": ["1", "2"], "nsa_decode_backend": "flashmla_kv", "page-size": 16}
+    assert problems(**{name.replace("-", "_"): value for name, value in given.items()}) == []
+    assert sglang_flags.present_names(given) == {"cuda-graph-bs-decode": ["1", "2"], "dsa-decode-backend": "flashmla_kv", "page-size": 16}
+    old = EngineFlags("0.5.9", (EngineFlag(("cuda-graph-bs",), "int", several=True),))
+    assert old.present_name("cuda-graph-bs") == "cuda-graph-bs" and list(old.problems({"cuda-graph-bs": [1]})) == []
+    assert "given twice" in problems(cuda_graph_bs=[1], cuda_graph_bs_decode=[1])[0]
 
 
 def test_a_machine_without_sglang_says_that_it_cannot_check(

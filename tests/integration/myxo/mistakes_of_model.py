@@ -82,6 +82,8 @@ def sglang(**flags: Any) -> dict[str, dict[str, Any]]:
     return {"rollout.sglang": {key.replace("_", "-"): value for key, value in flags.items()}}
 
 
+NOWHERE = ("--hf-checkpoint", "nowhere")
+
 MISTAKES = [
     # the files of the weights
     Mistake("weights that git-lfs did not fetch", ("model.safetensors", "git-LFS pointer", "git lfs pull"),
@@ -161,6 +163,19 @@ MISTAKES = [
             flags=("--sglang-context-length", "32768")),
     Mistake("a demonstration larger than a micro-batch", ("sft.sft_data:response", "sft.jsonl:2", "151 tokens", "max_tokens_per_gpu"),
             flags=("--max-tokens-per-gpu", "128"), change=long_demonstration),
+    # shapes of flags alone
+    Mistake("heads that the ranks do not divide, of a model that is not there",
+            ("no such directory", "a divisor of the model's 6 attention heads"), sections=ranks(4, tensor_model_parallel_size=4), lines=2,
+            flags=(*NOWHERE, "--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "6", "--ffn-hidden-size", "96",
+                   "--num-query-groups", "2")),
+    Mistake("experts and layers that the ranks do not divide, of a model that is not there",
+            ("no such directory", "a divisor of its 6 experts", "a divisor of its 5 layers"), lines=3,
+            sections=ranks(8, pipeline_model_parallel_size=2, expert_model_parallel_size=4),
+            flags=(*NOWHERE, "--num-layers", "5", "--hidden-size", "64", "--num-attention-heads", "4", "--num-experts", "6",
+                   "--moe-router-topk", "2")),
+    Mistake("flags that no model can have", ("a divisor of num_attention_heads, 8", "at most num_experts, 4", "it has 3"), lines=4,
+            flags=(*NOWHERE, "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "8", "--num-query-groups", "3",
+                   "--num-experts", "4", "--moe-router-topk", "6", "--moe-layer-freq", "[0,1,1]")),
     # SGLang's flags
     Mistake("a misspelt flag of SGLang's", ("rollout.sglang.mem-fraction-statc", "did you mean mem-fraction-static?"),
             flags=("--sglang-mem-fraction-statc", "0.7")),
@@ -214,4 +229,10 @@ if importlib.util.find_spec("transformer_engine") is None:
     MISTAKES.append(Mistake("Transformer Engine where it is not installed", wanted, flags=("--transformer-impl", "transformer_engine")))
 if importlib.util.find_spec("wandb") is None:
     MISTAKES.append(Mistake("W&B where it is not installed", ("monitoring.use_wandb", "myxo[wandb]"), flags=("--use-wandb",)))
+if importlib.util.find_spec("deep_ep") is None:
+    wanted = ("rollout.sglang.moe-a2a-backend = 'deepep'", "install the package deep_ep")
+    MISTAKES.append(Mistake("DeepEP where it is not installed", wanted, flags=("--sglang-moe-a2a-backend", "deepep")))
+if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+    wanted = ("trainer.megatron.gradient_accumulation_fusion", "apex, built with --cuda_ext")
+    MISTAKES.append(Mistake("apex where it is not installed", wanted, flags=("--gradient-accumulation-fusion",)))
 assert sglang_flags.installed(), "the rows about SGLang's flags need it"

@@ -91,7 +91,7 @@ async def test_what_cannot_be_scored_fails_with_the_reason(bench: NewBench) -> N
     desk = await bench(reward={"rm_type": "exact"})
     process = await desk.launch()
     await desk.generated("g0", "42", label=None)
-    assert "needs a label and the prompt has none" in await desk.failure("g0")
+    assert "expected the answer that exact compares with" in await desk.failure("g0")
     await desk.generated("g1", "42", payload=reference(desk.names.run, {"never:written": b"1"}))
     assert "the store holds no blob never:written" in await desk.failure("g1")
     await desk.generated("g2", "42", "43", samples=[SampleMeta(tokens=2, oldest=3, newest=3, finish="stop")])

@@ -22,7 +22,7 @@ LIMITS = st.builds(
     order=st.sampled_from(["completion", "windowed_fifo", "fifo"]),
     window=st.sampled_from([0, 3, 5]),
     surplus=st.sampled_from([0, 0, 1, 3]),
-    eval_prompts=st.sampled_from([0, 0, 1, 3]),
+    eval_prompts=st.sampled_from([0, 0, 1, {"heldout": 3, "other": 1}]),
     eval_interval=st.sampled_from([None, 1, 2, 3]),
     eval_first=st.booleans(),
 )
@@ -112,7 +112,7 @@ def test_the_play_reaches_what_it_is_meant_to_reach() -> None:
             groups=2,
             samples=2,
             max_staleness=seed // 4 % 2,
-            interval=1 + seed % 3,
+            interval=1 + seed // 8 % 3,
             staleness=policy,  # type: ignore[arg-type]
             order="fifo" if seed % 5 == 0 else "completion",
             surplus=seed % 3,

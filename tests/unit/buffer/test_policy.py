@@ -1,5 +1,6 @@
 """Single decisions of the buffer: what each event leads to, and what is refused in which words."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -29,6 +30,13 @@ from shared.schema.messages import Failed, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
 
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
+
+
+def test_without_training_version_0_is_every_steps_and_admission_goes_by_the_steps_that_are_recorded() -> None:
+    limits = dataclasses.replace(buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1), rollout_only=True)
+    assert [limits.version_of_step(step) for step in range(4)] == [0, 0, 0, 0]
+    assert limits.last_version == limits.newest_version(4) == 0
+    assert [limits.admissible_groups(0, steps) for steps in range(5)] == [4, 6, 8, 8, 8]
 
 
 def came_back(group: str, attempt: int = 0, samples: int = 2, rewards: int | None = None, oldest: int = 0, reward: float = 1.0) -> Scored:
@@ -117,14 +125,10 @@ def test_what_a_late_attempt_wrote_is_let_go_and_nothing_that_is_in_use() -> Non
     assert policy.unwanted(state, second) == [f"{group_id(0)}:1"]
 
 
-def test_nothing_is_admitted_before_the_first_evaluation_is_in() -> None:
+def test_training_does_not_wait_for_the_first_evaluation() -> None:
     limits = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=1)
     state = started(limits)
-    assert state.admitted == 0
-    fold(state, policy.scored(state, limits, [came_back("eval.heldout.0.0", samples=1)], 0.0))
-    fold(state, policy.close(state, limits, 0.0))
-    assert fold(state, policy.admit(state, limits, 0.0))
-    assert state.admitted == 4
+    assert state.evaluations and state.admitted == 4
 
 
 def test_a_batch_takes_what_came_back_first_in_order_of_admission() -> None:
@@ -265,7 +269,7 @@ def test_evaluations_are_due_first_last_and_every_interval() -> None:
     state, due = BufferState(), []
     for version in range(5):
         fold(state, policy.live(state, EVALUATED, version, 0.0))
-        due += [version] if version in state.evaluations else []
+        due += [version] if (version, "heldout") in state.evaluations else []
     assert due == [0, 3, 4]
 
 
@@ -302,7 +306,8 @@ def test_a_held_out_prompt_without_scores_counts_as_failed() -> None:
     state = started(EVALUATED)
     [record] = fold(state, policy.scored(state, EVALUATED, [came_back("eval.heldout.0.0", samples=0)], 0.0))
     assert isinstance(record, EvalScored) and record.rewards == []
-    assert (state.evaluations[0].failed, list(state.evaluations[0].pending)) == (1, ["eval.heldout.0.1"])
+    evaluation = state.evaluations[0, "heldout"]
+    assert (evaluation.failed, list(evaluation.pending)) == (1, ["eval.heldout.0.1"])
 
 
 def test_ids_of_held_out_prompts_are_read_back_and_no_other() -> None:

@@ -102,8 +102,8 @@ class World:
                 self._send(self.state.groups[name])
             case BatchAmended(step=step):
                 self.batches.pop(step, None)
-            case EvalStarted(version=version):
-                for name in self.state.evaluations[version].pending:
+            case EvalStarted(version=version, dataset=dataset):
+                for name in self.state.evaluations[version, dataset].pending:
                     self.jobs.append(Job(name, 0, 1, version))
 
     def _send(self, group: GroupState) -> None:
@@ -143,8 +143,6 @@ class World:
             assert group.scored.attempt == group.attempt  # the payload of an older attempt is gone
             assert group.partial is None
         assert not self._needed() & self.freed  # nothing is freed that a batch, or a task, still needs
-        if limits.eval_prompts and not limits.evaluation.skip_eval_before_train and 0 not in state.evaluated:
-            assert not state.admitted  # the first evaluation has the engines to itself
 
     def _needed(self) -> set[str]:
         """Payload keys that a batch, or a task, refers to."""
@@ -366,7 +364,7 @@ class World:
             self.ask()
             self.train()
             self.decide(policy.durable(self.state, self.step, 0.0))
-            if self.state.finished_steps:
+            if self.state.finished_steps > 0:
                 return
 
     def check_end(self) -> None:
@@ -380,16 +378,16 @@ class World:
         assert sum(isinstance(record, RunFinished) for record in self.records) == 1
         assert [record.step for record in self.records if isinstance(record, BatchFormed)] == list(range(limits.rollout.num_rollout))
         went_live = [record.version for record in self.records if isinstance(record, VersionLive)]
-        assert sorted(record.version for record in self.records if isinstance(record, EvalEnded)) == sorted(state.evaluated)
+        assert [(record.version, record.dataset) for record in self.records if isinstance(record, EvalEnded)] == list(state.evaluated)
         came_back = [record.group for record in self.records if isinstance(record, EvalScored)]
-        assert len(set(came_back)) == len(came_back) == limits.eval_prompts * len(state.evaluated)
-        assert state.evaluated == {version for version in went_live if self._evaluates(version)}
+        assert len(set(came_back)) == len(came_back) == sum(limits.eval_sets[name] for _, name in state.evaluated)
+        assert set(state.evaluated) == {(version, name) for version in went_live if self._evaluates(version) for name in limits.eval_sets}
+        for ended in state.evaluated.values():
+            assert (ended.prompts, ended.late) == (limits.eval_sets[ended.dataset], 0) and ended.version <= ended.live
         self.check_replay()
 
     def _evaluates(self, version: int) -> bool:
         limits = self.limits
-        if not limits.eval_prompts:
-            return False
         if version == limits.last_version or version == 0:
             return version == limits.last_version or not limits.evaluation.skip_eval_before_train
         interval = limits.evaluation.eval_interval

@@ -30,7 +30,7 @@ def test_a_line_tells_kind_default_and_what_megatron_says() -> None:
 def test_a_pattern_finds_fields_of_the_config_and_refused_flags() -> None:
     lines = lines_of("warmup")
     assert any(line.split()[0] == "--lr-warmup-iters" and "steps of linear warm-up" in line for line in lines)
-    assert any(line.split()[0] == "--lr-warmup-fraction" and "not taken: use lr" in line for line in lines)
+    assert any(line.split()[0] == "--lr-warmup-samples" and "not taken: use lr" in line for line in lines)
     assert len({line.split()[0] for line in lines}) == len(lines)
 
 

@@ -48,7 +48,8 @@ def scored(number: int, rewards: tuple[float, float], oldest: int, started: floa
 
 
 def evaluation(version: int, mean: float, samples: int = 4) -> EvalEnded:
-    return EvalEnded(at=0.0, dataset="heldout", version=version, failed=4 - samples, samples=samples, mean_reward=mean)
+    versions = {"version": version, "oldest": version, "newest": version, "live": version}
+    return EvalEnded(at=0.0, dataset="heldout", **versions, prompts=4, failed=4 - samples, samples=samples, mean_reward=mean)
 
 
 def names(*numbers: int) -> list[str]:
@@ -58,7 +59,7 @@ def names(*numbers: int) -> list[str]:
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Four steps of two groups of two samples, bound 1."""
-    return run_config(tmp_path)
+    return run_config(tmp_path, eval={"eval_prompt_data": "heldout.jsonl"})
 
 
 RECORDS: list[LedgerRecord] = [

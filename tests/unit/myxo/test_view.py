@@ -40,6 +40,12 @@ def status(
     )
 
 
+def evaluated(dataset: str, mean: float, version: int) -> dict[str, float]:
+    """The gauges of an evaluation that all prompts came back for, under the live version."""
+    figures = {"reward": mean, "version": version, "newest": version, "lag": 0, "missing": 0, "prompts": 8}
+    return {f"eval_{name}.{dataset}": value for name, value in figures.items()}
+
+
 EVERYBODY = [service("buffer"), service("reward"), service("rollout", version=0), service("trainer")]
 
 
@@ -58,8 +64,7 @@ def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
         live_version=1,
         in_flight=6,
         ready=1,
-        eval_heldout=0.25,
-        eval_heldout_version=0,
+        **evaluated("heldout", 0.25, 0),
         queue_task=3,
         queue_task_held=4,
         queue_scored=0,
@@ -69,7 +74,7 @@ def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
     rollouts = [service("rollout", number=n, version=1, generated_tokens_per_s=50, running_groups=2, running_samples=8) for n in range(2)]
     view = look(config, [buffer, trainer, *rollouts])
     assert (view.steps, view.reward, view.loss) == (2, 0.5, -0.1)
-    assert view.evaluations == {"heldout": EvaluationLine(0.25, 0)}
+    assert view.evaluations == {"heldout": EvaluationLine(0.25, 0, 0, 0, 0, 8)}
     assert (view.staleness_mean, view.staleness_max, view.live_version) == (0.75, 1, 1)
     assert (view.generated_per_s, view.trained_per_s, view.computed_per_s) == (100, 100, 150)
     assert (view.in_flight, view.ready_groups) == (6, 1)
@@ -86,11 +91,11 @@ def test_figures_survive_a_restart_of_the_service_they_came_from(config: RunConf
 
 def test_held_out_sets_are_known_by_their_names(config: RunConfig) -> None:
     """Whatever they are called; the newest figures of each stay when the buffer is away."""
-    gauges = {"eval_live": 0.5, "eval_live_version": 2, "eval_gsm8k": -1.5, "eval_gsm8k_version": 4, "eval_pending": 3, "live_version": 9}
+    gauges = {**evaluated("live", 0.5, 2), **evaluated("gsm8k", -1.5, 4), "eval_pending": 3, "live_version": 9}
     view = look(config, [service("buffer", **gauges)])
-    assert view.evaluations == {"gsm8k": EvaluationLine(-1.5, 4), "live": EvaluationLine(0.5, 2)}
-    later = look(config, [service("buffer", eval_live=0.75, eval_live_version=6)], before=view)
-    assert later.evaluations == {"gsm8k": EvaluationLine(-1.5, 4), "live": EvaluationLine(0.75, 6)}
+    assert view.evaluations == {"gsm8k": EvaluationLine(-1.5, 4, 4, 0, 0, 8), "live": EvaluationLine(0.5, 2, 2, 0, 0, 8)}
+    later = look(config, [service("buffer", **evaluated("live", 0.75, 6))], before=view)
+    assert later.evaluations == {"gsm8k": EvaluationLine(-1.5, 4, 4, 0, 0, 8), "live": EvaluationLine(0.75, 6, 6, 0, 0, 8)}
 
 
 def test_the_warm_start_tells_its_loss_and_the_time_left(config: RunConfig) -> None:
@@ -161,7 +166,7 @@ def test_services_that_joined_from_elsewhere_are_shown(config: RunConfig) -> Non
             [],
             "weights to be served (rollout-0 fenced, trainer-0 ready)",
         ),
-        ([service("buffer", live_version=0, eval_pending=12), *EVERYBODY[1:]], [], "the evaluation of version 0 (12 prompts outstanding)"),
+        ([service("buffer", live_version=0, eval_pending=12), *EVERYBODY[1:]], [], "evaluations (12 prompts outstanding)"),
         ([service("buffer", live_version=0, ready=1), *EVERYBODY[1:]], [], "a batch (1 of 2 groups ready)"),
         ([service("buffer", live_version=0, ready=2), *EVERYBODY[1:]], [], "a training step"),
     ],

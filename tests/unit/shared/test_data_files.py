@@ -67,7 +67,7 @@ def test_lists_keep_their_form_in_json_toml_and_paths(tmp_path: Path) -> None:
     assert parse_config(tomllib.loads(config_toml.dump(config))) == config
     absolute = config.absolute(Path("/base"))
     assert [str(file) for file in absolute.data.prompt_data or ()] == ["/base/a.jsonl", "/base/b.parquet@[2:-1]*2.5", "/c.jsonl@[:]*3.0"]
-    assert [str(file) for file in absolute.eval.eval_prompt_data or ()] == ["/base/a.jsonl@[:3]"]
+    assert [str(file) for item in absolute.eval.eval_prompt_data or () for file in item.path] == ["/base/a.jsonl@[:3]"]
 
 
 def test_flags_name_one_file_or_several(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.config import flags, megatron_flags
+from shared.config import flags
 from shared.config.run_config import RunConfig, field_sections, parse, section_model
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
@@ -80,11 +80,13 @@ def test_engine_flags_pass_through_verbatim(words: str, expected: dict[str, Any]
         ("--moe-router-dtypes x", r"did you mean --moe-router-dtype\?"),
         ("--sft-interval 3", r"unknown flag; `myxo up --help` lists all, `myxo flags` Megatron's"),
         ("--tuning-data x", r"unknown flag; `myxo up --help` lists all"),
-        ("--balance-data", r"a flag of slime's; leave it out: batches are always balanced over the data-parallel ranks"),
-        ("--use-dynamic-batch-size", r"a flag of slime's; leave it out: micro-batches are always packed by tokens"),
-        ("--actor-num-nodes 2", r"a flag of slime's; a trainer has one node: --actor-num-gpus-per-node"),
-        ("--ref-load x", r"a flag of slime's; leave it out: the reference policy starts from --hf-checkpoint"),
-        ("--use-routing-replay", "a flag of slime's that Myxo has nothing for"),
+        ("--balance-data maybe", r"maybe = 'maybe': expected a flag"),
+        ("--balance-data=maybe", r"--balance-data = 'maybe': true or false"),
+        ("--num-gpus-per-node many", "--num-gpus-per-node = 'many': a whole number"),
+        ("--loss-mask-type llama", "one of qwen, qwen3, qwen3_5, distill_qwen"),
+        ("--use-routing-replay", "a flag of slime's; Myxo has nothing of the kind"),
+        ("--start-rollout-id 3", "a flag of slime's; a run goes on after its last checkpoint by itself"),
+        ("--rollout-batch 3", r"unknown flag; did you mean --rollout-batch-size\?"),
         ("rollout 3", "expected a flag that starts with --"),
         ("--lr", "--lr = '': needs a value: learning rate"),
         ("--lr --seed 3", "--lr = '': needs a value: learning rate"),
@@ -98,14 +100,14 @@ def test_a_wrong_flag_is_refused(words: str, message: str) -> None:
 
 def test_text_of_flags_becomes_typed_values_in_the_config(tmp_path: Path) -> None:
     nested = values(tmp_path)
-    words = "--num-rollout 7 --lr 1e-4 --no-save-hf --rollout-stop-token-ids 1 2 --eval-interval 3 --eval-prompt-data held.jsonl"
+    words = "--num-rollout 7 --lr 1e-4 --no-save-final-hf --rollout-stop-token-ids 1 2 --eval-interval 3 --eval-prompt-data held.jsonl"
     words += " --eps-clip-high 0.28"
     for section, fields in flags.parse(words.split()).items():
         nested.setdefault(section, {}).update(fields)
     config = parse(nested)
     assert config.rollout.num_rollout == 7
     assert config.trainer.lr == 1e-4
-    assert config.trainer.save_hf is False
+    assert config.trainer.save_final_hf is False
     assert config.rollout.rollout_stop_token_ids == [1, 2]
     assert config.eval.eval_interval == 3
     assert config.algorithm.eps_clip_high == 0.28
@@ -125,21 +127,6 @@ def test_each_field_takes_its_own_default_back_as_a_flag(tmp_path: Path) -> None
 
 
 def test_every_flag_that_cannot_be_taken_is_told() -> None:
-    overrides, problems = flags.read(["--num-rolout", "3", "--rollout-batch-size", "8", "stray", "--lr"])
-    assert overrides == {"rollout": {"rollout_batch_size": "8"}}
-    assert [problem.field for problem in problems if isinstance(problem, ConfigError)] == ["--num-rolout", "stray", "--lr"]
-
-
-def test_slimes_flags_are_told_apart_from_ours_and_name_fields_that_exist() -> None:
-    for flag in megatron_flags.catalogue().values():
-        if not (words := flag.reason).startswith("a flag of slime's"):
-            continue
-        assert flag.name not in field_sections() and not flag.groups, f"{flag.name} is taken"
-        assert {word.rstrip(".,:;") for word in words.split() if word.startswith("--")} <= set(flags.flags()), words
-
-
-def test_a_key_of_slimes_in_the_config_is_told_what_stands_in_its_place(tmp_path: Path) -> None:
-    nested = values(tmp_path)
-    nested.setdefault("trainer", {})["balance_data"] = True
-    with pytest.raises(ConfigError, match=r"trainer.balance_data = True: a flag of slime's; leave it out: batches are always balanced"):
-        parse(nested)
+    given = flags.read(["--num-rolout", "3", "--rollout-batch-size", "8", "stray", "--lr"])
+    assert given.overrides == {"rollout": {"rollout_batch_size": "8"}}
+    assert [problem.field for problem in given.problems if isinstance(problem, ConfigError)] == ["--num-rolout", "stray", "--lr"]

@@ -25,6 +25,17 @@ SCORED_GROUP = {
     "ended": 2.0,
 }
 PUSH = {"version": 1, "deadline": 5.0}
+FIGURES = {
+    "dataset": "heldout",
+    "version": 0,
+    "oldest": 0,
+    "newest": 1,
+    "live": 2,
+    "prompts": 3,
+    "failed": 1,
+    "samples": 2,
+    "mean_reward": 0.5,
+}
 CHANNEL = {
     "kind": "group",
     "name": "channel-1",
@@ -125,14 +136,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "VersionLive": {"version": 1, "at": 1.0},
     "EvalStarted": {"dataset": "heldout", "version": 0, "prompts": 2, "at": 1.0},
     "EvalScored": {"group": "eval.heldout.0.0", "dataset": "heldout", "version": 0, "rewards": [1.0], "oldest": 0, "newest": 0, "at": 1.0},
-    "EvalEnded": {
-        "dataset": "heldout",
-        "version": 0,
-        "failed": 0,
-        "samples": 2,
-        "mean_reward": 0.5,
-        "at": 1.0,
-    },
+    "EvalEnded": {**FIGURES, "at": 1.0},
+    "EvaluationsRequest": {"known": 3},
+    "EvaluationsEnded": {"evaluations": [FIGURES]},
     "RunFinished": {"steps": 4, "at": 1.0},
 }
 CONCRETE = {

@@ -1,5 +1,6 @@
 """Prompts: read, rendered and tokenised, or refused with file, line, key and what would be right."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.config.eval_views import eval_views
 from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
+from shared.rewards.reference import Reference, label_text
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, write_jsonl
 
@@ -55,6 +58,7 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
     row = {"question": "a", "answer": 42, "extra": {"x": 1}}
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].label == "42"
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].metadata == {"x": 1}
+    assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer")[0].label_json
     reward = {"rm_type": "environment", "environment_url": "http://grader:8080"}
     assert prompts(tmp_path, tokenizer, row, reward=reward, input_key="question", label_key=None)[0].label is None
 
@@ -93,9 +97,8 @@ def test_the_run_says_which_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "label": "1"}])
     write_jsonl(tmp_path / "eval.jsonl", [{"prompt": "b", "label": "1"}, {"prompt": "c", "label": "1"}])
     assert len(TrainingPrompts(run_config(tmp_path), tokenizer)) == 1
-    assert eval_prompts(run_config(tmp_path), tokenizer) is None
-    heldout = eval_prompts(run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}), tokenizer)
-    assert heldout is not None
+    [view] = eval_views(run_config(tmp_path, eval={"eval_prompt_data": str(tmp_path / "eval.jsonl")}))
+    heldout = eval_prompts(view, tokenizer)
     assert [heldout[row].content for row in range(2)] == ["b", "c"]
 
 
@@ -103,6 +106,29 @@ def test_a_prompt_may_name_its_environment(tmp_path: Path, tokenizer: Tokenizer)
     rows = [{"prompt": "a", "label": "2", "metadata": metadata} for metadata in ({}, {"rm_type": "exact"}, {"rm_type": "grader"}, None)]
     file = prompts(tmp_path, tokenizer, *rows, reward={"environments": {"grader": "http://grader:8080"}})
     assert [file[row].environment for row in range(4)] == ["math_verify", "exact", "grader", "math_verify"]
+
+
+@pytest.mark.parametrize("number", ["0.00001", "1e-5", "1.50", "-3.0", "12345678901234567", "1E2"])
+def test_a_number_as_label_keeps_its_text(tmp_path: Path, tokenizer: Tokenizer, number: str) -> None:
+    (tmp_path / "numbers.jsonl").write_text(f'{{"prompt": "a", "label": {number}}}\n')
+    config = run_config(tmp_path, data={"prompt_data": str(tmp_path / "numbers.jsonl")})
+    prompt = TrainingPrompts(config, tokenizer)[0]
+    assert (prompt.label, prompt.label_json) == (number, True)
+    assert Reference(prompt.label, prompt.label_json).value == json.loads(number)
+
+
+def test_a_number_of_a_parquet_file_is_written_in_digits() -> None:
+    assert label_text(1e-05) == ("0.00001", True)
+    assert label_text(1.0) == ("1.0", True)
+
+
+@pytest.mark.parametrize("label", [{"answer": [1, 2], "é": None}, ["a", "b"], True])
+def test_an_object_is_a_label_for_a_function_alone(tmp_path: Path, tokenizer: Tokenizer, label: object) -> None:
+    row = {"prompt": "a", "label": label}
+    prompt = prompts(tmp_path, tokenizer, row, reward={"custom_rm_path": "my.rewards:score"})[0]
+    assert Reference(prompt.label, prompt.label_json).value == label
+    with pytest.raises(ConfigError, match="expected text or a number for f1 to compare with, found .*; custom_rm_path takes other values"):
+        prompts(tmp_path, tokenizer, row, reward={"rm_type": "f1"}).check()
 
 
 def test_a_function_of_the_users_own_scores_every_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -120,7 +146,7 @@ def test_an_environment_that_the_run_does_not_have_is_refused(
     path = write_jsonl(tmp_path / "named.jsonl", [{"prompt": "a", "label": "2", "metadata": {"rm_type": name}}])
     section, field = of.split(".")
     config = run_config(tmp_path, **{"reward": {"environments": {"grader": "nats:grader"}}, section: {field: str(path)}})
-    file = TrainingPrompts(config, tokenizer) if section == "data" else eval_prompts(config, tokenizer)
+    file = TrainingPrompts(config, tokenizer) if section == "data" else eval_prompts(eval_views(config)[0], tokenizer)
     assert file is not None
     with pytest.raises(ConfigError) as caught:
         file.check()

@@ -12,7 +12,7 @@ from docs import flag_tables, megatron_catalogue
 from docs.flags import CATALOGUE
 from services.trainer import trainer_settings
 from services.trainer.megatron import flag_sorting
-from shared.config import megatron_flags
+from shared.config import megatron_flags, slime_flags
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.tiny import make_checkpoint
@@ -24,6 +24,7 @@ def test_the_catalogue_is_current() -> None:
 
 def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_it() -> None:
     known = {name for flag in megatron_flags.catalogue().values() for name in (flag.name, *flag.spellings)}
+    known |= slime_flags.RENAMED.keys()
     unsaid = {
         field.name: str(field.type)
         for models in flag_sorting.GROUPS.values()
@@ -88,5 +89,6 @@ def test_what_needs_transformer_engine_is_refused_without_it() -> None:
     else:
         pytest.skip("Transformer Engine is installed")
     assert flag_sorting.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
+    assert flag_sorting.resolve({"attention_backend": "flash", "moe_permute_fusion": True}).transformer == {}  # only kernels
     with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': Transformer Engine has it, which is not installed"):
         flag_sorting.resolve({"fp8_format": "hybrid"})

@@ -1,0 +1,94 @@
+"""`[debug]`: halves of a run alone, and dumps of what passes between them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from shared.config.section import MUTABLE, Rule, Section
+
+DUMPS = "debug.load_debug_rollout_data"
+"""The field that errors about dumps name."""
+
+STEP, RANK = "{rollout_id}", "{rank}"
+"""What stands for the step and the rank in the paths of dumps, as slime has it."""
+
+
+class DebugSection(Section):
+    """Halves of a run alone, and dumps of what passes between them."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "debug_train_only",
+            lambda debug, given: given and debug.load_debug_rollout_data is None,
+            "load_debug_rollout_data, the files of the batches to train",
+        ),
+        Rule(
+            "debug_rollout_only",
+            lambda debug, given: given and debug.trains_only,
+            "false where batches are read from files (load_debug_rollout_data): then there is nothing to generate",
+        ),
+        Rule(
+            "load_debug_rollout_data_subsample",
+            lambda debug, given: given is not None and debug.load_debug_rollout_data is None,
+            "belongs to load_debug_rollout_data",
+        ),
+    )
+
+    debug_rollout_only: bool = Field(
+        default=False,
+        description="generate and score without a trainer: engines keep serving hf_checkpoint, and the trainer's service only counts the "
+        "batches, and dumps them",
+    )
+    debug_train_only: bool = Field(default=False, description="train without engines and rewards, on load_debug_rollout_data")
+    load_debug_rollout_data: str | None = Field(
+        default=None,
+        min_length=1,
+        description="path, with {rollout_id} for the step, of dumped batches, Myxo's or slime's, to train in the place of generated ones; "
+        "implies debug_train_only",
+    )
+    load_debug_rollout_data_subsample: float | None = Field(
+        default=None, gt=0, le=1, description="share of each dump's samples that is trained: its first and its last ones, half of each"
+    )
+    save_debug_rollout_data: str | None = Field(
+        default=None,
+        description="path with {rollout_id}: each batch, as load_debug_rollout_data reads it; named *.pt in slime's own format",
+        **MUTABLE,
+    )
+    save_debug_train_data: str | None = Field(
+        default=None, description="path with {rollout_id} and {rank}: every tensor that a rank's steps read, as safetensors", **MUTABLE
+    )
+    dump_details: Path | None = Field(
+        default=None, description="directory for both dumps of every step: rollout_data/{rollout_id}.pt, train_data/", **MUTABLE
+    )
+
+    @property
+    def trains_only(self) -> bool:
+        """Returns whether the run has neither engines nor rewards."""
+        return self.debug_train_only or self.load_debug_rollout_data is not None
+
+    @property
+    def rollout_dump(self) -> str | None:
+        """Returns the template of the batches' files."""
+        details = self.dump_details
+        return self.save_debug_rollout_data if details is None else f"{details}/rollout_data/{STEP}.pt"
+
+    @property
+    def train_dump(self) -> str | None:
+        """Returns the template of the tensors' files; each rank writes one of its own."""
+        details = self.dump_details
+        given = self.save_debug_train_data if details is None else f"{details}/train_data/{STEP}_{RANK}.safetensors"
+        if given is None or RANK in given:
+            return given
+        path = Path(given)
+        return str(path.with_name(f"{path.stem}_{RANK}{path.suffix}"))
+
+    def _misfits(self) -> Iterator[str]:
+        for field in ("save_debug_rollout_data", "save_debug_train_data"):
+            if (given := getattr(self, field)) is not None and STEP not in given:
+                yield f"debug.{field}: a path with {STEP}, or each step's file would replace the one before"
+        if self.rollout_dump is not None and self.rollout_dump == self.train_dump:
+            yield "debug.save_debug_train_data: the same path as save_debug_rollout_data"
+        if self.rollout_dump is not None and self.rollout_dump == self.load_debug_rollout_data:
+            yield "debug.load_debug_rollout_data: the same path as save_debug_rollout_data, which would replace what is read"

@@ -1,0 +1,135 @@
+"""What a set of held-out prompts leaves to the run: the run's config as each set sees it.
+
+The order is slime's: the set's own field, then the field of ``[eval]``, then the run's. Two exceptions, slime's as well: a prompt's length
+has no bound of the run's, and a set's ``rm_type`` goes into the metadata of its prompts, so that it wins over what they name.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shared.config.eval_set import EvalSet
+from shared.config.reward_section import RewardSection
+from shared.config.run_config import RunConfig
+from shared.data.data_files import DataFile
+from shared.schema.ledger import eval_group_parts
+
+_FIELDS: dict[str, dict[str, tuple[str, str | None]]] = {
+    "rollout": {
+        "rollout_temperature": ("temperature", "eval_temperature"),
+        "rollout_top_p": ("top_p", "eval_top_p"),
+        "rollout_top_k": ("top_k", "eval_top_k"),
+        "rollout_max_response_len": ("max_response_len", "eval_max_response_len"),
+        "rollout_stop": ("stop", None),
+        "rollout_stop_token_ids": ("stop_token_ids", None),
+        "n_samples_per_prompt": ("n_samples_per_eval_prompt", "n_samples_per_eval_prompt"),
+        "custom_generate_function_path": ("custom_generate_function_path", None),
+    },
+    "data": {
+        "input_key": ("input_key", "eval_input_key"),
+        "label_key": ("label_key", "eval_label_key"),
+        "tool_key": ("tool_key", "eval_tool_key"),
+        "metadata_key": ("metadata_key", None),
+        "apply_chat_template": ("apply_chat_template", None),
+        "apply_chat_template_kwargs": ("apply_chat_template_kwargs", None),
+    },
+    "reward": {"custom_rm_path": ("custom_rm_path", None)},
+}
+"""Section → field of the run → field of a set, and of ``[eval]`` where there is one."""
+
+
+@dataclass(frozen=True)
+class EvalView:
+    """One set of a run. ``field``: where the config names it."""
+
+    run: RunConfig
+    field: str
+    own: EvalSet
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    @property
+    def files(self) -> list[DataFile]:
+        return self.own.path
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """Returns the run's config with the set's values in the place of those for training prompts."""
+        sections = {name: self._section(name, fields) for name, fields in _FIELDS.items()}
+        return self.run.model_copy(update=sections)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Returns what is put into the metadata of the set's prompts, over what they have."""
+        return {**({} if self.own.rm_type is None else {"rm_type": self.own.rm_type}), **(self.own.metadata_overrides or {})}
+
+    @property
+    def min_new_tokens(self) -> int:
+        return next((given for given in (self.own.min_new_tokens, self.run.eval.eval_min_new_tokens) if given is not None), 0)
+
+    @property
+    def max_context_len(self) -> int | None:
+        """Returns the most tokens of a prompt and its response together; None: no bound but the engine's."""
+        return self.run.eval.eval_max_context_len if self.own.max_context_len is None else self.own.max_context_len
+
+    def _section(self, name: str, fields: dict[str, tuple[str, str | None]]) -> Any:
+        values: dict[str, Any] = {}
+        for field, (own, shared) in fields.items():
+            for value in (getattr(self.own, own), None if shared is None else getattr(self.run.eval, shared)):
+                if value is not None:
+                    values.setdefault(field, value)
+        if name == "rollout":
+            values["rollout_max_prompt_len"] = self._max_prompt_len()
+        if name == "reward":
+            values["reward_key"] = self.own.reward_key or self.run.reward.key(evaluation=True)
+        return getattr(self.run, name).model_copy(update=values)
+
+    def _max_prompt_len(self) -> int | None:
+        given = self.run.eval.eval_max_prompt_len if self.own.max_prompt_len is None else self.own.max_prompt_len
+        context = None if self.max_context_len is None else self.max_context_len - 1  # room for one token at least
+        return min((length for length in (given, context) if length is not None), default=None)
+
+
+def eval_views(config: RunConfig) -> list[EvalView]:
+    """Returns the sets of a run, in the order in which it names them."""
+    return [EvalView(config, field, item) for field, item in config.eval.named.items()]
+
+
+def eval_view(config: RunConfig, group: str) -> EvalView | None:
+    """Returns the set that a group is of; None for a training group, and for a set that the run does not have any more."""
+    parts = eval_group_parts(group)
+    return None if parts is None else next((view for view in eval_views(config) if view.name == parts[0]), None)
+
+
+def reward_section(config: RunConfig, group: str) -> RewardSection:
+    """Returns what scores a group: the run's section, or that of its set."""
+    view = eval_view(config, group)
+    return config.reward if view is None else view.config.reward
+
+
+def reward_key(config: RunConfig, group: str) -> str | None:
+    """Returns which of several named rewards of a group counts; None: the one that is called reward."""
+    return reward_section(config, group).reward_key
+
+
+def reward_field(config: RunConfig, group: str) -> str:
+    """Returns the field of the function that scores a group, where one does: that of its set, or the run's."""
+    view = eval_view(config, group)
+    return "reward.custom_rm_path" if view is None or view.own.custom_rm_path is None else f"{view.field}.custom_rm_path"
+
+
+def reward_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yields the functions that score sets of their own: the field, as `RunConfig` errors name it, and the path."""
+    for view in eval_views(config):
+        if view.own.custom_rm_path is not None:
+            yield f"{view.field}.custom_rm_path", view.own.custom_rm_path
+
+
+def generate_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yields the functions that generate for sets of their own, as `reward_functions` does."""
+    for view in eval_views(config):
+        if view.own.custom_generate_function_path is not None:
+            yield f"{view.field}.custom_generate_function_path", view.own.custom_generate_function_path

@@ -1,0 +1,63 @@
+"""Halves of a run alone: what a run without a trainer dumps, a run without engines trains as the whole run would have."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.launched import ROOT, LaunchedRun
+
+RUN_SECONDS = 900
+
+
+@pytest.mark.timeout(2 * RUN_SECONDS + 300)
+def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """The run without a trainer counts its steps and passes its audit; training reads its dumps, goes on, and says which file lacks."""
+    config, root = small_run("rolls", steps=3, staleness=1), tmp_path / "runs" / "rolls"
+    details = tmp_path / "details"
+    with LaunchedRun(config, root, "rolls", ["--debug-rollout-only", "--dump-details", str(details), "--eval-interval", "1"]) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"], summary["max_staleness_seen"]) == ("ok", 3, 0)
+    assert not (root / "hf").exists() and not (details / "train_data").exists()
+    files = [torch.load(details / "rollout_data" / f"{step}.pt", weights_only=True) for step in range(3)]
+    assert [(file["rollout_id"], len(file["samples"])) for file in files] == [(0, 16), (1, 16), (2, 16)]
+    assert {version for file in files for sample in file["samples"] for version in sample["weight_versions"]} == {0}
+
+    dumps = ("--load-debug-rollout-data", str(details / "rollout_data" / "{rollout_id}.pt"))
+    policies = ("--save-interval", "1", "--save-hf", str(tmp_path / "policies" / "{rollout_id}"))
+    first = trained(config, "trains", "--num-rollout", "2", *dumps, *policies)
+    assert [step["step"] for step in first] == [0, 1]
+    rest = trained(config, "trains", *dumps, *policies)
+    assert [step["step"] for step in rest] == [2]  # it goes on from its checkpoint
+    assert [step["reward"] for step in first + rest] == [mean_reward(file) for file in files]
+    weights = [(tmp_path / "policies" / str(step) / "model.safetensors").read_bytes() for step in range(3)]
+    assert len(set(weights)) == 3
+    assert weights[2] == (tmp_path / "runs" / "trains" / "hf" / "model.safetensors").read_bytes()
+
+    refused = up(config, "lacks", "--num-rollout", "4", *dumps)
+    assert refused.returncode == 2
+    assert "debug.load_debug_rollout_data" in refused.stderr and "rollout_data/3.pt" in refused.stderr
+
+
+def up(config: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """`myxo up` of the same config as another run."""
+    command = [sys.executable, "-m", "myxo.main", "up", str(config), "--name", name, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, cwd=ROOT)
+
+
+def trained(config: Path, name: str, *flags: str) -> list[dict[str, Any]]:
+    """The steps that a run on dumps reports."""
+    done = up(config, name, *flags)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def mean_reward(file: dict[str, Any]) -> float:
+    rewards = [sample["reward"] for sample in file["samples"]]
+    return sum(rewards) / len(rewards)

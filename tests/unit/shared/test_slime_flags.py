@@ -1,0 +1,159 @@
+"""slime's flags: each in one class, and what each class does, on the command line and in TOML."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config import flags, megatron_flags, slime_flags
+from shared.config.run_config import field_sections, parse, read
+from shared.config.slime_flags import NoOp, NotTaken, Renamed
+from shared.runtime.errors import ConfigError
+from tests.support.run_config import run_config, values
+
+
+def test_no_flag_of_the_tables_is_a_field_or_in_two_tables() -> None:
+    tables = (slime_flags.RENAMED, slime_flags.NO_OPS, slime_flags.REFUSED)
+    names = [name for table in tables for name in table]
+    assert sorted(set(names)) == sorted(names)
+    assert set(names) & set(field_sections()) == set(), "delete from the table what the config has a field for"
+    assert set(names) & set(megatron_flags.catalogue()) == set()
+
+
+@pytest.mark.parametrize("name", slime_flags.entries())
+def test_reasons_name_flags_that_there_are(name: str) -> None:
+    entry = slime_flags.entries()[name]
+    text = entry.meaning if isinstance(entry, Renamed) else entry.reason
+    named = {word.strip(".,:;") for word in text.split() if word.startswith("--")}
+    known = {*flags.flags(), *(f"--{spelling.replace('_', '-')}" for spelling in megatron_flags.spellings())}
+    assert named <= known
+    assert text
+
+
+@pytest.mark.parametrize("name", [name for name, entry in slime_flags.entries().items() if isinstance(entry, Renamed)])
+def test_a_renamed_flag_sets_fields_that_there_are(name: str) -> None:
+    entry = slime_flags.RENAMED[name]
+    fields = entry.fields({"switch": True, "int": 3, "float": 2.5, "text": "x"}[entry.kind])
+    assert fields.keys() <= field_sections().keys()
+    assert bool(fields) != bool(entry.variable)
+
+
+@pytest.mark.parametrize(
+    ("words", "fields", "note"),
+    [
+        ("--offload", {"trainer": {"offload_train": True, "offload_rollout": True}}, "--offload is --offload-train --offload-rollout"),
+        ("--partial-rollout", {"rollout": {"staleness_policy": "continue"}}, "--partial-rollout is --staleness-policy continue"),
+        ("--distributed-timeout-minutes 3", {"trainer": {"collective_timeout": 180.0}}, "is --collective-timeout, in seconds"),
+        ("--bf16", {"trainer": {"train_dtype": "bfloat16"}}, "--bf16 is --train-dtype bfloat16"),
+        ("--deterministic-mode", {"trainer": {"deterministic": True}}, "--deterministic-mode is --deterministic"),
+        ("--balance-data", {}, "--balance-data changes nothing: batches are always balanced"),
+        ("--data-pad-size-multiplier 1024", {}, "--data-pad-size-multiplier changes nothing: micro-batches are padded"),
+        ("--loss-mask-type qwen3_5", {}, "masks are made token by token"),
+        ("--router-policy cache_aware --router-verbose", {}, "there is no router"),
+    ],
+)
+def test_what_is_renamed_or_without_effect_is_told(words: str, fields: dict[str, Any], note: str) -> None:
+    given = flags.read(words.split())
+    assert (given.overrides, given.problems) == (fields, [])
+    assert note in " | ".join(given.notes)
+
+
+def test_a_key_of_wandb_goes_into_the_environment_and_nowhere_else() -> None:
+    given = flags.read(["--wandb-key", "s3cret", "--wandb-project", "p"])
+    assert given.environment == {"WANDB_API_KEY": "s3cret"}
+    assert given.overrides == {"monitoring": {"wandb_project": "p"}}
+    assert "s3cret" not in " ".join(given.notes)
+
+
+def test_the_last_of_a_flag_given_twice_counts_and_that_is_told() -> None:
+    given = flags.read(["--lr", "1e-5", "--rotary-base", "1", "--lr", "1e-6", "--rotary-base", "2", "--swiglu", "--swiglu"])
+    assert given.overrides == {"trainer": {"lr": "1e-6", "megatron": {"rotary_base": 2.0, "swiglu": True}}}
+    assert given.notes == ["--lr is given twice: 1e-6 counts, the last", "--rotary-base is given twice: 2 counts, the last"]
+
+
+def test_an_engines_flag_takes_several_values() -> None:
+    given = flags.parse(["--sglang-cuda-graph-bs", "1", "2", "4", "--sglang-enable-dp-attention", "--sglang-page-size", "64"])
+    assert given == {"rollout": {"sglang": {"cuda-graph-bs": ["1", "2", "4"], "enable-dp-attention": True, "page-size": "64"}}}
+
+
+def test_json_and_python_mappings_are_read() -> None:
+    for text in ('{"enable_thinking": false}', "{'enable_thinking': False}"):
+        assert flags.parse(["--apply-chat-template-kwargs", text]) == {"data": {"apply_chat_template_kwargs": {"enable_thinking": False}}}
+
+
+def test_keys_of_slimes_mean_the_same_in_toml(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'[run]\nname = "x"\n[model]\nhf_checkpoint = "{tmp_path}"\n[data]\nprompt_data = "p.jsonl"\n'
+        "[rollout]\nnum_rollout = 3\nrollout_batch_size = 4\nn_samples_per_prompt = 4\npartial_rollout = true\n"
+        "[trainer]\nbalance_data = true\ndistributed-timeout-minutes = 3\n[trainer.megatron]\nbf16 = true\nspec = ['a', 'b']\n"
+    )
+    config, problems, notes = read(path)
+    assert problems == [] and config is not None
+    assert config.rollout.staleness_policy == "continue"
+    assert (config.trainer.collective_timeout, config.trainer.train_dtype) == (180, "bfloat16")
+    assert config.trainer.megatron == {"spec": ["a", "b"]}
+    assert len(notes) == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("trainer", "start_rollout_id", 3, r"trainer.start_rollout_id = 3: a flag of slime's; a run goes on after its last checkpoint"),
+        ("trainer", "balance_data", "maybe", r"trainer.balance_data = 'maybe': true or false"),
+        ("monitoring", "wandb_key", "k", r"monitoring.wandb_key = 'k': a config holds no secrets; set WANDB_API_KEY in the environment"),
+    ],
+)
+def test_what_is_refused_is_refused_in_toml_too(tmp_path: Path, section: str, key: str, value: Any, message: str) -> None:
+    nested = values(tmp_path)
+    nested.setdefault(section, {})[key] = value
+    with pytest.raises(ConfigError, match=message):
+        parse(nested)
+
+
+def test_fields_that_follow_from_others_are_filled_in(tmp_path: Path) -> None:
+    batch = {"rollout_batch_size": 8, "n_samples_per_prompt": 4}
+    engines = {"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2, "sglang_server_concurrency": 512, "rollout_max_context_len": 100}
+    config = run_config(tmp_path, rollout={**batch, **engines}, trainer={"global_batch_size": 8})
+    assert config.trainer.num_steps_per_rollout == 4
+    assert (config.rollout.rollout_replicas, config.rollout.rollout_concurrency, config.rollout.rollout_max_prompt_len) == (4, 128, 99)
+    assert parse(values(tmp_path)).trainer.num_steps_per_rollout == 1, "a section's default is nobody else's"
+    with pytest.raises(ConfigError, match=r"rollout.rollout_num_gpus = 6: rollout_replicas x rollout_num_gpus_per_engine = 1 x 4"):
+        run_config(tmp_path, rollout={**batch, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 4})
+    with pytest.raises(ConfigError, match=r"rollout_max_prompt_len = 100: below rollout_max_context_len = 100"):
+        run_config(tmp_path, rollout={**batch, "rollout_max_context_len": 100, "rollout_max_prompt_len": 100})
+    with pytest.raises(
+        ConfigError, match=r"trainer.global_batch_size = 12: .* 32 samples are not global_batch_size x num_steps_per_rollout"
+    ):
+        run_config(tmp_path, rollout=batch, trainer={"global_batch_size": 12})
+
+
+def test_a_warm_up_may_be_a_share_of_the_decay(tmp_path: Path) -> None:
+    trainer = run_config(tmp_path, trainer={"lr_warmup_fraction": 0.1}).trainer
+    assert (trainer.warmup_steps(100), trainer.decay_steps(100)) == (10, 100)
+    trainer = run_config(tmp_path, trainer={"lr_warmup_fraction": 0.1, "lr_decay_iters": 50}).trainer
+    assert (trainer.warmup_steps(100), trainer.decay_steps(100)) == (5, 50)
+    with pytest.raises(ConfigError, match="lr_warmup_fraction = 0.1: none beside lr_warmup_iters = 3"):
+        run_config(tmp_path, trainer={"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3})
+
+
+def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users_functions(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("lr: 3.0e-6\neps_clip: 0.3\nmax_turns: 7\nnested: {a: [1, 2]}\nrs_lower_bound: null\n")
+    given = values(tmp_path)
+    given["run"]["custom_config_path"] = str(own)
+    given["trainer"] = {"lr": 1e-4}
+    config, problems, notes = read(None, given)
+    assert problems == [] and config is not None
+    assert (config.trainer.lr, config.algorithm.eps_clip) == (3e-6, 0.3)
+    assert config.run.custom_args == {"max_turns": 7, "nested": {"a": [1, 2]}}
+    assert any("lr, eps_clip" in note for note in notes)
+    own.write_text("- 1\n")
+    assert [str(problem) for problem in read(None, given).problems] == [f"run.custom_config_path = '{own}': a mapping: field = value"]
+    own.unlink()
+    assert "no such file" in str(read(None, given).problems)
+
+
+def test_each_class_is_there() -> None:
+    kinds = {type(entry) for entry in slime_flags.entries().values()}
+    assert kinds == {Renamed, NoOp, NotTaken}
