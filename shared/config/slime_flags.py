@@ -61,6 +61,9 @@ class Translation:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+OWN_SOURCES = {"slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source.RolloutDataSourceWithBuffer"}
+"""slime's own sources of prompts, which read files as Myxo does."""
+
 RENAMED: dict[str, Renamed] = {
     "offload": Renamed(
         "switch", "--offload-train --offload-rollout", lambda given: {"offload_train": True, "offload_rollout": True} if given else {}
@@ -81,6 +84,11 @@ RENAMED: dict[str, Renamed] = {
     "sglang_router_request_timeout_secs": Renamed("float", "--generate-timeout", lambda seconds: {"generate_timeout": seconds}),
     "update_weight_disk_keep_files": Renamed(
         "switch", "--keep-snapshots 1000000", lambda given: {"keep_snapshots": 1_000_000} if given else {}
+    ),
+    "data_source_path": Renamed(
+        "text",
+        "--data-source, and nothing where it is slime's own: prompts are read from --prompt-data",
+        lambda given: {} if given.replace(":", ".") in OWN_SOURCES else {"data_source": given},
     ),
     "bf16": Renamed("switch", "--train-dtype bfloat16", lambda given: {"train_dtype": "bfloat16"} if given else {}),
     "wandb_key": Renamed("text", "WANDB_API_KEY in the trainer's environment; the config holds no secrets", variable="WANDB_API_KEY"),
@@ -140,7 +148,6 @@ _REASONS = {
     "reset_optimizer_states": "start a run of another name from the weights that --save-hf has written",
     "use_stateless_adam": "Adam keeps its moments",
     "eval_function_path": "use --custom-generate-function-path, which evaluation uses, too",
-    "data_source_path": "use --data-source package.module:function",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
     "rollout_sample_hook_path": "do it at the end of --custom-generate-function-path",
     "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run (docs/deployment.md)",
