@@ -160,7 +160,7 @@ class RunConfig(Section):
         return sorted({*self.reward.queues(), *custom})
 
 
-class Reading(NamedTuple):
+class ConfigReading(NamedTuple):
     """A config as it was read.
 
     Args:
@@ -243,7 +243,7 @@ COMMAND_LINE = Path("the command line")
 """The origin of values in no file."""
 
 
-def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> Reading:
+def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> ConfigReading:
     """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
 
     ``path``: None: the overrides are all there is. Raises ConfigError for a file that cannot be read.
@@ -256,10 +256,10 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
     problems = layers.problems
     try:
         _read_eval_config(layers)
-        return Reading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
+        return ConfigReading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
     except BadInput as error:
         found = _without_consequences(problems_of(error), problems)
-        return Reading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
+        return ConfigReading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
 
 
 def _lay_custom_config(layers: Layers) -> None:
