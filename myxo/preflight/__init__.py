@@ -139,8 +139,11 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False)
             hub = Hub.of()
             config = server_checks.pinned(config, hub, fresh=fresh)
             inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
-            rollout = {"rollout": epochs.settled(inspection)}
-            inspection.config, config = inspection.config.model_copy(update=rollout), config.model_copy(update=rollout)
+            rollout, steps = epochs.settled(inspection), epochs.sft_steps(inspection)
+            inspection.config, config = (
+                known.model_copy(update={"rollout": rollout, "sft": known.sft.model_copy(update=steps)})
+                for known in (inspection.config, config)
+            )
             inspection.frozen = config
             os.environ.update(given.environment)
             problems += inspect(inspection, [] if problems else [*given.notes, *notes])

@@ -28,7 +28,7 @@ class TaskOutcomes:
         Raises BadMessage for samples that are too large, or too long to be trained.
         """
         if not is_evaluation(task.group):
-            samples = fitted(samples, self._config.trainer.micro_batch_tokens, self._config.rollout.overlong_samples)
+            samples = fitted(samples, self._config.longest_sample, self._config.rollout.overlong_samples)
         return Generated(
             group=task.group,
             attempt=task.attempt,

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from shared.config import megatron_flags, slime_flags
+from shared.config import flags, megatron_flags, slime_flags
 from shared.config.megatron_flags import UNSET, Flag
 from shared.config.run_config import field_sections, section_model
 from shared.config.slime_flags import NoOp, Renamed
@@ -20,8 +20,8 @@ class FlagClass(NamedTuple):
 def classify(name: str) -> FlagClass | None:
     """Returns the class of a flag, its name with underscores; None for one that is unknown."""
     owners = field_sections()
-    field = next((field for field in (name, name.removeprefix("no_")) if field in owners), None)
-    if field is not None:
+    field = name if name in owners else name.removeprefix("no_")
+    if field in owners and (field == name or flags.is_switch(field)):
         return FlagClass("taken", section_model(owners[field]).model_fields[field].description or "")
     if (entry := slime_flags.find(name)) is not None:
         if isinstance(entry, Renamed):

@@ -102,7 +102,7 @@ def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> N
         engine = given.overrides.setdefault("rollout", {}).setdefault("sglang", {})
         engine[flag.removeprefix(SGLANG)] = True if not words else words[0] if len(words) == 1 else words
     elif positive in owners:
-        if bool not in _kinds(section_model(owners[positive]).model_fields[positive].annotation):
+        if not is_switch(positive):
             raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
         given.set(owners[positive], positive, False)
     elif (entry := slime_flags.find(name)) is not None:
@@ -205,6 +205,11 @@ def _choices(annotation: Any) -> set[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
         return {choice for argument in get_args(annotation) for choice in _choices(argument)}
     return set(get_args(annotation)) if get_origin(annotation) is Literal else set()
+
+
+def is_switch(field: str) -> bool:
+    """Returns whether a field's flag may stand without a value, and has an opposite."""
+    return bool in _kinds(section_model(field_sections()[field]).model_fields[field].annotation)
 
 
 def flags() -> list[str]:

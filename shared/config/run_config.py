@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, presets, slime_flags
+from shared.config import megatron_flags, presets, slime_flags, slime_functions
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Known, Layers, in_file
@@ -37,6 +37,7 @@ from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
+from shared.schema.overlong import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 """Fields that hold the path of a model, or its name on the hub."""
@@ -134,6 +135,11 @@ class RunConfig(Section):
             except ValidationError as error:
                 reason = error.errors()[0].get("ctx", {}).get("error")
                 yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
+
+    @property
+    def longest_sample(self) -> int:
+        """Returns the most tokens of a sample that is trained."""
+        return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
 
     @property
     def trained(self) -> Path:
@@ -253,6 +259,7 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
         layers.read(path)
     layers.lay(overrides or {}, origin)
     _lay_custom_config(layers)
+    layers.notes += slime_functions.settle(layers.values)
     problems = layers.problems
     try:
         _read_eval_config(layers)

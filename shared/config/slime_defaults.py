@@ -7,17 +7,17 @@ written stays Myxo's: `docs/coming-from-slime.md` lists those that differ.
 from collections.abc import Mapping
 from typing import Any
 
+from shared.config import slime_functions
+
 Values = Mapping[str, Mapping[str, Any]]
 """Section → field → value, as flags give it: text, or plain."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter"},
+    "rollout": {"overlong_samples": "alone"},
     "trainer": {"adam_beta2": 0.999, "weight_decay": 0.01, "lr_decay_style": "linear"},
 }
 """Those that always hold; the optimizer's are Megatron's."""
-
-FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-"""slime's function of a rollout that runs ahead of training."""
 
 _OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "custom_tis_function_path", "use_opsm", "use_m2po", "preset")
 """Fields that say how stale samples are corrected, or name a whole objective."""
@@ -27,16 +27,16 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
     """Returns the fields that have slime's default, for what a command line gives."""
     found = {section: dict(fields) for section, fields in DEFAULTS.items()}
     rollout, trainer, algorithm = (given.get(section, {}) for section in ("rollout", "trainer", "algorithm"))
-    ahead = {"staleness_policy", "max_staleness"} & rollout.keys() or rollout.get("rollout_function_path") == FULLY_ASYNC
+    ahead = {"staleness_policy", "max_staleness"} & rollout.keys() or rollout.get("rollout_function_path") == slime_functions.FULLY_ASYNC
     if not ahead:
-        found["rollout"] = {"max_staleness": 0}
+        found["rollout"]["max_staleness"] = 0
         if not algorithm.keys() & set(_OBJECTIVES) and algorithm.get("loss_type", "policy_loss") == "policy_loss":
             found["algorithm"] = {"use_tis": False}
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"}:
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
     if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
         ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
-        found.setdefault("rollout", {})["rollout_num_gpus"] = ranks
+        found["rollout"]["rollout_num_gpus"] = ranks
     return {
         section: {name: value for name, value in fields.items() if name not in given.get(section, {})} for section, fields in found.items()
     }
