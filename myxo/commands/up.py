@@ -17,6 +17,7 @@ from myxo.run.vocabulary import vocabulary
 from shared.bus import runs
 from shared.bus.connection import redacted
 from shared.config import flags
+from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, server_urls, telemetry
 from shared.runtime.errors import ConfigError
@@ -101,8 +102,7 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
     config = checked_config(path, arguments)
     if config.debug.trains_only:
-        field = "debug.load_debug_rollout_data"
-        raise ConfigError(field, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
+        raise ConfigError(DUMPS, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
     given = server_checks.given_servers()
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config.debug_section import STEP
+from shared.config.debug_section import DUMPS, STEP
 from shared.runtime.errors import ConfigError
 
 
@@ -19,5 +19,5 @@ def check_dumps(inspection: Inspection) -> Findings:
         path = Path(template.replace(STEP, str(step)))
         if not path.is_file():
             expected = f"a file of each step from 0 to {config.rollout.num_rollout - 1} (rollout.num_rollout); there is no {path}"
-            yield ConfigError("debug.load_debug_rollout_data", template, expected)
+            yield ConfigError(DUMPS, template, expected)
             return

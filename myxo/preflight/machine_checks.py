@@ -191,7 +191,8 @@ def disk_bytes(config: RunConfig, size: ModelSize) -> int:
     taken = config.weights.update_weight_transport == "disk" or config.weights.snapshot_interval > 0
     snapshots = config.weights.keep_snapshots + 1 if here and taken else 0
     checkpoints = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config, size)
-    return checkpoints + (snapshots + config.trainer.save_hf) * weights
+    exports = config.rollout.num_rollout // config.trainer.save_interval + 1 if config.trainer.save_hf is not None else 0
+    return checkpoints + (snapshots + exports + config.trainer.save_final_hf) * weights
 
 
 def memory_bytes(config: RunConfig, size: ModelSize) -> int:

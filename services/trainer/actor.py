@@ -197,6 +197,10 @@ class Actor:
         """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""
         export.save_hf(self._gather_plan, self.hf_dir, Path(directory))
 
+    def copy_hf(self, directory: str | Path) -> Callable[[], None] | None:
+        """Copies the weights to rank 0's host memory. Returns there a function that does the rest of `save_hf` on any thread."""
+        return export.copy_hf(self._gather_plan, self.hf_dir, Path(directory))
+
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True
     ) -> Path:

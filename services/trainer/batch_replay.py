@@ -17,6 +17,7 @@ from typing import Any
 
 from shared.config import flags
 from shared.config import run_config as configs
+from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
@@ -29,8 +30,6 @@ USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 Trains the batches again that a run has written with --save-debug-rollout-data TEMPLATE, without bus, store and engines. Each step's metrics
 are a line of JSON on standard output; checkpoints, TensorBoard's files and the final weights lie in the run's directory with -replay behind
 its name. Flags are laid over the config as by `myxo up`, --deterministic among them."""
-
-FIELD = "debug.load_debug_rollout_data"
 
 CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"
 """The environment variable with the path of the config that the launcher has written for its ranks."""
@@ -89,7 +88,7 @@ def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:
     """
     missing = sorted(set(range(steps[-1] + 1)) - set(steps))
     if missing:
-        raise ConfigError(FIELD, f"no file of step {missing[0]}", f"every step from 0 to {steps[-1]}")
+        raise ConfigError(DUMPS, f"no file of step {missing[0]}", f"every step from 0 to {steps[-1]}")
     directory = config.run.root.with_name(f"{config.run.name}-replay")
     unset = {"save_debug_rollout_data": None, "dump_details": None, "debug_rollout_only": False}
     return config.model_copy(

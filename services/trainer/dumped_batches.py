@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from services.trainer import slime_dumps
-from services.trainer.batch_replay import FIELD
 from services.trainer.dumped_groups import batch_of, groups_of_blobs, subsampled
 from services.trainer.dumps import SCHEMA, filled
-from shared.config.debug_section import STEP
+from shared.config.debug_section import DUMPS, STEP
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import codec
@@ -64,9 +63,9 @@ class DumpedBatches:
                 try:
                     batch, blobs = self._loaded(path, step)
                 except (BadMessage, LookupError, TypeError) as error:
-                    raise ConfigError(FIELD, str(path), f"a batch that can be trained; {error}") from None
+                    raise ConfigError(DUMPS, str(path), f"a batch that can be trained; {error}") from None
                 except OSError as error:
-                    raise ConfigError(FIELD, str(path), f"a file that can be read; {error.strerror or error}") from None
+                    raise ConfigError(DUMPS, str(path), f"a file that can be read; {error.strerror or error}") from None
                 self._read[step] = _named_after(step, batch), {f"{step}:{key}": blob for key, blob in blobs.items()}
                 while len(self._read) > KEPT:
                     self._read.popitem(last=False)
@@ -115,9 +114,9 @@ def dumped_steps(template: str) -> list[int]:
     """Returns the steps that there are files of, ascending. Raises ConfigError where there are none, or the path names no step."""
     path = Path(template)
     if STEP not in path.name:
-        raise ConfigError(FIELD, template, f"{STEP} in the file's name, for the step")
+        raise ConfigError(DUMPS, template, f"{STEP} in the file's name, for the step")
     pattern = re.compile(re.escape(path.name).replace(re.escape(STEP), r"(\d+)") + r"\Z")
     found = [matched for entry in (path.parent.glob("*") if path.parent.is_dir() else ()) if (matched := pattern.match(entry.name))]
     if not found:
-        raise ConfigError(FIELD, template, f"files that save_debug_rollout_data has written, {STEP} for the step")
+        raise ConfigError(DUMPS, template, f"files that save_debug_rollout_data has written, {STEP} for the step")
     return sorted(int(matched[1]) for matched in found)

@@ -26,6 +26,7 @@ from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.objective.advantage import needs
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.packing import PackedBatch
+from services.trainer.policy_exporter import PolicyExporter
 from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_scheduler import StepScheduler
@@ -61,6 +62,7 @@ class Trainer(RoleWorker):
             self._reference = ReferencePolicy(self._actor, config.trained / "reference", config.algorithm.ref_update_interval, keep)
         self._durable = 0
         self._pusher = Pusher(control, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
+        self._exporter = PolicyExporter(config, control, self._actor)
         self._snapshots = SnapshotWriter(config, control, self._actor)
         if control is not None:
             self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange)
@@ -68,6 +70,7 @@ class Trainer(RoleWorker):
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
         self._resume()
+        self._exporter.make_up(self._progress.steps)
         self._report_durable()
         if not self._progress.sft_done:
             self._warm_start()
@@ -217,6 +220,8 @@ class Trainer(RoleWorker):
         if not done and self._begun_save < self._progress.steps:
             self._colocation.onload()
         self._save_before_leaving(done)
+        if done:
+            self._exporter.finish()
 
     def _report_pushes(self) -> None:
         """Logs the metrics of the pushes that have ended. Raises the error that ended one among the trainer's ranks."""
@@ -226,10 +231,15 @@ class Trainer(RoleWorker):
                 self._metrics.push(result)
 
     def _save(self) -> None:
-        """Saves a checkpoint, the final one with HF weights."""
+        """Saves a checkpoint, the final one with the policy in Hugging Face's format."""
         super()._save()
-        if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_hf:
+        if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:
             self._actor.save_hf(self._config.trained / "hf")
+
+    def _save_if_due(self) -> None:
+        super()._save_if_due()
+        if self._begun_save == self._progress.steps:
+            self._exporter.begin(self._progress.steps)
 
     def _report_durable(self) -> None:
         """Reports to the buffer the steps that a checkpoint (with a critic, that of both roles) holds: their payloads may be deleted."""

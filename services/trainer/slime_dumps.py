@@ -167,19 +167,15 @@ def _sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, read
     tokens, length = _array(entry["tokens"], np.int32), int(entry["response_length"])
     if not 0 <= length < len(tokens):
         raise BadMessage(f"response_length is {length}, of {len(tokens)} tokens")
-    mask = np.ones(length, np.uint8) if entry.get("loss_mask") is None else _array(entry["loss_mask"], np.uint8)
-    log_probs = entry.get("rollout_log_probs")
-    if log_probs is None and reading.log_probs and mask.any():
-        raise BadMessage("rollout_log_probs is missing, and the objective compares the policy with them")
-    versions = _array(entry.get("weight_versions") or [], np.int32) if reading.own else np.full(length, reading.version, np.int32)
+    mask, log_probs = _mask_and_log_probs(entry, length, reading)
     sample = Sample(
         group=group,
         index=index,
         prompt=tokens[: len(tokens) - length],
         response=tokens[len(tokens) - length :],
-        log_probs=np.zeros(length, np.float32) if log_probs is None else _array(log_probs, np.float32),
+        log_probs=log_probs,
         mask=mask,
-        segments=segments_of(versions),
+        segments=segments_of(_array(entry["weight_versions"], np.int32) if reading.own else np.full(length, reading.version, np.int32)),
         finish=_FINISH.get(entry.get("status", "completed"), "stop"),
         text=entry.get("response") or "",
         prompt_text=entry.get("prompt") or "",
@@ -192,6 +188,15 @@ def _sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, read
             setattr(sample, name, value.numpy() if isinstance(value, torch.Tensor) else value)
     sample.check()
     return sample
+
+
+def _mask_and_log_probs(entry: Mapping[str, Any], length: int, reading: Reading) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Returns them for a response of ``length`` tokens: all are trained where no mask says otherwise."""
+    given, drawn = entry.get("loss_mask"), entry.get("rollout_log_probs")
+    mask = np.ones(length, np.uint8) if given is None else _array(given, np.uint8)
+    if drawn is None and reading.log_probs and mask.any():
+        raise BadMessage("rollout_log_probs is missing, and the objective compares the policy with them")
+    return mask, np.zeros(length, np.float32) if drawn is None else _array(drawn, np.float32)
 
 
 def _array(values: Any, kind: type[np.generic]) -> NDArray[Any]:

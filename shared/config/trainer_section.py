@@ -139,7 +139,14 @@ class TrainerSection(Section):
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
     async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
     keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
-    save_hf: bool = Field(default=True, description="write the final policy as HF safetensors", **MUTABLE)
+    save_hf: Path | None = Field(
+        default=None,
+        description="directory, with {rollout_id} for the step, of the policy in Hugging Face's format, written with every checkpoint",
+        **MUTABLE,
+    )
+    save_final_hf: bool = Field(
+        default=True, description="write the final policy in Hugging Face's format to hf in the run's directory", **MUTABLE
+    )
     batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
     collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
     train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")

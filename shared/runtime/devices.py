@@ -1,6 +1,7 @@
 """The devices that services compute on, resolved without torch, and assigned where several services of a run are on one machine."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 from shared.config.run_config import RunConfig
@@ -46,14 +47,7 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
 
     Raises ConfigError where there are too few GPUs.
     """
-    trainer, rollout = config.trainer, config.rollout
-    wanted: list[tuple[str, int]] = []
-    if resolve(trainer.train_device) == "cuda" and not config.debug.debug_rollout_only:
-        wanted.append(("trainer-0", trainer.ranks("actor")))
-        if config.algorithm.has_critic:
-            wanted.append(("critic-0", trainer.ranks("critic")))
-    if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate and not config.debug.trains_only:
-        wanted += [(f"rollout-{index}", rollout.rollout_num_gpus_per_engine) for index in range(rollout.rollout_replicas)]
+    trainer, rollout, wanted = config.trainer, config.rollout, list(_wanted(config))
     needed, present = sum(count for _, count in wanted), gpus()
     if needed > present:
         parts = ", ".join(f"{instance} {count}" for instance, count in wanted)
@@ -68,3 +62,15 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
             own, size = assigned["trainer-0"], rollout.rollout_num_gpus_per_engine
             assigned[f"rollout-{index}"] = own[index * size :] + own[: index * size]
     return {instance: ",".join(map(str, devices)) for instance, devices in assigned.items()}
+
+
+def _wanted(config: RunConfig) -> Iterator[tuple[str, int]]:
+    """Yields how many GPUs of its own each instance has, but for engines that share the trainer's. Half of a run has the others' too."""
+    trainer, rollout, debug = config.trainer, config.rollout, config.debug
+    if resolve(trainer.train_device) == "cuda" and not debug.debug_rollout_only:
+        yield "trainer-0", trainer.ranks("actor")
+        if config.algorithm.has_critic:
+            yield "critic-0", trainer.ranks("critic")
+    if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate and not debug.trains_only:
+        for index in range(rollout.rollout_replicas):
+            yield f"rollout-{index}", rollout.rollout_num_gpus_per_engine

@@ -30,12 +30,15 @@ def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[.
     assert {version for file in files for sample in file["samples"] for version in sample["weight_versions"]} == {0}
 
     dumps = ("--load-debug-rollout-data", str(details / "rollout_data" / "{rollout_id}.pt"))
-    first = trained(config, "trains", "--num-rollout", "2", *dumps)
+    policies = ("--save-interval", "1", "--save-hf", str(tmp_path / "policies" / "{rollout_id}"))
+    first = trained(config, "trains", "--num-rollout", "2", *dumps, *policies)
     assert [step["step"] for step in first] == [0, 1]
-    rest = trained(config, "trains", *dumps)
+    rest = trained(config, "trains", *dumps, *policies)
     assert [step["step"] for step in rest] == [2]  # it goes on from its checkpoint
     assert [step["reward"] for step in first + rest] == [mean_reward(file) for file in files]
-    assert (tmp_path / "runs" / "trains" / "hf" / "model.safetensors").is_file()
+    weights = [(tmp_path / "policies" / str(step) / "model.safetensors").read_bytes() for step in range(3)]
+    assert len(set(weights)) == 3
+    assert weights[2] == (tmp_path / "runs" / "trains" / "hf" / "model.safetensors").read_bytes()
 
     refused = up(config, "lacks", "--num-rollout", "4", *dumps)
     assert refused.returncode == 2

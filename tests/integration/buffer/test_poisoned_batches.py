@@ -23,7 +23,7 @@ from tests.support.loss_hooks import MARK
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
-TRAINER = {"train_dtype": "float32", "train_device": "cpu", "save_hf": False, "async_save": False}
+TRAINER = {"train_dtype": "float32", "train_device": "cpu", "save_final_hf": False, "async_save": False}
 RUN_SECONDS = 300
 
 Poison = Callable[[list[Sample]], list[bytes]]

@@ -29,7 +29,8 @@ class Bench:
         run, bus = service.run, service.config.bus
         self._generated = WorkQueue(service.bus, generated_consumer(run, bus, "math"), Generated)
         self._scored = WorkQueue(service.bus, scored_consumer(run, bus), Outcome)
-        self.working = [asyncio.create_task(rollout.take(task_class)) for task_class in (TRAIN, EVAL)]
+        self.producing = asyncio.create_task(rollout.take(TRAIN) if rollout.producer is None else rollout.producer.run())
+        self.working = [self.producing, asyncio.create_task(rollout.take(EVAL))]
         self.working.append(asyncio.create_task(rollout.stop_stale()))
 
     async def task(self, group: str = "g00000007", n: int = 2, **changes: Any) -> None:

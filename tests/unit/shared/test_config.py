@@ -55,6 +55,7 @@ MUTABLE = {
     "async_save",
     "keep_checkpoints",
     "save_hf",
+    "save_final_hf",
     "batch_timeout",
     "collective_timeout",
     "torch_threads",

@@ -100,14 +100,14 @@ def test_a_wrong_flag_is_refused(words: str, message: str) -> None:
 
 def test_text_of_flags_becomes_typed_values_in_the_config(tmp_path: Path) -> None:
     nested = values(tmp_path)
-    words = "--num-rollout 7 --lr 1e-4 --no-save-hf --rollout-stop-token-ids 1 2 --eval-interval 3 --eval-prompt-data held.jsonl"
+    words = "--num-rollout 7 --lr 1e-4 --no-save-final-hf --rollout-stop-token-ids 1 2 --eval-interval 3 --eval-prompt-data held.jsonl"
     words += " --eps-clip-high 0.28"
     for section, fields in flags.parse(words.split()).items():
         nested.setdefault(section, {}).update(fields)
     config = parse(nested)
     assert config.rollout.num_rollout == 7
     assert config.trainer.lr == 1e-4
-    assert config.trainer.save_hf is False
+    assert config.trainer.save_final_hf is False
     assert config.rollout.rollout_stop_token_ids == [1, 2]
     assert config.eval.eval_interval == 3
     assert config.algorithm.eps_clip_high == 0.28

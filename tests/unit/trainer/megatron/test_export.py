@@ -2,6 +2,8 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from safetensors.torch import load_file
 
 from services.trainer.megatron import export
 from services.trainer.megatron.gather_plan import GatherPlan
+from services.trainer.policy_exporter import PolicyExporter
+from tests.support.run_config import run_config
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
@@ -121,3 +125,72 @@ def test_saving_from_two_ranks(hf, two_ranks, tmp_path):
     loaded, saved = (load_file(d / "model.safetensors") for d in (hf("qwen3"), tmp_path / "out"))
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+
+
+# --- exports at intervals, beside the training
+
+
+def exporter(actor: Any, tmp_path: Path, **trainer: Any) -> PolicyExporter:
+    given = {"save_hf": str(tmp_path / "policy" / "{rollout_id}"), "save_interval": 2, **trainer}
+    return PolicyExporter(run_config(tmp_path, trainer=given), None, actor)
+
+
+def test_an_export_holds_the_weights_of_its_step_though_training_goes_on(make_actor, tmp_path):
+    import transformers
+
+    actor, seq = make_actor("qwen3_tied"), sequences(1)[0]
+    exports = exporter(actor, tmp_path)
+    rank_steps.steps(actor, 2)
+    expected = actor.log_probs([pack([seq])])[0][:-1]
+    exports.begin(2)
+    rank_steps.steps(actor, 1)
+    exports.finish()
+    assert [path.name for path in (tmp_path / "policy").iterdir()] == ["1"]  # the rollout id of the second step
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy" / "1").eval()
+    with torch.no_grad():
+        theirs = model(input_ids=seq[None]).logits[0, :-1].log_softmax(-1).gather(1, seq[1:, None]).squeeze(1)
+    torch.testing.assert_close(expected, theirs, atol=1e-5, rtol=0)
+    assert (actor.log_probs([pack([seq])])[0][:-1] - theirs).abs().max() > 1e-4  # the live weights are others by now
+
+
+def test_a_copied_export_is_the_same_as_one_that_is_written_at_once(hf, make_actor, tmp_path):
+    plan = GatherPlan(make_actor("qwen3").model)
+    export.save_hf(plan, hf("qwen3"), tmp_path / "at-once", file_bytes=20_000)
+    write = export.copy_hf(plan, hf("qwen3"), tmp_path / "deep" / "copied", file_bytes=20_000)
+    assert write is not None and not (tmp_path / "deep").exists()
+    write()
+    once, copied = (
+        {path.name: path.read_bytes() for path in directory.iterdir()} for directory in (tmp_path / "at-once", tmp_path / "deep" / "copied")
+    )
+    assert once == copied
+
+
+def test_what_a_predecessor_did_not_get_to_write_is_made_up_for(make_actor, tmp_path):
+    exports = exporter(make_actor("qwen3"), tmp_path, async_save=False)
+    exports.make_up(0)
+    exports.make_up(3)  # no step of the interval
+    assert not (tmp_path / "policy").exists()
+    exports.make_up(2)
+    assert (tmp_path / "policy" / "1" / "model.safetensors").is_file()
+    (tmp_path / "policy" / "1" / "mark").touch()
+    exports.make_up(2)
+    assert (tmp_path / "policy" / "1" / "mark").exists()  # it is there: it is not written again
+
+
+def test_a_disk_that_fails_is_told_of_and_training_goes_on(make_actor, tmp_path, capsys):
+    (tmp_path / "policy").write_text("a file where the directory belongs")
+    exports = exporter(make_actor("qwen3"), tmp_path)
+    exports.begin(2)
+    exports.finish()
+    (tmp_path / "policy").unlink()
+    exports.begin(4)
+    exports.finish()
+    assert (tmp_path / "policy" / "3" / "model.safetensors").is_file()
+    assert "policy_not_exported" in capsys.readouterr().out
+
+
+def test_without_a_path_nothing_is_exported(make_actor, tmp_path):
+    exports = exporter(make_actor("qwen3"), tmp_path, save_hf=None)
+    exports.begin(2)
+    exports.finish()
+    assert list(tmp_path.iterdir()) == []
