@@ -89,6 +89,7 @@ class Rollout:
                 await cancelled(self.running)
                 for router in routers:
                     await router.leave()
+                await self._outcomes.close()
 
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity for it."""

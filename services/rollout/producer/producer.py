@@ -242,7 +242,7 @@ class Producer:
             _check(drawn.task, stored)
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
             self._count(sum(len(sample.response) for sample in stored))
-        except BadMessage as error:
+        except (BadMessage, DeadlineExceeded) as error:  # the latter: a teacher is away
             message = self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {error}")
         await self._end(drawn, message)
         self._failures = 0
