@@ -13,6 +13,7 @@ from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import Partial, restored, samples_of
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
+from services.rollout.sample_seeds import SampleSeeds
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
@@ -63,6 +64,7 @@ class Rollout:
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
         self.in_flight = InFlight(service.config)
+        self._seeds = SampleSeeds.of(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
@@ -164,6 +166,8 @@ class Rollout:
         started = time.time()
         if self._custom is None:
             partials = restored(await self._earlier(task), task)
+            for index, partial in enumerate(partials):
+                partial.seed = self._seeds.of_sample(index)
             in_flight = None if is_evaluation(task.group) else self.in_flight
             try:
                 await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
