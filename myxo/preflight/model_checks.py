@@ -200,6 +200,10 @@ def check_engine_flags(inspection: Inspection) -> Findings:
     if flags is None:
         yield Note(f"SGLang is not installed here; {later}")
         return
+    for key in given:
+        name = sglang_flags.plain_name(key)
+        if (present := flags.present_name(name)) != name:
+            yield Note(f"rollout.sglang.{key}: SGLang {flags.sglang} calls it {present}")
     yield from flags.problems(given)
 
 

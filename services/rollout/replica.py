@@ -18,6 +18,7 @@ from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.engine_proxy import EngineProxy
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
+from shared.config import sglang_flags
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -163,7 +164,7 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        if self._exposed or self._rollout.custom_generate_function_path is not None:
+        if self._exposed or self._rollout.custom_generate_function_path or self._rollout.rollout_function_path:
             await self.proxy.open(own_address() if self._exposed else LOOPBACK)
         self.served.engine_started()
         self.engine_up.set()
@@ -204,7 +205,7 @@ class Replica:
             free_port(),
             device=device,
             random_seed=seed,
-            flags=flags | rollout.sglang,
+            flags=flags | sglang_flags.present_names(rollout.sglang),
         )
 
     def _log_file(self) -> Path:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 
 from pydantic import ValidationError
 
@@ -11,29 +10,27 @@ from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import Partial, restored, samples_of
+from services.rollout.producer.producer import Producer
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
 from services.rollout.sample_seeds import SampleSeeds
+from services.rollout.task_outcomes import TaskOutcomes
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus.bus_errors import StreamFull
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import EVAL, ROLLOUT, TRAIN
+from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing, raise_problems
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
 from shared.runtime.service_base import Service
-from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Failed, Generated, Interrupted, Payload, Task
-from shared.schema.overlong import fitted
-from shared.schema.payload_digest import reference
-from shared.schema.sample import Sample
+from shared.schema.messages import Generated, Interrupted, Task
 from shared.store.payload_store import StoreFull
 
 POLL_INTERVAL_S = 0.05
@@ -69,6 +66,9 @@ class Rollout:
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
         self._custom = None if custom is None else CustomGenerate(service, self.replica)
+        self._outcomes = TaskOutcomes(service)
+        function = self._config.rollout.rollout_function_path
+        self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._count)
         self.running: dict[asyncio.Task[None], Task] = {}
         self.tokens = 0
 
@@ -78,7 +78,8 @@ class Rollout:
         await self.weights.listen()
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
-        work = [self.replica.keep_engine(), self._catch_up.keep(), self.take(EVAL), self.take(TRAIN), self.measure(), self.stop_stale()]
+        work = [self.replica.keep_engine(), self._catch_up.keep(), self.take(EVAL), self.measure(), self.stop_stale()]
+        work.append(self.take(TRAIN) if self.producer is None else self.producer.run())
         work += [router.keep() for router in routers]
         async with service.background(*work):
             try:
@@ -90,6 +91,7 @@ class Rollout:
                 await cancelled(self.running)
                 for router in routers:
                     await router.leave()
+                await self._outcomes.close()
 
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity for it."""
@@ -104,6 +106,9 @@ class Rollout:
                 handling = asyncio.create_task(self._handle(lease))
                 self.running[handling] = lease.message
                 handling.add_done_callback(self._handled)
+
+    def _count(self, tokens: int) -> None:
+        self.tokens += tokens
 
     def _room(self, task_class: str) -> int:
         """Returns how many groups of a class may be taken: evaluations use half of the capacity at most, so that training never waits for
@@ -129,7 +134,7 @@ class Rollout:
                 if task.deadline and time.time() >= task.deadline:  # nobody waits for it any more
                     log.info("task_late")
                 elif lease.exhausted:
-                    await self._give_up(task, f"given up after {lease.deliveries - 1} deliveries")
+                    await self._outcomes.publish(task, self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries"))
                 else:
                     await self._generate_in_time(task)
             await lease.ack()
@@ -145,12 +150,11 @@ class Rollout:
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
         except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:
             log.warning("group_refused", error=str(error))
-            await self._give_up(task, str(error))
+            await self._outcomes.publish(task, self._outcomes.failed(task, str(error)))
             await lease.ack()
 
     async def _generate_in_time(self, task: Task) -> None:
         """Generates a group and publishes what became of it; nothing once its deadline has passed."""
-        names = self._service.subjects
         try:
             async with asyncio.timeout(task.deadline - time.time() if task.deadline else None) as limit:
                 outcome = await self._generate(task)
@@ -159,13 +163,12 @@ class Rollout:
                 raise
             self._service.log.info("task_late", group=task.group)
             return
-        done = isinstance(outcome, Generated)
-        await self._publish(names.generated(task.environment) if done else names.scored(ROLLOUT), outcome)
+        await self._outcomes.publish(task, outcome)
 
     async def _generate(self, task: Task) -> Generated | Interrupted:
         started = time.time()
         if self._custom is None:
-            partials = restored(await self._earlier(task), task)
+            partials = restored(await self._outcomes.earlier(task), task)
             for index, partial in enumerate(partials):
                 partial.seed = self._seeds.of_sample(index)
             in_flight = None if is_evaluation(task.group) else self.in_flight
@@ -176,50 +179,15 @@ class Rollout:
             samples = samples_of(task, partials, self._tokenizer)
         else:
             samples = await self._custom.group(task)
-        if not is_evaluation(task.group):
-            samples = fitted(samples, self._config.trainer.micro_batch_tokens, self._config.rollout.overlong_samples)
-        ended = time.time()
-        self.tokens += sum(len(sample.response) for sample in samples)
-        return Generated(
-            group=task.group,
-            attempt=task.attempt,
-            payload=await self._stored(task, samples),
-            samples=[sample.meta() for sample in samples],
-            rollouts=sample_codec.rollouts(samples),
-            replica=self._service.instance,
-            environment=task.environment,
-            started=started,
-            ended=ended,
-        )
+        generated = await self._outcomes.generated(task, samples, started, time.time())
+        self.tokens += sum(sample.tokens for sample in generated.samples)
+        return generated
 
     async def _interrupted(self, task: Task, partials: list[Partial], stopped: Stopped) -> Interrupted:
         """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""
         kept = not stopped.stale and any(len(partial.tokens) for partial in partials)
-        payload = await self._stored(task, samples_of(task, partials, self._tokenizer)) if kept else None
-        self._service.log.info("group_interrupted", group=task.group, attempt=task.attempt, stale=stopped.stale, kept=kept)
-        return Interrupted(group=task.group, attempt=task.attempt, stale=stopped.stale, replica=self._service.instance, payload=payload)
-
-    async def _earlier(self, task: Task) -> list[Sample]:
-        """Returns the samples that the task continues; none where they are lost, so that the group begins anew."""
-        if task.partial is None:
-            return []
-        try:
-            return sample_codec.decode(await self._service.store.read(task.partial))
-        except (PayloadMissing, BadMessage) as error:
-            self._service.log.warning("partial_lost", group=task.group, attempt=task.attempt, error=str(error))
-            return []
-
-    async def _stored(self, task: Task, samples: list[Sample]) -> Payload:
-        """Stores samples before their reference is published, under keys that nobody else writes: a referenced payload never changes.
-
-        Raises BadMessage for samples that are too large.
-        """
-        encoded, generation = sample_codec.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex
-        names = self._service.subjects
-        blobs = {names.payload_key(task.group, task.attempt, part, generation): blob for part, blob in enumerate(encoded)}
-        payload = reference(self._service.run, blobs, [sample.length for sample in samples])
-        await self._service.store.write(blobs)
-        return payload
+        samples = samples_of(task, partials, self._tokenizer) if kept else []
+        return await self._outcomes.interrupted(task, samples, stale=stopped.stale)
 
     async def stop_stale(self) -> None:
         """Aborts, while new weights are served, the generations that these have made too old to be trained.
@@ -236,13 +204,6 @@ class Rollout:
             except MyxoError as error:
                 self._service.log.warning("stale_not_stopped", version=version, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
-
-    async def _give_up(self, task: Task, reason: str) -> None:
-        failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance)
-        await self._publish(self._service.subjects.scored(ROLLOUT), failed)
-
-    async def _publish(self, subject: str, message: Generated | Interrupted | Failed) -> None:
-        await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=600)
 
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""

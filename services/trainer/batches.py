@@ -201,9 +201,14 @@ def _masked(item: MicroBatch, masks: Sequence[Tensor]) -> MicroBatch:
 
 
 def _teacher_log_probs(sample: Sample) -> Tensor:
-    """Returns the teacher's log-probs of the response, [R], which a generate function put into the metadata. Raises BadSample."""
+    """Returns the teacher's log-probs of the response, [R]: what whoever generates put into the sample's metadata, or else into its
+    ``teacher_log_probs``, as the servers of `algorithm.opd_teachers` do. Raises BadSample."""
     try:
-        return torch.tensor(sample.metadata[TEACHER], dtype=torch.float64)
+        found = sample.metadata[TEACHER] if TEACHER in sample.metadata else sample.attributes[TEACHER]
+        return torch.tensor(np.array(found, np.float64))
     except (KeyError, TypeError, ValueError):
-        problem = f"metadata has no {TEACHER}, one number a response token; with opd_type = sglang whoever generates puts them there"
+        problem = (
+            f"the sample has no {TEACHER}, one number a response token; with opd_type = sglang the servers of opd_teachers give them, "
+            "or whoever generates puts them there"
+        )
         raise BadSample(sample.name, TEACHER, problem) from None

@@ -67,8 +67,10 @@ class LossInputs:
         found = self._advantages(batch, masks)
         advantages = found.advantages
         if needs(objective).teacher_gap:
-            old = _in_order(batch, old_log_probs(objective))
-            advantages = distilled(objective, advantages, old, _in_order(batch, TEACHER), masks)
+            old, teacher = _in_order(batch, old_log_probs(objective)), _in_order(batch, TEACHER)
+            advantages = distilled(objective, advantages, old, teacher, masks)
+            gaps = [torch.where(mask, (a - b).double(), 0.0) for a, b, mask in zip(old, teacher, masks, strict=True)]
+            batch = batch.with_values("opd_reverse_kl", gaps)
         if objective.normalize_advantages:
             advantages = whitened(advantages, masks, self._total)
         batch = batch.with_values("advantages", advantages)

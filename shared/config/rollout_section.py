@@ -72,6 +72,7 @@ class RolloutSection(Section):
     max_dead_in_a_row: int | None = Field(
         default=None, ge=0, description="dead groups in a row that end the run; 0: none do; default: four batches, at least 32", **MUTABLE
     )
+    rollout_function_path: str | None = hook("that draws prompts and returns a rollout's groups, in the place of Myxo's own loop")
     dynamic_sampling_filter_path: str | None = Field(
         default=None,
         pattern=rf"^nonzero_std$|{HOOK}",

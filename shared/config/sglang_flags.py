@@ -56,6 +56,14 @@ OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "gi
 PARSER = ("srt/server_args.py", "srt/arg_groups/**/*.py", "srt/function_call/*.py", "srt/parser/*.py")
 """The source of the parser in SGLang's package, and of the names that it offers."""
 
+FORMER = {
+    "cuda-graph-bs": "cuda-graph-bs-decode",
+    "cuda-graph-max-bs": "cuda-graph-max-bs-decode",
+    "nsa-prefill-backend": "dsa-prefill-backend",
+    "nsa-decode-backend": "dsa-decode-backend",
+}
+"""Names that flags of SGLang's had, as scripts still spell them, and the present ones; each goes by the one that is installed."""
+
 SHARES = ("mem-fraction-static",)
 """Flags whose value is a share, which the parser does not check."""
 
@@ -141,8 +149,13 @@ class EngineFlags:
     def _spelled(self) -> dict[str, EngineFlag]:
         return {spelling: flag for flag in self.flags for spelling in flag.spellings}
 
+    def present_name(self, name: str) -> str:
+        """Returns what this SGLang calls a flag that had another name; any other name as it is."""
+        return name if name in self._spelled or FORMER.get(name) not in self._spelled else FORMER[name]
+
     def find(self, name: str) -> EngineFlag | None:
         """Returns the flag of that name, or the only one with that prefix, which SGLang accepts too."""
+        name = self.present_name(name)
         if name in self._spelled:
             return self._spelled[name]
         begun = {flag for spelling, flag in self._spelled.items() if spelling.startswith(name)}
@@ -171,6 +184,15 @@ class EngineFlags:
 def plain_name(key: str) -> str:
     """Returns a flag's name as SGLang spells it, without the leading dashes."""
     return key.lstrip("-").replace("_", "-")
+
+
+def present_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``[rollout.sglang]`` under the names that the installed SGLang has; as it is given where that cannot be determined."""
+    flags = None
+    if not FORMER.keys().isdisjoint(map(plain_name, given)):
+        with contextlib.suppress(NoCatalogue):
+            flags = of_installed()
+    return dict(given) if flags is None else {flags.present_name(plain_name(key)): value for key, value in given.items()}
 
 
 def installed() -> str | None:

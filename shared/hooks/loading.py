@@ -12,6 +12,7 @@ from shared.runtime.errors import ConfigError, MyxoError
 
 RUN_BY = {
     "rollout.custom_generate_function_path": "rollout",
+    "rollout.rollout_function_path": "rollout",
     "reward.custom_rm_path": "reward",
     "rollout.dynamic_sampling_filter_path": "reward",
     "rollout.rollout_sample_filter_path": "reward",

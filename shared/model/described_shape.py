@@ -60,12 +60,17 @@ def contradictions(given: Mapping[str, Any]) -> Iterator[ConfigError]:
     for most, name in BOUNDS:
         if given.get(most) and given.get(name) and given[name] > given[most]:
             yield _error(name, given, f"at most {most}, {given[most]}")
-    heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
-    if heads and hidden and hidden % heads and not given.get("kv_channels") and not given.get("multi_latent_attention"):
-        yield _error("hidden_size", given, f"a multiple of num_attention_heads, {heads}, or kv_channels beside it")
+    yield from _width_problems(given)
     frequency, layers = given.get("moe_layer_freq"), given.get("num_layers")
     if isinstance(frequency, list) and layers and len(frequency) != layers:
         yield _error("moe_layer_freq", given, f"an entry for each of the {layers} layers of num_layers; it has {len(frequency)}")
+
+
+def _width_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yields a width that heads do not divide, where nothing else says how wide they are."""
+    heads, hidden = given.get("num_attention_heads"), given.get("hidden_size")
+    if heads and hidden and hidden % heads and not given.get("kv_channels") and not given.get("multi_latent_attention"):
+        yield _error("hidden_size", given, f"a multiple of num_attention_heads, {heads}, or kv_channels beside it")
 
 
 def _error(name: str, given: Mapping[str, Any], expected: str) -> ConfigError:

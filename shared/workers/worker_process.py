@@ -141,7 +141,7 @@ class Worker:
     async def _start(self) -> None:
         # under the watchdog: what a function starts is killed with it
         self.process = ChildProcess(self._name, [sys.executable, *self._command], None, self._environment, watchdog=True)
-        answers, self._requests = await _streams(self.process)
+        answers, self._requests = await process_streams(self.process)
         self._reading = asyncio.create_task(self._read(answers))
         try:
             self.ready = await self.ask(self._setup, START_SECONDS)
@@ -196,7 +196,7 @@ async def _next(answers: _Answers) -> dict[str, Any] | None:
     return answer
 
 
-async def _streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def process_streams(process: ChildProcess) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Returns the two ends of a process's pipes: the reader of its answers, and the writer of its requests."""
     loop, answers = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), process.stdout)

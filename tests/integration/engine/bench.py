@@ -29,7 +29,8 @@ class Bench:
         run, bus = service.run, service.config.bus
         self._generated = WorkQueue(service.bus, generated_consumer(run, bus, "math"), Generated)
         self._scored = WorkQueue(service.bus, scored_consumer(run, bus), Outcome)
-        self.working = [asyncio.create_task(rollout.take(task_class)) for task_class in (TRAIN, EVAL)]
+        self.producing = asyncio.create_task(rollout.take(TRAIN) if rollout.producer is None else rollout.producer.run())
+        self.working = [self.producing, asyncio.create_task(rollout.take(EVAL))]
         self.working.append(asyncio.create_task(rollout.stop_stale()))
 
     async def task(self, group: str = "g00000007", n: int = 2, **changes: Any) -> None:
@@ -39,9 +40,8 @@ class Bench:
             prompt="40+2=",
             prompt_tokens=PROMPT,
             label="42",
-            metadata={"level": 3},
             environment="math",
-            **{"sampling": Sampling(temperature=1.0, max_new_tokens=20), "min_version": 0, **changes},
+            **{"sampling": Sampling(temperature=1.0, max_new_tokens=20), "min_version": 0, "metadata": {"level": 3}, **changes},
         )
         await self.service.bus.publish(self.service.subjects.task(EVAL if group.startswith("eval.") else TRAIN), task)
 

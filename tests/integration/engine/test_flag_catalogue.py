@@ -78,6 +78,15 @@ def test_a_parser_that_somebody_changed_is_asked_itself(monkeypatch: pytest.Monk
         problems(of_a_patch=1)
 
 
+def test_former_names_go_by_what_is_installed() -> None:
+    given = {"cuda-graph-bs": ["1", "2"], "nsa_decode_backend": "flashmla_kv", "page-size": 16}
+    assert problems(**{name.replace("-", "_"): value for name, value in given.items()}) == []
+    assert sglang_flags.present_names(given) == {"cuda-graph-bs-decode": ["1", "2"], "dsa-decode-backend": "flashmla_kv", "page-size": 16}
+    old = EngineFlags("0.5.9", (EngineFlag(("cuda-graph-bs",), "int", several=True),))
+    assert old.present_name("cuda-graph-bs") == "cuda-graph-bs" and list(old.problems({"cuda-graph-bs": [1]})) == []
+    assert "given twice" in problems(cuda_graph_bs=[1], cuda_graph_bs_decode=[1])[0]
+
+
 def test_a_machine_without_sglang_says_that_it_cannot_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,0 +1,272 @@
+"""``data_source`` as a rollout function gets it: prompts come from the buffer as tasks, and samples go back to it.
+
+The groups that the function has are known by their samples: as long as one of them, or a copy of it, is referenced, the function may still
+hand the group in. Afterwards it cannot.
+"""
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.rollout.producer.service_calls import ServiceCalls
+from shared.config.run_config import RunConfig
+from shared.hooks.hook_sample import HookSample, Status, status_of
+from shared.hooks.rollout_output import ReturnedGroup
+from shared.hooks.sample_conversion import Served, from_stored, to_stored
+from shared.hooks.slime.data_source import DataSource
+from shared.runtime.errors import BadMessage
+from shared.schema import sample as sample_codec
+from shared.schema.sample import Sample as StoredSample
+
+POLL_INTERVAL_S = 0.2
+"""The interval at which a function that waits for prompts is looked at: it may have finished all that it has."""
+
+GLANCE_S = 0.02
+"""The time that a call in an event loop waits for prompts while it has others: what is being generated on that loop stands still."""
+
+PATIENCE_S = 30.0
+"""The time after which a thread that waits for prompts gets groups ahead of those that will be discarded, though it has unfinished ones."""
+
+
+_ENDED, _OPEN = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED), (Status.PENDING, Status.ABORTED)
+
+
+class _Token:
+    """Is shared by the session ids of a group's samples and of all copies of these."""
+
+    def __copy__(self) -> "_Token":
+        return self
+
+    def __deepcopy__(self, _: object) -> "_Token":
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Token, ()
+
+
+class _SessionId(str):
+    """A sample's session id, which every copy of the sample takes along, and with it the group's token."""
+
+    token: _Token
+
+
+@dataclass
+class DrawnGroup:
+    """A group that the function has drawn. ``begun``: the version that was served then. ``samples``: those it got, as long as they live."""
+
+    group: str
+    number: int
+    attempt: int
+    begun: int
+    token: "weakref.ref[_Token]"
+    samples: list["weakref.ref[HookSample]"] = field(default_factory=list)
+
+    @property
+    def held(self) -> bool:
+        """Returns whether the function may still hand it in."""
+        return self.token() is not None or any(sample() is not None for sample in self.samples)
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether all of its samples that are still there have ended."""
+        living = [sample for reference in self.samples if (sample := reference()) is not None]
+        return all(status_of(sample.status) in _ENDED for sample in living)
+
+
+class DrawnGroups(DataSource):
+    """slime's data source over the buffer's tasks. Every method may be called from any thread."""
+
+    def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
+        self._calls, self._config, self._prompts = calls, config, prompts
+        self._n, self._vocabulary = config.rollout.n_samples_per_prompt, 0
+        self._lock = threading.Lock()
+        self._drawn: dict[int, DrawnGroup] = {}
+        self._spinning: dict[int, int] = {}  # event loop → calls without prompts since it last ran
+        self.metadata: dict[str, Any] = {}
+
+    # --- slime's data source
+
+    def get_samples(self, num_samples: int) -> list[list[HookSample]]:
+        """Returns prompts as groups of n samples, some with the tokens that they had when they were given back.
+
+        A plain thread waits until there are ``num_samples``. A call on an event loop returns fewer, or none, where others are unfinished:
+        they are generated on that loop. One that calls again and again without giving way is waited for, too.
+
+        Raises CallRefused where the buffer has no prompts within the deadline.
+        """
+        loop = _running_loop()
+        found: list[list[HookSample]] = []
+        started = time.monotonic()
+        while len(found) < num_samples:
+            missing = num_samples - len(found)
+            starving = self._starving(started, loop)
+            answer = self._calls.call("draw", n=missing, seconds=self._wait_seconds(loop), starving=starving)
+            found += [self._taken(entry, answer["version"]) for entry in answer["groups"]]
+            if loop is not None and (found or self._gives_way(loop)):
+                break
+        if loop is not None and found:
+            self._spinning.pop(id(loop), None)
+        return found
+
+    def add_samples(self, samples: list[list[HookSample]]) -> None:
+        """Gives groups back: they are drawn again later, with the tokens that they have. Raises ValueError for one that was not drawn."""
+        for group in samples:
+            flat = _flat(group)
+            numbers = {sample.group_index for sample in flat}
+            drawn = self._drawn.get(flat[0].group_index or 0) if len(numbers) == 1 else None
+            if drawn is None:
+                raise ValueError(f"add_samples: group_index {sorted(map(str, numbers))} is not one of the groups that get_samples gave")
+            self.give_back(drawn, flat)
+
+    def __len__(self) -> int:
+        return self._prompts
+
+    def save(self, rollout_id: int) -> None:
+        """Does nothing: the ledger knows which prompts were drawn."""
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Does nothing, as `save`."""
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def get_buffer_length(self) -> int:
+        """Returns 0: what was given back is with the buffer, in the queue with all other prompts."""
+        return 0
+
+    # --- the end of a call
+
+    def hand_in(self, returned: ReturnedGroup) -> str | None:
+        """Hands a finished group in. Returns why it is not taken, None where it is."""
+        drawn = self._drawn.get(returned.number)
+        if drawn is None:
+            return f"group_index {returned.number} is no group that get_samples gave and that is still out"
+        if any(status_of(sample.status) in _OPEN for sample in returned.samples):
+            self.give_back(drawn, returned.samples)
+            return None
+        try:
+            stored = self._stored(drawn, returned.samples, returned.rollouts)
+            blobs = sample_codec.encode(stored, self._config.store.blob_bytes)
+        except BadMessage as error:
+            self._leave(drawn, "fail", reason=str(error))
+            return str(error)
+        self._leave(drawn, "hand_in", samples=blobs)
+        return None
+
+    def give_back(self, drawn: DrawnGroup, samples: Sequence[HookSample]) -> None:
+        """Gives a group back with what its samples have; with nothing, where that is not fit to be gone on from."""
+        blobs: list[bytes] = []
+        if len(samples) == self._n and any(sample.response_length for sample in samples):
+            try:
+                blobs = sample_codec.encode(self._stored(drawn, samples, range(self._n)), self._config.store.blob_bytes)
+            except BadMessage as error:
+                print(f"group {drawn.group} goes back without its tokens: {error}", flush=True)
+        self._leave(drawn, "give_back", samples=blobs)
+
+    def discard_unheld(self, reason: str) -> None:
+        """Tells of the groups that the function cannot hand in any more."""
+        for drawn in [drawn for drawn in list(self._drawn.values()) if not drawn.held]:
+            self._leave(drawn, "discard", reason=reason)
+
+    def drop_all(self) -> None:
+        """Forgets all groups: the service takes them back."""
+        with self._lock:
+            self._drawn.clear()
+
+    # --- inside
+
+    def _leave(self, drawn: DrawnGroup, verb: str, **fields: Any) -> None:
+        with self._lock:
+            self._drawn.pop(drawn.number, None)
+        self._calls.call(verb, group=drawn.group, attempt=drawn.attempt, **fields)
+
+    def _wait_seconds(self, loop: asyncio.AbstractEventLoop | None) -> float:
+        return POLL_INTERVAL_S if loop is None or id(loop) in self._spinning or not self._drawn else GLANCE_S
+
+    def _starving(self, started: float, loop: asyncio.AbstractEventLoop | None) -> bool:
+        """Returns whether the function cannot go on without more prompts than the buffer has admitted."""
+        drawn = list(self._drawn.values())
+        if not drawn:
+            return False
+        if all(group.finished for group in drawn if group.held):
+            return loop is None or self._spinning.get(id(loop), 0) > 0
+        waited = time.monotonic() - started
+        return waited > PATIENCE_S if loop is None else self._spinning.get(id(loop), 0) > 1
+
+    def _gives_way(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Returns whether a call on an event loop returns without prompts: it does once, unless nothing else can go on there.
+
+        A caller that comes back before its loop has run anything else would never let what it waits for be generated.
+        """
+        with self._lock:
+            first = id(loop) not in self._spinning
+            self._spinning[id(loop)] = self._spinning.get(id(loop), 0) + 1
+        if first:
+            loop.call_soon(self._spinning.pop, id(loop), None)
+        return first and bool(self._drawn)
+
+    def _taken(self, entry: dict[str, Any], version: int) -> list[HookSample]:
+        token = _Token()
+        drawn = DrawnGroup(entry["group"], entry["number"], entry["attempt"], version, weakref.ref(token))
+        samples = [self._sample(entry, index) for index in range(self._n)]
+        if entry["partial"]:
+            for sample, stored in zip(samples, sample_codec.decode(entry["partial"]), strict=False):
+                _continue(sample, stored)
+            drawn.begun = min([drawn.begun, *(min(sample.weight_versions) for sample in samples if sample.weight_versions)])
+        for sample in samples:
+            sample.session_id = session = _SessionId(sample.session_id)
+            session.token = token
+        drawn.samples = [weakref.ref(sample) for sample in samples]
+        with self._lock:
+            self._drawn[drawn.number] = drawn
+        return samples
+
+    def _sample(self, entry: dict[str, Any], index: int) -> HookSample:
+        number = entry["number"] * self._n + index
+        return HookSample(
+            group_index=entry["number"],
+            index=number,
+            rollout_id=number,
+            session_id=f"{entry['group']}.{entry['attempt']}.{index}",
+            prompt=entry["prompt"] if isinstance(entry["prompt"], str) else [dict(message) for message in entry["prompt"]],
+            tokens=list(entry["tokens"]),
+            label=entry["label"],
+            metadata=dict(entry["metadata"]),
+        )
+
+    def _stored(self, drawn: DrawnGroup, samples: Sequence[HookSample], rollouts: Sequence[int]) -> list[StoredSample]:
+        """Returns samples in the form that goes into the store; those that have not ended have the finish ``abort``. Raises BadMessage."""
+        served = self._calls.call("served")
+        versions = Served(drawn.begun, served["newest"], frozenset(served["late"]))
+        stored = []
+        for index, (sample, rollout) in enumerate(zip(samples, rollouts, strict=True)):
+            if status_of(sample.status) is Status.PENDING:
+                sample.status = Status.ABORTED
+            stored.append(to_stored(sample, drawn.group, index, rollout, versions, served["vocabulary"], unfinished=True))
+        return stored
+
+
+def _continue(sample: HookSample, stored: StoredSample) -> None:
+    """Gives a fresh sample what an earlier attempt of it has."""
+    earlier = from_stored(stored)
+    for name in ("tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "reward", "metadata"):
+        setattr(sample, name, getattr(earlier, name))
+    sample.status = earlier.status if stored.finish != "abort" or len(stored.response) else Status.PENDING
+
+
+def _flat(group: Sequence[Any]) -> list[HookSample]:
+    return [sample for item in group for sample in (_flat(item) if isinstance(item, list) else [item])]
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,362 @@
+"""Runs a user's rollout function as a producer: draws tasks for it, keeps their leases, and reports what it makes of them.
+
+Invariant: every task that the function has is leased here, and its lease ends in exactly one of: handed in (stored, published, acked),
+given back to the buffer with its tokens, dropped or dead with a reason, or returned to the queue, as when the function or its process dies.
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from services.rollout.producer.producer_process import FIELD
+from services.rollout.replica import Replica
+from services.rollout.task_outcomes import TaskOutcomes
+from shared import hooks
+from shared.bus.streams import task_consumer
+from shared.bus.subjects import TRAIN
+from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.hooks import HookFailed
+from shared.runtime.cancellation import cancelled
+from shared.runtime.child_process import ChildProcess, cause
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
+from shared.runtime.service_base import Service
+from shared.schema import sample as sample_codec
+from shared.schema.ledger import group_number
+from shared.schema.messages import Discarded, Generated, Outcome, Task, Wanted
+from shared.schema.sample import Sample, SampleLimits
+from shared.schema.versions import is_lost
+from shared.workers import frames
+from shared.workers.worker_process import process_streams, worker_environment
+
+MODULE = "services.rollout.producer.producer_process"
+
+START_SECONDS = 120.0
+"""The deadline for the process to import the function."""
+
+TRIES = 5
+"""The failures of the function in a row after which the service gives up, and says why."""
+
+RETRY_PAUSE = 0.5
+
+POLL_INTERVAL_S = 0.05
+
+REPEAT_SECONDS = 20.0
+"""The time after which the buffer is told again that more groups are wanted."""
+
+
+class FunctionFailed(Exception):
+    """The function raised, or its process ended or was late; the text says which."""
+
+
+@dataclass
+class DrawnTask:
+    """A task that the function has. ``begun``: seconds since the epoch. ``ended``: set when its lease ends."""
+
+    lease: MessageLease[Task]
+    begun: float
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    holding: asyncio.Task[None] | None = None
+
+    @property
+    def task(self) -> Task:
+        return self.lease.message
+
+    def hold(self) -> None:
+        """Extends the lease until `release`."""
+
+        async def held() -> None:
+            async with self.lease.held():
+                await self.ended.wait()
+
+        self.holding = asyncio.create_task(held())
+
+    def release(self) -> None:
+        self.ended.set()
+
+
+class Producer:
+    """The rollout function of one replica.
+
+    Args:
+        count: is told the response tokens of each group that was handed in.
+    """
+
+    def __init__(self, service: Service, replica: Replica, outcomes: TaskOutcomes, count: Callable[[int], None]) -> None:
+        self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
+        self._path = hooks.paths(service.config, "rollout")[FIELD]
+        self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
+        self._count = count
+        self._waiting: list[DrawnTask] = []  # fetched, and not yet drawn by the function
+        self._drawn: dict[str, DrawnTask] = {}
+        self._next_rollout: int | None = None
+        self._failures = 0
+        self._moved = 0.0  # when the function last got prompts, handed something in, or was found waiting
+        self._wanted_at = float("-inf")
+        self._drawing = asyncio.Lock()
+        self._calling, self._last_words = False, ""
+        self._broken: BaseException | None = None  # what ended the service's side
+
+    @property
+    def held(self) -> int:
+        """Returns the number of groups in hand."""
+        return len(self._drawn) + len(self._waiting)
+
+    async def run(self) -> None:
+        """Keeps the function's process running until cancelled. Raises ConfigError; HookFailed where it fails time and again."""
+        try:
+            while True:
+                try:
+                    await self._live()
+                except FunctionFailed as error:
+                    self._failures += 1
+                    self._service.log.error("rollout_function_failed", error=str(error), groups=len(self._drawn), in_a_row=self._failures)
+                    if self._failures >= TRIES:
+                        raise HookFailed(FIELD, self._path, f"{error}; it failed {self._failures} times in a row") from None
+                finally:
+                    await self._return_all(len(self._drawn) > 0)
+                await asyncio.sleep(RETRY_PAUSE * self._failures)
+        finally:
+            await self._return_all()
+
+    # --- one life of the process
+
+    async def _live(self) -> None:
+        environment = worker_environment(self._config.reward.worker_environment)
+        process = ChildProcess("rollout function", [sys.executable, "-m", MODULE], None, environment, watchdog=True)
+        answering: set[asyncio.Task[None]] = set()
+        watching: asyncio.Task[None] | None = None
+        try:
+            requests, answers = await process_streams(process)
+            await self._set_up(requests, answers)
+            watching = asyncio.create_task(self._watch(process))
+            while True:
+                call_id, request = await frames.read(requests)
+                answer = asyncio.create_task(self._answered(call_id, request, answers))
+                answering.add(answer)
+                answer.add_done_callback(partial(self._answer_ended, process, answering))
+        except (EOFError, ConnectionError, BadMessage) as error:
+            if self._broken is not None:
+                raise self._broken from None
+            if watching is not None and watching.done() and not watching.cancelled() and (late := watching.exception()) is not None:
+                raise late from None
+            code = await asyncio.to_thread(process.exit_code)
+            words = str(error) if isinstance(error, BadMessage) else cause(code)
+            raise FunctionFailed(self._last_words or f"its process ended ({words})") from None
+        finally:
+            await cancelled([*answering, *([watching] if watching is not None else [])])
+            await asyncio.to_thread(process.stop, 0)
+
+    def _answer_ended(self, process: ChildProcess, answering: set[asyncio.Task[None]], answer: asyncio.Task[None]) -> None:
+        answering.discard(answer)
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            self._broken = error
+            process.kill()
+
+    async def _set_up(self, requests: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
+        self._last_words, self._calling = "", False
+        rollout = self._config.rollout
+        setup = {"config": self._config.model_dump_json(), "prompts": rollout.rollout_batch_size * rollout.num_rollout}
+        answers.write(frames.frame([0, setup]))
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                _, ready = await frames.read(requests)
+        except TimeoutError:
+            raise DeadlineExceeded("its first answer", f"{FIELD} = {self._path}", START_SECONDS, "its process is killed") from None
+        if isinstance(refused := ready.get("refused"), list):
+            raise ConfigError(*refused)
+
+    async def _watch(self, process: ChildProcess) -> None:
+        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`."""
+        limit = self._config.rollout.generate_timeout
+        self._moved = time.monotonic()
+        while True:
+            await asyncio.sleep(1.0)
+            if not self._calling or not self._drawn or not self._replica.serving:
+                self._moved = time.monotonic()
+            if time.monotonic() - self._moved > limit:
+                process.kill()
+                raise FunctionFailed(f"it had {len(self._drawn)} groups and did nothing with them for {limit:g} s; its process was killed")
+
+    async def _answered(self, call_id: int, request: dict[str, Any], answers: asyncio.StreamWriter) -> None:
+        verb = str(request.pop("verb"))
+        try:
+            answer = await getattr(self, f"_on_{verb}")(**request)
+        except (BadMessage, DeadlineExceeded, HookFailed) as error:
+            answer = {"refused": str(error)}
+        answers.write(frames.frame([call_id, answer or {}]))
+        with contextlib.suppress(ConnectionError):  # its end is seen where it is read
+            await answers.drain()
+
+    # --- what the process asks
+
+    async def _on_next(self) -> dict[str, Any]:
+        """Returns the number of the next call once there is a task for it, or the function still has some, and the engine's address."""
+        self._calling = False
+        async with self._drawing:
+            while not self._waiting and not self._drawn:
+                await self._fetch(1)
+        rollout_id = self._next_rollout
+        if rollout_id is None:  # of a run that goes on, as far as its groups tell
+            first = min(group_number(drawn.task.group) for drawn in (*self._waiting, *self._drawn.values()))
+            rollout_id = first // self._config.rollout.rollout_batch_size
+        self._next_rollout, self._calling, self._moved = rollout_id + 1, True, time.monotonic()
+        assert self._replica.proxy.address is not None  # it is open from the engine's start on
+        host, port = self._replica.proxy.address
+        return {"rollout_id": rollout_id, "args": {"sglang_router_ip": host, "sglang_router_port": port}}
+
+    async def _on_draw(self, n: int, seconds: float, starving: bool) -> dict[str, Any]:
+        """Returns up to ``n`` tasks, as soon as there is one, or none after ``seconds``."""
+        end = time.monotonic() + seconds
+        taken: list[DrawnTask] = []
+        async with self._drawing:
+            while not taken:
+                while len(self._waiting) < n and await self._fetch(n - len(self._waiting), max(0.0, min(end - time.monotonic(), seconds))):
+                    pass
+                while self._waiting and len(taken) < n:
+                    if await self._usable(drawn := self._waiting.pop(0)):
+                        taken.append(drawn)
+                if time.monotonic() >= end:
+                    break
+        if taken:
+            self._moved = time.monotonic()
+        elif starving:
+            await self._want(n)
+        entries = [await self._entry(drawn) for drawn in taken]
+        return {"groups": entries, "version": self._replica.version}
+
+    async def _on_served(self) -> dict[str, Any]:
+        client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
+        vocabulary = client.capabilities.vocab_size
+        return {"newest": self._replica.version, "late": sorted(client.late_versions), "vocabulary": vocabulary}
+
+    async def _on_hand_in(self, group: str, attempt: int, samples: list[bytes]) -> None:
+        drawn = self._of(group, attempt)
+        client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
+        try:
+            stored = sample_codec.decode(samples, SampleLimits(vocabulary=client.capabilities.vocab_size, newest=self._replica.version))
+            _check(drawn.task, stored)
+            message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
+            self._count(sum(len(sample.response) for sample in stored))
+        except (BadMessage, DeadlineExceeded) as error:  # the latter: a teacher is away
+            message = self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {error}")
+        await self._end(drawn, message)
+        self._failures = 0
+
+    async def _on_give_back(self, group: str, attempt: int, samples: list[bytes]) -> None:
+        drawn = self._of(group, attempt)
+        await self._end(drawn, await self._outcomes.interrupted(drawn.task, sample_codec.decode(samples), stale=False))
+
+    async def _on_fail(self, group: str, attempt: int, reason: str) -> None:
+        drawn = self._of(group, attempt)
+        await self._end(drawn, self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {reason}"))
+
+    async def _on_discard(self, group: str, attempt: int, reason: str) -> None:
+        await self._end(self._of(group, attempt), Discarded(group=group, attempt=attempt, reason=reason, by=self._service.instance))
+
+    async def _on_finished(self, rollout_id: int, refused: list[str], metrics: dict[str, float]) -> None:
+        self._failures = 0
+        for problem in refused:
+            self._service.log.error("rollout_group_refused", rollout_id=rollout_id, error=problem)
+        self._service.log.info("rollout_function_ended", rollout_id=rollout_id, still_out=len(self._drawn), **metrics)
+
+    async def _on_failed(self, error: str) -> None:
+        self._last_words = error
+
+    # --- tasks
+
+    async def _fetch(self, most: int, seconds: float = 1.0) -> bool:
+        """Fetches tasks while the replica serves. Returns whether any came."""
+        if not self._replica.serving or self._service.held_back:
+            await asyncio.sleep(min(POLL_INTERVAL_S, seconds))
+            return False
+        leases = await self._queue.fetch(most, seconds)
+        for lease in leases:
+            drawn = DrawnTask(lease, time.time())
+            drawn.hold()
+            self._waiting.append(drawn)
+        return bool(leases)
+
+    async def _usable(self, drawn: DrawnTask) -> bool:
+        """Returns whether the function may have a task; one that was delivered too often ends, one for newer weights goes back."""
+        task = drawn.task
+        if drawn.lease.exhausted:
+            await self._end(drawn, self._outcomes.failed(task, f"given up after {drawn.lease.deliveries - 1} deliveries"))
+            return False
+        try:
+            await self._replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)
+        except DeadlineExceeded as error:  # no weights
+            self._service.log.warning("group_handed_back", group=task.group, error=str(error))
+            drawn.release()
+            await drawn.lease.hand_back(delay=1.0)
+            return False
+        return True
+
+    async def _entry(self, drawn: DrawnTask) -> dict[str, Any]:
+        """Returns a task as the process gets it, and counts it as the function's."""
+        task = drawn.task
+        self._drawn[task.group] = drawn
+        earlier = await self._outcomes.earlier(task)
+        kept = earlier if self._goes_on(earlier) else []
+        return {
+            "group": task.group,
+            "number": group_number(task.group),
+            "attempt": task.attempt,
+            "prompt": task.prompt,
+            "tokens": task.prompt_tokens.tolist(),
+            "label": task.label,
+            "metadata": task.metadata,
+            "partial": sample_codec.encode(kept, self._config.store.blob_bytes) if kept else [],
+        }
+
+    def _goes_on(self, earlier: list[Sample]) -> bool:
+        """Returns whether samples of an earlier attempt may still be trained; else the group begins anew."""
+        rollout = self._config.rollout
+        oldest = min((version for sample in earlier for _, _, version in sample.segments), default=self._replica.version)
+        return not is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy)
+
+    async def _want(self, count: int) -> None:
+        """Tells the buffer that the function needs groups ahead of those that it will discard."""
+        if time.monotonic() - self._wanted_at < REPEAT_SECONDS or not self._drawn:
+            return
+        self._wanted_at = time.monotonic()
+        task = list(self._drawn.values())[-1].task
+        self._service.log.info("more_groups_wanted", count=count, drawn=len(self._drawn))
+        await self._outcomes.publish(task, Wanted(group=task.group, attempt=task.attempt, count=count, by=self._service.instance))
+
+    def _of(self, group: str, attempt: int) -> DrawnTask:
+        """Returns the task of a group that the function has. Raises BadMessage."""
+        drawn = self._drawn.get(group)
+        if drawn is None or drawn.task.attempt != attempt:
+            raise BadMessage(f"group {group}, attempt {attempt}, is none that the function has")
+        return drawn
+
+    async def _end(self, drawn: DrawnTask, message: Generated | Outcome) -> None:
+        """Publishes what became of a task, and ends its lease."""
+        await self._outcomes.publish(drawn.task, message)
+        self._moved = time.monotonic()
+        self._drawn.pop(drawn.task.group, None)
+        drawn.release()
+        await drawn.lease.ack()
+
+    async def _return_all(self, drawn_only: bool = False) -> None:
+        """Returns the tasks to the queue, for whoever takes them next."""
+        tasks = [*self._drawn.values(), *([] if drawn_only else self._waiting)]
+        self._drawn.clear()
+        if not drawn_only:
+            self._waiting.clear()
+        for drawn in tasks:
+            drawn.release()
+        await asyncio.gather(*(drawn.lease.hand_back() for drawn in tasks))
+
+
+def _check(task: Task, samples: list[Sample]) -> None:
+    """Raises BadMessage for samples that are not of this task, or that train nothing."""
+    if [sample.name for sample in samples] != [f"{task.group}/{index}" for index in range(len(samples))]:
+        raise BadMessage(f"its samples are not those of group {task.group}")
+    if not any(sample.mask.any() for sample in samples):
+        raise BadMessage(f"no token of group {task.group} is trained: the loss mask is 0 on all of them")

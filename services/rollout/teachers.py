@@ -1,0 +1,180 @@
+"""On-policy distillation: asks the teachers, SGLang servers of `algorithm.opd_teachers`, for their log-probs of what the policy drew.
+
+A sample's teachers are those that its prompt's metadata names under `algorithm.opd_teacher_key` (a name, a list of names, or names with
+weights), else all, with `opd_teacher_weights`. Weights count relative to one another. What the trainer gets in the sample's attributes,
+``teacher_log_probs``, is the weighted mean of the teachers' log-probs: with it the reverse KL is the weighted mean of the KLs to them.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from shared.config.algorithm import AlgorithmSection
+from shared.environment import environment_url
+from shared.runtime.errors import BadMessage, DeadlineExceeded, nearest
+from shared.schema.sample import LOG_PROBS, Sample
+
+ATTRIBUTE = "teacher_log_probs"
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+"""Seconds between tries while a teacher cannot be reached or is at fault."""
+
+IDLE_SECONDS = 3.0
+"""The time after which idle connections are closed, before SGLang closes its side."""
+
+ITS_FAULT = (408, 425, 429)
+"""Statuses below 500 at which the same request may succeed later."""
+
+
+class TeacherFailed(BadMessage):
+    """A teacher refused a sample, or its answer is not of the sample's tokens. It would do so again."""
+
+    def __init__(self, teacher: str, sample: str, problem: str) -> None:
+        super().__init__(f"sample {sample}: teacher {teacher}: {problem}")
+
+
+class _Again(Exception):
+    """A try that failed and may succeed later. Its text says why."""
+
+
+def weights_of(objective: AlgorithmSection, metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the teachers of a prompt, each with its weight; the weights' sum is 1.
+
+    Raises BadMessage for an unknown teacher, and for weights that are not positive numbers.
+    """
+    key, known = objective.opd_teacher_key, objective.opd_teachers
+    named = metadata.get(key)
+    if named is None:
+        named = objective.opd_teacher_weights or list(known)
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    given = named if isinstance(named, dict) else dict.fromkeys(map(str, names), 1.0)
+    for name, weight in given.items():
+        if name not in known:
+            raise BadMessage(f"metadata.{key}: no teacher {str(name)[:80]!r} in algorithm.opd_teachers; {nearest(str(name), list(known))}")
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0.0 < weight < np.inf:
+            raise BadMessage(f"metadata.{key}.{name}: weight {str(weight)[:80]}; expected a positive number")
+    total = sum(given.values())
+    if not given or not total < np.inf:
+        raise BadMessage(f"metadata.{key}: {str(named)[:80]}; expected a teacher's name, a list of names, or names with weights")
+    return {name: weight / total for name, weight in given.items()}
+
+
+class Teachers:
+    """The teachers of a run. Must be made, used and closed in one event loop."""
+
+    def __init__(self, objective: AlgorithmSection) -> None:
+        self._objective = objective
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS), timeout=aiohttp.ClientTimeout(total=None)
+        )
+        self._teachers = {
+            name: _Teacher(name, url, self._session, objective.opd_teacher_concurrency) for name, url in objective.opd_teachers.items()
+        }
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._session.close()
+
+    async def taught(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Returns the samples of a group with their teachers' log-probs, within `algorithm.opd_teacher_timeout` seconds.
+
+        Raises DeadlineExceeded, which names the teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher.
+        """
+        asked = [asyncio.create_task(self._taught(sample)) for sample in samples]
+        try:
+            return list(await asyncio.gather(*asked))
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _taught(self, sample: Sample) -> Sample:
+        weights, deadline = weights_of(self._objective, sample.metadata), self._objective.opd_teacher_timeout
+        found = await asyncio.gather(*(self._teachers[name].log_probs(sample, deadline) for name in weights))
+        mean = sum(weight * log_probs.astype(np.float64) for weight, log_probs in zip(weights.values(), found, strict=True))
+        return replace(sample, attributes={**sample.attributes, ATTRIBUTE: np.asarray(mean, np.float32)})
+
+
+class _Teacher:
+    """One teacher. url: its server's, with or without the path /generate."""
+
+    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, concurrency: int) -> None:
+        address = environment_url.parse(url)
+        self._url = address.url.removesuffix("/generate") + "/generate"
+        self._shown, self._session, self._room = f"{name} at {address.shown}", session, asyncio.Semaphore(concurrency)
+
+    async def log_probs(self, sample: Sample, deadline: float) -> NDArray[np.float32]:
+        """Returns its log-probs of the sample's response, float32 [R]. Asks again, until the deadline, while it is away or at fault."""
+        if not len(sample.response):
+            return np.zeros(0, np.float32)
+        body, pause, reason = orjson.dumps(_request(sample), option=orjson.OPT_SERIALIZE_NUMPY), FIRST_PAUSE, "it did not answer"
+        try:
+            async with asyncio.timeout(deadline), self._room:
+                while True:
+                    try:
+                        return self._read(await self._answer(body, sample), sample)
+                    except _Again as failed:
+                        reason = str(failed)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        except TimeoutError:
+            awaited, action = f"the log-probs of sample {sample.name}", f"the group goes back to the queue; last: {reason}"
+            raise DeadlineExceeded(awaited, f"teacher {self._shown}", deadline, action) from None
+
+    async def _answer(self, body: bytes, sample: Sample) -> bytes:
+        """Raises TeacherFailed where it refuses the request, _Again where it cannot be reached or fails."""
+        try:
+            async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as response:
+                answer = await response.read()
+        except aiohttp.ClientError as error:
+            raise _Again(f"{type(error).__name__}: {error}") from error
+        if response.ok:
+            return answer
+        words = f"HTTP {response.status}: {answer[:200].decode(errors='replace')}"
+        if response.status >= 500 or response.status in ITS_FAULT:
+            raise _Again(words)
+        raise TeacherFailed(self._shown, sample.name, words)
+
+    def _read(self, answer: bytes, sample: Sample) -> NDArray[np.float32]:
+        try:
+            entries = orjson.loads(answer)["meta_info"]["input_token_logprobs"][-len(sample.response) :]
+            values = np.array([entry[0] for entry in entries], np.float64)
+            tokens = np.array([entry[1] for entry in entries], np.int64)
+        except (ValueError, TypeError, LookupError, OverflowError):
+            raise TeacherFailed(self._shown, sample.name, f"gave no input_token_logprobs: {answer[:80]!r}") from None
+        if (problem := _problem(values, tokens, sample)) is not None:
+            raise TeacherFailed(self._shown, sample.name, problem)
+        return values.astype(np.float32)
+
+
+def _request(sample: Sample) -> dict[str, Any]:
+    """Returns what SGLang's ``/generate`` is asked: log-probs of given tokens, from the last of the prompt on, and no new ones."""
+    return {
+        "input_ids": np.concatenate([sample.prompt, sample.response]),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": len(sample.prompt) - 1,
+    }
+
+
+def _problem(values: NDArray[np.float64], tokens: NDArray[np.int64], sample: Sample) -> str | None:
+    """Returns what is wrong with a teacher's log-probs of a response."""
+    length = len(sample.response)
+    if values.shape != (length,):
+        return f"gave {len(values)} log-probs for {length} response tokens"
+    # SGLang shows an id at its vocabulary's end, where those of images would be, as 0; its log-prob is the token's own
+    others = (tokens != sample.response) & (tokens != 0)
+    if others.any():
+        at = int(np.argmax(others))
+        return f"gave the log-prob of token {tokens[at]} at {at}, not of the response's {sample.response[at]}: is its vocabulary another?"
+    least, most = LOG_PROBS
+    wrong = ~((values >= least) & (values <= most))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        return f"gave the log-prob {values[at]} at {at}; expected a finite number, at most 0"
+    return None

@@ -1,0 +1,150 @@
+"""A rollout function in slime's manner as a producer, over real servers and a real engine: tasks in, groups and outcomes out."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.hooks import HookFailed
+from shared.runtime.errors import ConfigError
+from shared.schema.messages import Discarded, Failed, Generated, Interrupted, Wanted
+from shared.schema.sample import Sample
+from tests.integration.engine.bench import PROMPT, Bench, NewBench
+from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.reference import log_probs
+from tests.support.rollout_functions import TOKENS
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+EXACT = 1e-5
+
+
+@pytest.fixture
+def bench(new_bench: NewBench) -> NewBench:
+    """``bench("function")``: at work with that function of `tests.support.rollout_functions`."""
+
+    async def make(function: str, **sections: dict[str, Any]) -> Bench:
+        rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, **sections.pop("rollout", {})}
+        return await new_bench(rollout={"rollout_function_path": f"tests.support.rollout_functions.{function}", **rollout}, **sections)
+
+    return make
+
+
+async def generated(desk: Bench, count: int) -> dict[str, tuple[Generated, list[Sample]]]:
+    """The next groups that go on to be scored, by their ids."""
+    return {group.group: (group, samples) for group, samples in [await desk.generated() for _ in range(count)]}
+
+
+async def given(desk: Bench, *numbers: int, **changes: Any) -> None:
+    for number in numbers:
+        await desk.task(f"g{number:08d}", **changes)
+
+
+async def test_groups_come_with_their_rewards_log_probs_and_versions(bench: NewBench, checkpoint: Checkpoints) -> None:
+    desk = await bench("rewarded")
+    await given(desk, 4, 5)
+    found = await generated(desk, 2)
+    assert set(found) == {"g00000004", "g00000005"}
+    for name, (group, samples) in found.items():
+        assert (group.attempt, group.rollouts, group.replica, [meta.tokens for meta in group.samples]) == (0, (), "rollout-1", [TOKENS] * 2)
+        for index, one in enumerate(samples):
+            number = 2 * int(name[1:]) + index
+            assert one.given_reward == {"score": float(number), "rollout": 2.0}, "rollout 2 has the groups 4 and 5"
+            assert (one.index, one.rollout, one.label, one.metadata, one.segments) == (index, index, "42", {"level": 3}, [(0, TOKENS, 0)])
+            assert one.prompt.tolist() == PROMPT.tolist() and one.mask.all() and one.problem() is None
+            assert np.abs(log_probs(checkpoint(0).model, PROMPT, one.response) - one.log_probs).max() < EXACT
+    await desk.serve(1)
+    await given(desk, 6, 7, min_version=1)
+    later = await generated(desk, 2)
+    assert {one.segments[0][2] for _, samples in later.values() for one in samples} == {1}
+    await until(lambda: desk.rollout.producer.held == 0, "all leases ended")
+
+
+async def test_the_older_form_and_samples_that_are_scored_later(bench: NewBench) -> None:
+    desk = await bench("older_form")
+    await given(desk, 0, 1)
+    found = await generated(desk, 2)
+    assert all(one.given_reward is None for _, samples in found.values() for one in samples)
+
+
+async def test_what_a_function_filters_out_is_dropped_and_replaced(bench: NewBench) -> None:
+    desk = await bench("particular")
+    await given(desk, 0, 1)
+    wanted = await desk.outcome()
+    assert isinstance(wanted, Wanted) and wanted.count == 1, "it cannot end, for it has finished all that it drew"
+    await given(desk, 2)
+    assert set(await generated(desk, 2)) == {"g00000000", "g00000002"}
+    discarded = await desk.outcome()
+    assert discarded == Discarded(group="g00000001", attempt=0, reason="the rollout function did not hand it in", by="rollout-1")
+
+
+async def test_what_is_given_back_goes_on_with_its_tokens(bench: NewBench) -> None:
+    desk = await bench("gives_one_back")
+    await given(desk, 0, 1)
+    [(_, (first, _))] = (await generated(desk, 1)).items()
+    back = await desk.outcome()
+    assert isinstance(back, Interrupted) and not back.stale and back.payload is not None
+    assert {first.group, back.group} == {"g00000000", "g00000001"}
+    assert back.payload.tokens == (len(PROMPT) + 2, len(PROMPT))
+    await given(desk, int(back.group[1:]), attempt=1, partial=back.payload)
+    await given(desk, 2)
+    found = await generated(desk, 1)
+    again = await desk.outcome()
+    assert isinstance(again, Interrupted) and {*found, again.group} == {back.group, "g00000002"}
+    if back.group in found:
+        group, samples = found[back.group]
+        assert group.attempt == 1 and [len(one.response) for one in samples] == [2 + TOKENS, TOKENS]
+
+
+async def test_a_killed_function_loses_no_group(bench: NewBench, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    desk = await bench("is_killed")
+    await given(desk, 0, 1)
+    assert set(await generated(desk, 2)) == {"g00000000", "g00000001"}
+
+
+async def test_a_function_that_hangs_is_killed(bench: NewBench, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    desk = await bench("hangs", rollout={"generate_timeout": 5.0})
+    await given(desk, 0, 1)
+    assert set(await generated(desk, 2)) == {"g00000000", "g00000001"}
+
+
+async def test_a_function_that_always_fails_ends_the_service_with_its_words(bench: NewBench) -> None:
+    desk = await bench("fails", bus={"max_deliver": 20})
+    await given(desk, 0)
+    words = r"rollout\.rollout_function_path = .*fails: RuntimeError: no search server; it failed 5 times in a row"
+    with pytest.raises(HookFailed, match=words):
+        await asyncio.wait_for(desk.producing, 240)
+
+
+async def test_a_function_that_is_not_there_is_refused(bench: NewBench) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.rollout_function_path"):
+        desk = await bench("nobody")
+        await asyncio.wait_for(desk.producing, 240)
+
+
+async def test_a_group_that_does_not_fit_costs_itself(bench: NewBench) -> None:
+    desk = await bench("strange")
+    await given(desk, 0, 1)
+    assert len(await generated(desk, 1)) == 1
+    failed = await desk.outcome()
+    assert isinstance(failed, Failed) and "rollout_log_probs is missing" in failed.reason
+
+
+async def test_one_rollout_may_give_several_samples(bench: NewBench) -> None:
+    desk = await bench("fanned_out")
+    await given(desk, 0)
+    [(group, samples)] = (await generated(desk, 1)).values()
+    assert group.rollouts == (0, 0, 1, 1)
+    assert [one.metadata for one in samples] == [{"level": 3}, {"part": 2}] * 2
+
+
+async def test_a_pool_in_the_background_goes_on_between_rollouts(bench: NewBench) -> None:
+    desk = await bench("in_the_background")
+    await given(desk, *range(7))
+    found = await generated(desk, 6)
+    assert len(found) == 6, "three rollouts"
+    assert desk.rollout.producer.held == 1, "the seventh group waits for the next rollout, and is not taken for discarded"
