@@ -180,7 +180,11 @@ def draw_by_seeds() -> torch.library.Library:
     batch_invariant_ops.enable_batch_invariant_mode = lambda *_arguments, **_options: None
     operators = torch.library.Library("sgl_kernel", "FRAGMENT")
     operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-    operators.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+
+    def hashed(*given: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(murmur_hash32(*(tensor.to(torch.int64).numpy() for tensor in given)))
+
+    operators.impl("murmur_hash32_cpu", hashed, "CPU")
     return operators
 
 

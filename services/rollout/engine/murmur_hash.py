@@ -1,9 +1,7 @@
 """MurmurHash3 (Austin Appleby, public domain; the 32-bit variant, seed 0) of the 16 bytes that SGLang draws a token by."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 _MASK = np.uint64(0xFFFFFFFF)
 
@@ -11,17 +9,17 @@ Words = NDArray[np.uint64]
 """32-bit words in 64 bits: products do not overflow."""
 
 
-def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+def murmur_hash32(seed: NDArray[np.int64], positions: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint32]:
     """Returns the hash of each row's seed (64 bits) and position with each column's index (32 bits each): uint32 [rows, columns].
 
     Args:
-        seed, positions: integers [rows]. columns: integers [columns].
+        seed, positions: [rows]. columns: [columns].
     """
-    seeds, places, ids = (tensor.to(torch.int64).numpy().astype(np.uint64) for tensor in (seed, positions, columns))
+    seeds, places, ids = (given.astype(np.uint64) for given in (seed, positions, columns))
     state = np.zeros((len(seeds), 1), np.uint64)
     for word in (seeds & _MASK, seeds >> np.uint64(32), places & _MASK):
         state = _mixed(state, word[:, None])
-    return torch.from_numpy(_ended(_mixed(state, (ids & _MASK)[None, :]), length=16).astype(np.uint32))
+    return _ended(_mixed(state, (ids & _MASK)[None, :]), length=16).astype(np.uint32)
 
 
 def _rotated(words: Words, bits: int) -> Words:
