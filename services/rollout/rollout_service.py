@@ -113,7 +113,7 @@ class Rollout:
     def _room(self, task_class: str) -> int:
         """Returns how many groups of a class may be taken: evaluations use half of the capacity at most, so that training never waits for
         them; where nothing is trained, they have all of it."""
-        limit, trains = self._config.rollout.rollout_concurrency, self._config.rollout.num_rollout > 0
+        limit, trains = self._config.rollout.rollout_concurrency, self._config.has_steps
         evaluating = sum(is_evaluation(task.group) for task in self.running.values())
         if task_class == EVAL:
             return (max(1, limit // 2) if trains else limit) - evaluating
