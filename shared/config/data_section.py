@@ -1,6 +1,5 @@
 """`[data]`: prompts and how they are read."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -33,7 +32,3 @@ class DataSection(Section):
     )
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
     rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")
-
-    def _misfits(self) -> Iterator[str]:
-        if self.prompt_data is None and self.data_source is None:
-            yield f"data.prompt_data: required: {type(self).model_fields['prompt_data'].description}"

@@ -47,7 +47,7 @@ class RunConfig(Section):
 
     run: RunSection
     model: ModelSection
-    data: DataSection
+    data: DataSection = DataSection()
     rollout: RolloutSection
     reward: RewardSection = RewardSection()
     eval: EvalSection = EvalSection()
@@ -66,10 +66,27 @@ class RunConfig(Section):
         if size is not None and "num_steps_per_rollout" not in trainer.model_fields_set and samples % size == 0:
             trainer.num_steps_per_rollout = samples // size
 
+    @property
+    def has_steps(self) -> bool:
+        """Returns whether there is anything to train but the warm start."""
+        return bool(self.rollout.num_rollout or self.rollout.num_epoch)
+
     def _misfits(self) -> Iterator[str]:
+        yield from self._work()
         yield from self._sizes()
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
+
+    def _work(self) -> Iterator[str]:
+        """Yields what the run lacks for what it is to do."""
+        if not self.has_steps:
+            if not self.eval.named and self.sft.sft_data is None:
+                yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
+            return
+        if self.data.prompt_data is None and self.data.data_source is None:
+            yield f"data.prompt_data: required: {type(self.data).model_fields['prompt_data'].description}"
+        if self.debug.debug_train_only and not self.debug.load_debug_rollout_data:
+            yield "debug.debug_train_only: load_debug_rollout_data, the files of the batches to train; or num_rollout = 0 with sft_data"
 
     def _sizes(self) -> Iterator[str]:
         """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
@@ -94,7 +111,7 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        if self.algorithm.needs_groups and n < 2:
+        if self.has_steps and self.algorithm.needs_groups and n < 2:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:
@@ -178,12 +195,22 @@ def parse(values: dict[str, Any]) -> RunConfig:
     known, problems, _ = _known(values)
     known, preset = _with_presets(known)
     try:
-        config = _with_own_gpus(RunConfig.model_validate(known))
+        config = _with_own_gpus(_without_steps(RunConfig.model_validate(known)))
     except ValidationError as error:
         problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
     raise_problems([_of_preset(problem, preset) for problem in problems])
     return config
+
+
+def _without_steps(config: RunConfig) -> RunConfig:
+    """Returns the config of a run without training steps as that half of a run which it needs: engines to evaluate, or a trainer for the
+    warm start; both where the warm start's weights are evaluated."""
+    if config.has_steps or config.debug.trains_only:
+        return config
+    half = {"debug_rollout_only": True} if config.sft.sft_data is None else {} if config.eval.named else {"debug_train_only": True}
+    trainer = config.trainer.model_copy(update={"lr_decay_style": "constant"})  # over no steps nothing decays
+    return config.model_copy(update={"debug": config.debug.model_copy(update=half), "trainer": trainer})
 
 
 def _with_own_gpus(config: RunConfig) -> RunConfig:
