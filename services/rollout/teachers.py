@@ -165,8 +165,8 @@ class _Teacher:
             top = [[entry[:2] for entry in entries] for entries in found[what][-length:]] if k else [[]] * length
             entries = np.array(top, np.float64).reshape(length, k, 2)
         except (ValueError, TypeError, LookupError, OverflowError):
-            problem = f"gave no {what}{f' of {k} entries' if k else ''}: {answer[:80]!r}"
-            raise TeacherFailed(self._shown, sample.name, problem) from None
+            missing = f"gave no {what}{f' of {k} entries' if k else ''}: {answer[:80]!r}"
+            raise TeacherFailed(self._shown, sample.name, missing) from None
         if (problem := _problem(values, tokens, sample) or _top_problem(entries)) is not None:
             raise TeacherFailed(self._shown, sample.name, problem)
         return _Given(values.astype(np.float32), entries[..., 1].astype(np.int32), entries[..., 0].astype(np.float32))
