@@ -189,10 +189,10 @@ class Trainer(RoleWorker):
         if self._config.sft.sft_data is not None:
             self._set_state("warm start")
             results = train_demonstrations(self._actor, self._config, self._objective, self._max_tokens)
-            for index, (steps, result) in enumerate(results):
+            for index, result in enumerate(results):
                 self._watch_divergence(result)
                 if self._metrics is not None:
-                    self._metrics.sft(index + 1, steps, result)
+                    self._metrics.sft(index + 1, self._config.sft.sft_steps, result)
         if self._reference is not None:
             self._actor.save_hf(self._config.trained / "reference")
         self._progress.sft_done = True

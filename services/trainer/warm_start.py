@@ -13,8 +13,8 @@ from shared.data.tokenizer import Tokenizer
 from shared.schema.sample import SampleLimits
 
 
-def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[tuple[int, StepResult]]:
-    """Trains the run's demonstrations and yields the number of steps and each one's result; resets the optimizer after the last.
+def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[StepResult]:
+    """Trains the run's demonstrations and yields each step's result; resets the optimizer after the last.
 
     Each epoch has an order of its own.
 
@@ -23,13 +23,13 @@ def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSe
     """
     sft, file = config.sft, DemonstrationFile(config, Tokenizer(config.model.hf_checkpoint))
     order = MixedOrder([len(file)], [1.0], shuffle=True, seed=config.trainer.seed)
-    steps = sft.steps(len(file))
-    actor.reset_optimizer(sft.schedule(steps))
+    actor.reset_optimizer(sft.schedule)
+    alone = config.longest_sample > max_tokens
     rank, ranks = actor.data_parallel_rank, actor.data_parallel_size
-    for first in range(0, steps * sft.sft_batch_size, sft.sft_batch_size):
+    for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
         samples = [file[order.row(index)] for index in range(first, first + sft.sft_batch_size)]
         for sample in samples:
             sample.check(SampleLimits(vocabulary=actor.architecture.vocab_size))
-        micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens)
-        yield steps, actor.train_step(micro_batches, SftLoss(), temperature=1.0)
+        micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens, alone=alone)
+        yield actor.train_step(micro_batches, SftLoss(), temperature=1.0)
     actor.reset_optimizer()

@@ -16,12 +16,10 @@ class SftSection(Section):
     sft_messages_key: str = Field(
         default="messages", description="key of a chat, in place of prompt and response: the assistant's turns are trained"
     )
-    sft_steps: int = Field(default=100, gt=0, description="optimizer steps")
-    sft_epochs: int | None = Field(
-        default=None,
-        gt=0,
-        description="passes over the demonstrations, where sft_steps is not given",
+    sft_num_epoch: int | None = Field(
+        default=None, gt=0, description="passes over the demonstrations, in the place of sft_steps: each has len // sft_batch_size steps"
     )
+    sft_steps: int = Field(default=100, gt=0, description="optimizer steps")
     sft_batch_size: int = Field(default=64, gt=0, description="demonstrations a step")
     sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
     sft_min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
@@ -31,13 +29,12 @@ class SftSection(Section):
     )
     sft_lr_decay_style: DecayStyle = Field(default="constant", description="decay over sft_steps")
 
-    def steps(self, rows: int) -> int:
-        """Returns the optimizer steps over so many demonstrations, one at least."""
-        if self.sft_epochs is None or "sft_steps" in self.model_fields_set:
-            return self.sft_steps
-        return max(1, self.sft_epochs * (rows // self.sft_batch_size))
+    @property
+    def warmup_steps(self) -> int:
+        """Returns the steps of the warm-up."""
+        return self.sft_warmup_iters if self.sft_warmup_fraction is None else int(self.sft_warmup_fraction * self.sft_steps)
 
-    def schedule(self, steps: int) -> LearningRateSchedule:
-        """Returns the learning rates of so many steps. Raises ConfigError."""
-        warmup = self.sft_warmup_iters if self.sft_warmup_fraction is None else int(self.sft_warmup_fraction * steps)
-        return LearningRateSchedule(self.sft_lr, self.sft_min_lr, warmup, steps, self.sft_lr_decay_style)
+    @property
+    def schedule(self) -> LearningRateSchedule:
+        """Returns the learning-rate schedule. Raises ConfigError where there are too few steps for it."""
+        return LearningRateSchedule(self.sft_lr, self.sft_min_lr, self.warmup_steps, self.sft_steps, self.sft_lr_decay_style)

@@ -239,10 +239,8 @@ def test_a_source_that_ends_its_process_or_hangs_costs_a_prompt(
     tmp_path: Path, module: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_process, "ANSWER_SECONDS", 1.0)
-    for name, count, words in (
-        ("Leaving", 2, "SystemExit: enough"),
-        ("Hanging", 1, "it did not answer within 1 s; its process was killed"),
-    ):
+    late = "it did not answer within 1 s; its process was killed"
+    for name, count, words in (("Leaving", 2, "SystemExit: enough"), ("Hanging", 1, late)):
         drawn = DrawnPrompts(config_of(tmp_path / name, f"{module}:{name}"), tokenizer)
         assert [drawn.at(number).content for number in range(count)] == [f"{number}+1=" for number in range(count)]
         for _ in range(2):  # it is started again, and fails again at the same place
