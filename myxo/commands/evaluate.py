@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from myxo.commands.up import up
-from myxo.launch.exit_report import figure_table
+from myxo.commands.up import take_flags, up
+from myxo.display.text import figure_table
+from myxo.preflight import Source
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_versions import chosen_version, materialized
@@ -34,12 +35,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument("run", metavar="RUN|CONFIG", help="a run's name, or a config's TOML file")
     command.add_argument("--version", type=int, metavar="N", help="the weight version (default: the newest on disk)")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
-    command.set_defaults(run_command=_run, flags=[], take_rest=_take_flags)
-
-
-def _take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
-    parsed.flags = rest
-    return []
+    command.set_defaults(run_command=_run, flags=[], take_rest=take_flags)
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
@@ -56,7 +52,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     own = evaluating(config, item.version, model)
     path = directory / f"v{item.version:06d}.toml"
     path.write_text(config_toml.dump(own))
-    code = up(path, [], console, fresh=True)
+    code = up(Source.of(path, []), console, fresh=True)
     if code == exit_codes.DONE:
         figures = _figures(own, item.version)
         replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())

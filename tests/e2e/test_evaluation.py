@@ -57,8 +57,6 @@ custom_rm_path = "tests.support.reward_hooks:length"
     assert found["long"]["lengths"]["min"] >= 5
     lengths = [len(text) for [text] in kept(root, "long", 0).values()]
     assert found["long"]["mean_reward"] == pytest.approx(sum(lengths) / 4)  # the custom function's reward
-        sum(len(text) for [text] in kept(root, "long", 0).values()) / 4
-    )  # the custom function's reward
 
 
 def kept(root: Path, dataset: str, version: int) -> dict[str, list[str]]:
@@ -118,7 +116,7 @@ def test_sets_are_evaluated_beside_training_and_a_version_after_the_fact(small_r
     assert {(one["prompts"], one["samples"], one["late"], one["failed"]) for one in found.values()} == {(8, 8, 0, 0), (3, 12, 0, 0)}
     assert all(one["version"] <= one["newest"] and one["lag"] >= 0 for one in found.values())
     assert set(found["several", 2]["rates"]) == {f"pass{sign}{k}" for sign in "@^" for k in (1, 2, 4)}
-    assert found["several", 2]["lengths"]["max"] <= 4 < 5 == found["greedy", 2]["lengths"]["max"]
+    assert found["several", 2]["lengths"]["max"] <= 4
     greedy, door = found["greedy", 2], found["door", 2]
     assert (greedy["newest"], greedy["lag"]) == (door["newest"], door["lag"]) == (2, 0)  # no push follows the last version
     for figure in ("mean_reward", "lengths", "truncated", "rates"):
