@@ -28,6 +28,7 @@ MODULES = {
     "slime.rollout.filter_hub": _OURS,
     "slime.rollout.filter_hub.base_types": "shared.hooks.filters",
     "slime.rollout.filter_hub.dynamic_sampling_filters": "shared.hooks.filters",
+    "slime.rollout.on_policy_distillation": f"{_OURS}.on_policy_distillation",
     "slime.rollout.rm_hub": f"{_OURS}.reward_dispatch",
     "slime.rollout.rm_hub.deepscaler": "shared.rewards.boxed_math",
     "slime.rollout.rm_hub.f1": "shared.rewards.f1",
