@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from shared.config.eval_views import reward_field, reward_key
+from shared.config.eval_views import reward_field
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample, load, paths, reward_values
 from shared.hooks.filters import BUILT_IN
@@ -67,27 +67,27 @@ class Functions:
         """Answers a call in a worker.
 
         Args:
-            request: ``{"verb": "score", "samples": [blob, …]}``, with the blobs of `shared.schema.sample`; or ``{"verb": "select",
-                "samples": [blob, …], "scores": [score, …]}``.
+            request: ``{"verb": "score", "samples": [blob, …], "key": name or None}``, with the blobs of `shared.schema.sample`; or
+                ``{"verb": "select", "samples": [blob, …], "scores": [score, …]}``.
 
         Returns a `FilterResult` as a map, or ``{"error": text}``.
         """
         samples = decode(request["samples"])
         try:
             if request["verb"] == "score":
-                return asdict(FilterResult(await self.score(samples)))
+                return asdict(FilterResult(await self.score(samples, request["key"])))
             return asdict(await self.select(samples, [Score(**score) for score in request["scores"]]))
         except HookFailed as error:
             return {"error": str(error)}
 
-    async def score(self, stored: list[StoredSample]) -> list[Score]:
+    async def score(self, stored: list[StoredSample], key: str | None) -> list[Score]:
         """Returns one score a sample, by ``custom_rm_path``, the evaluation set's own where it has one. Raises HookFailed.
 
         The function gets one sample after the other; all samples of the group at once with ``group_rm``, which is the run's function's
         alone; those of one rollout at once where it gave several.
         """
         samples, group = [from_stored(sample) for sample in stored], stored[0].group
-        field, key = reward_field(self._config, group), reward_key(self._config, group)
+        field = reward_field(self._config, group)
         if self._group_rm and field == SCORE:
             values = await self._list_of(field, samples)
         else:

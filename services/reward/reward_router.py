@@ -23,14 +23,13 @@ class RewardRouter:
 
     async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
         """Returns one score a sample, in order. Raises as `Scorer.score` does, WorkerFailed for an unknown environment."""
-        scores: dict[int, Score] = {}
+        scores, key = dict[int, Score](), reward_key(self._config, group.group)
         if not self._config.reward.group_rm:  # a function that scores whole groups gets all of their samples, as with slime
-            key = reward_key(self._config, group.group)
             scores = {position: _given(sample, key) for position, sample in enumerate(samples) if sample.given_reward is not None}
         names = [None if position in scores else self._environment(group, sample) for position, sample in enumerate(samples)]
         for name in filter(None, dict.fromkeys(names)):
             positions = [position for position, other in enumerate(names) if other == name]
-            found = await self._scorers[queue_of(name)].score(group, [samples[position] for position in positions], name)
+            found = await self._scorers[queue_of(name)].score(group, [samples[position] for position in positions], name, key)
             scores.update(zip(positions, found, strict=True))
         return [scores[position] for position in range(len(samples))]
 

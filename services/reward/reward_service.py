@@ -6,12 +6,15 @@ from contextlib import AsyncExitStack
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.group_consumer import GroupConsumer
 from services.reward.group_filter import GroupFilter
+from services.reward.judge import Judge
 from services.reward.payload_reader import PayloadReader
+from services.reward.remote_rewards import RemoteScorer, prompt_text
 from services.reward.reward_router import RewardRouter
 from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
 from services.reward.scoring_pools import HooksPool, VerifierPool
+from services.reward.weighted_rewards import WeightedScorer
 from shared import hooks
-from shared.config.reward_section import CUSTOM
+from shared.config.reward_section import CUSTOM, JUDGE, REMOTE, WEIGHTED
 from shared.environment.environment_client import open_environment
 from shared.rewards.names import QUEUES, queue_of
 from shared.runtime.service_base import Service
@@ -34,6 +37,9 @@ async def serve(service: Service) -> None:
             opened.push_async_callback(environment.close)
             checks.append(EnvironmentHealthCheck(service, environment))
             scorers.append(ExternalScorer(environment, checks[-1], service.config))
+        scorers += _outside_scorers(service, opened)
+        if WEIGHTED in service.config.queues():
+            scorers.append(WeightedScorer(service.config.reward, {scorer.name: scorer for scorer in scorers}))
         group_filter = GroupFilter(service.config, functions)
         reader = await PayloadReader.open(service)
         router = RewardRouter(service.config, {scorer.name: scorer for scorer in scorers})
@@ -60,6 +66,18 @@ async def _own_scorers(service: Service, functions: HooksPool | None, opened: As
     if functions is not None and CUSTOM in queues:
         scorers.append(CustomScorer(functions, config))
     return scorers
+
+
+def _outside_scorers(service: Service, opened: AsyncExitStack) -> list[Scorer]:
+    """Returns the scorers that ask a server which is no environment. Raises ConfigError for a key or a cache that cannot be had."""
+    config, found = service.config, list[RemoteScorer | Judge]()
+    if REMOTE in config.queues():
+        found.append(RemoteScorer(config.reward, prompt_text(config)))
+    if JUDGE in config.queues():
+        found.append(Judge(config.reward))
+    for scorer in found:
+        opened.push_async_callback(scorer.close)
+    return list(found)
 
 
 async def _count(service: Service, consumers: list[GroupConsumer]) -> None:

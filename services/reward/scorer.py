@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.scoring_pools import HooksPool, Verification, VerifierPool
-from shared.config.eval_views import reward_key
 from shared.config.reward_section import CUSTOM, RewardSection
 from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
@@ -41,11 +40,12 @@ class Scorer(ABC):
             self.open.set()
 
     @abstractmethod
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         """Returns one score a sample, in order, within the run's `reward_timeout`.
 
         Args:
-            environment: what scores these samples of the group: one of those of this scorer's queue.
+            environment: what scores these samples of the group: one of those of this scorer's queue. key: the name of the reward that
+                counts, where there are several.
 
         Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
@@ -58,7 +58,7 @@ class VerifierScorer(Scorer):
         super().__init__(queue, config.reward.reward_workers * IN_HAND)
         self._pool, self._config, self._reward = pool, config, config.reward
 
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         first, *others = references = [sample.reference for sample in samples]
         for reference in references:
             if (problem := label_problem(environment, reference)) is not None:
@@ -68,7 +68,7 @@ class VerifierScorer(Scorer):
             [sample.text for sample in samples],
             references if any(reference != first for reference in others) else [first],
             self._reward.answer_pattern if environment == self._reward.rm_type else None,
-            reward_key(self._config, group.group),
+            key,
         )
         return await self._pool.score(asked, self._reward.reward_timeout)
 
@@ -80,8 +80,8 @@ class CustomScorer(Scorer):
         super().__init__(CUSTOM, max(config.reward_workers * IN_HAND, pool.scores_at_once or 0))
         self._pool = pool
 
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
-        return await self._pool.score(samples)
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
+        return await self._pool.score(samples, key)
 
 
 class ExternalScorer(Scorer):
@@ -91,13 +91,13 @@ class ExternalScorer(Scorer):
         super().__init__(environment.name, config.reward.environment_concurrency, health.reachable)
         self._environment, self._health, self._config, self._timeout = environment, health, config, config.reward.reward_timeout
 
-    async def score(self, group: Generated, samples: list[Sample], environment: str) -> list[Score]:
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         request = _request(self._config.run.name, group, samples)
         end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
         reason = ""
         while (left := end - time.monotonic()) > 0:
             try:
-                return self._counted(await self._environment.score(request, left), reward_key(self._config, group.group))
+                return self._counted(await self._environment.score(request, left), key)
             except EnvironmentAway as error:
                 reason = error.reason
                 self._health.lost(reason)

@@ -102,9 +102,9 @@ class HooksPool(ScoringPool):
         """Returns how many groups an async ``custom_rm_path`` may have in hand; None where it is plain, or before the start."""
         return self._config.reward.environment_concurrency if "score" in self._waits else None
 
-    async def score(self, samples: list[Sample]) -> list[Score]:
-        """Returns one score a sample, by ``custom_rm_path``."""
-        return (await self._call("score", samples, f"{len(samples)} rewards")).scores
+    async def score(self, samples: list[Sample], key: str | None) -> list[Score]:
+        """Returns one score a sample, by ``custom_rm_path``; ``key`` names the reward that counts of several."""
+        return (await self._call("score", samples, f"{len(samples)} rewards", key=key)).scores
 
     async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
         """Returns the outcome of the filters for a scored group."""

@@ -16,6 +16,7 @@ from typing import Any
 from services.rollout.generate import ENGINE_TRIES, RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.replica import Replica
+from services.rollout.sample_seeds import SampleSeeds
 from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed, HookSample, Status, sample_message
@@ -51,6 +52,7 @@ class CustomGenerate:
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         self._service, self.replica, self._config, self._tokenizer = service, replica, service.config, tokenizer
         self.goes_on: bool = FOLLOWING["partial_rollout"](service.config)
+        self._seeds = SampleSeeds.of(service.config)
         rollout = service.config.rollout
         setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
         self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
@@ -104,8 +106,8 @@ class CustomGenerate:
             )
         return samples, stopped
 
-    async def call(self, task: Task, sample: HookSample, requests: Requests, seconds: float) -> list[HookSample]:
-        """Returns what the function made of a sample within ``seconds``. Raises HookFailed, or DeadlineExceeded."""
+    async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float) -> list[HookSample]:
+        """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded."""
         path, token = self.path(task), uuid.uuid4().hex
         assert path is not None and self.replica.proxy.address is not None  # it is open from the engine's start on
         request = {
@@ -113,7 +115,7 @@ class CustomGenerate:
             "field": GENERATE,
             "path": path,
             "sample": sample_message.packed(sample),
-            "sampling_params": parameters(task.sampling),
+            "sampling_params": parameters(task.sampling) | self._seeds.parameters(index),
             "evaluation": is_evaluation(task.group),
             "engine": self.replica.proxy.address,
             "token": token,
@@ -214,7 +216,7 @@ class _Rollout:
 
     async def _called(self, sample: HookSample) -> list[HookSample]:
         """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped."""
-        call = asyncio.create_task(self._functions.call(self._task, sample, self._requests, self._left_s()))
+        call = asyncio.create_task(self._functions.call(self._task, self._index, sample, self._requests, self._left_s()))
         stopping = asyncio.create_task(self._requests.stopped.wait())
         try:
             await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)

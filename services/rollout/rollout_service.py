@@ -13,6 +13,7 @@ from services.rollout.partial_samples import restored, samples_of
 from services.rollout.producer.producer import Producer
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
+from services.rollout.sample_seeds import SampleSeeds
 from services.rollout.task_outcomes import TaskOutcomes
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
@@ -62,6 +63,7 @@ class Rollout:
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
         self.in_flight = InFlight(service.config)
+        self._seeds = SampleSeeds.of(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._custom = CustomGenerate(service, self.replica, self._tokenizer)
@@ -93,6 +95,7 @@ class Rollout:
                 await self._custom.close()
                 for router in routers:
                     await router.leave()
+                await self._outcomes.close()
 
     async def start_functions(self) -> None:
         """Starts the processes of the run's generate functions, if it has some. Raises ConfigError where one cannot be imported."""
@@ -123,7 +126,7 @@ class Rollout:
     def _room(self, task_class: str) -> int:
         """Returns how many groups of a class may be taken: evaluations use half of the capacity at most, so that training never waits for
         them; where nothing is trained, they have all of it."""
-        limit, trains = self._config.rollout.rollout_concurrency, self._config.rollout.num_rollout > 0
+        limit, trains = self._config.rollout.rollout_concurrency, self._config.has_steps
         evaluating = sum(is_evaluation(task.group) for task in self.running.values())
         if task_class == EVAL:
             return (max(1, limit // 2) if trains else limit) - evaluating
@@ -190,6 +193,8 @@ class Rollout:
     async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
         """Returns the task's samples; with why they were stopped, as far as they have come."""
         partials, why = restored(earlier, task), None
+        for index, partial in enumerate(partials):
+            partial.seed = self._seeds.of_sample(index)
         try:
             await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
         except Stopped as stopped:

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Sequence
 
+from services.rollout.teachers import Teachers
 from shared.bus.subjects import ROLLOUT
 from shared.runtime.errors import BadMessage, PayloadMissing
 from shared.runtime.service_base import Service
@@ -21,14 +22,24 @@ class TaskOutcomes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._config = service, service.config
+        objective = service.config.algorithm
+        self._teachers = Teachers(objective) if objective.opd_teachers else None
+
+    async def close(self) -> None:
+        """Closes the connections to teachers."""
+        if self._teachers is not None:
+            await self._teachers.close()
 
     async def generated(self, task: Task, samples: list[Sample], started: float, ended: float) -> Generated:
-        """Stores a finished group's samples and returns the reference to them. Times are seconds since the epoch.
+        """Stores a finished group's samples, with their teachers' log-probs, and returns the reference to them. Times are seconds since the
+        epoch.
 
-        Raises BadMessage for samples that are too large, or too long to be trained.
+        Raises BadMessage for samples that are too large, or too long to be trained, and as `Teachers.taught` does.
         """
         if not is_evaluation(task.group):
-            samples = fitted(samples, self._config.trainer.micro_batch_tokens, self._config.rollout.overlong_samples)
+            samples = fitted(samples, self._config.longest_sample, self._config.rollout.overlong_samples)
+            if self._teachers is not None:
+                samples = await self._teachers.taught(samples)
         return Generated(
             group=task.group,
             attempt=task.attempt,

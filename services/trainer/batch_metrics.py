@@ -38,6 +38,7 @@ TOKEN_MEANS = {
     "rollout_log_probs": "rollout_log_probs",
     "ref_log_probs": "ref_log_probs",
     "kl": "kl",
+    "opd_reverse_kl": "opd_reverse_kl",
     "values": "values",
     "returns": "returns",
 }

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from shared.config import presets
 from shared.config.algorithm_rules import CONTRADICTIONS, EFFECTS
-from shared.config.section import Rule, Section, hook
+from shared.config.section import MUTABLE, Rule, Section, hook
 
 Estimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -82,6 +82,24 @@ class AlgorithmSection(Section):
     opd_type: Literal["sglang", "megatron"] | None = Field(default=None, description="where the teacher runs; needed with use_opd")
     opd_kl_coef: float = Field(default=1.0, ge=0, description="weight of the teacher in the advantage")
     opd_teacher_load: Path | None = Field(default=None, description="HF checkpoint of a teacher that runs in the trainer")
+
+    opd_teachers: dict[str, str] = Field(
+        default={}, description="teachers of opd_type = sglang, SGLang servers: name = http://host:port", **MUTABLE
+    )
+    opd_teacher_weights: dict[str, float] = Field(
+        default={}, description="the teachers of a prompt that names none, with their weights; default: all alike"
+    )
+    opd_teacher_key: str = Field(
+        default="opd_teacher", min_length=1, description="key of a prompt's metadata: its teacher, a list of them, or their weights by name"
+    )
+    opd_top_k: int = Field(
+        default=0,
+        ge=0,
+        description="entries of teachers' distributions that the policy learns for each token; the vocabulary's size: all",
+    )
+    opd_top_k_coef: float = Field(default=1.0, gt=0, description="weight of the KL to these in the loss")
+    opd_teacher_timeout: float = Field(default=120, gt=0, description="seconds for the teachers' log-probs of one sample", **MUTABLE)
+    opd_teacher_concurrency: int = Field(default=64, gt=0, description="samples in a teacher's hands, for each rollout service", **MUTABLE)
 
     calculate_per_token_loss: bool = Field(
         default=False, description="mean over the batch's tokens (DAPO), not over rollouts of their own means"

@@ -11,6 +11,7 @@ from math import exp
 from typing import Any
 
 from shared.config.section import Rule
+from shared.environment import environment_url
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to +-20 before ``exp``. Beyond e^20 = 4.9e8 the policies have nothing in common, and float32
@@ -35,6 +36,13 @@ def _where(there: Callable[[Any], Any], expected: str, *fields: str) -> tuple[Ru
         return Rule(name, lambda section, given: given != type(section).model_fields[name].default and not there(section), expected)
 
     return tuple(unread(name) for name in fields)
+
+
+def _address_problem(url: str) -> bool:
+    try:
+        return not environment_url.parse(url).url
+    except ValueError:
+        return True
 
 
 def _policy_loss(section: Any) -> bool:
@@ -113,6 +121,14 @@ EFFECTS: tuple[Rule, ...] = (
     *_where(lambda a: a.correction != "none", "measures the distance from the rollout: off_policy is none", "use_opsm", "use_m2po"),
     *_where(lambda a: a.use_opsm, "needs use_opsm", "opsm_delta"),
     *_where(lambda a: a.use_opd, "needs use_opd", "opd_type", "opd_kl_coef", "opd_teacher_load"),
+    *_where(lambda a: a.use_opd and a.opd_type == "sglang", "needs use_opd and opd_type = sglang", "opd_teachers"),
+    *_where(
+        lambda a: a.opd_teachers,
+        "needs opd_teachers",
+        *("opd_teacher_weights", "opd_teacher_key", "opd_teacher_timeout", "opd_teacher_concurrency", "opd_top_k"),
+    ),
+    *_where(lambda a: a.opd_top_k, "needs opd_top_k", "opd_top_k_coef"),
+    *_where(lambda a: a.loss_type == "policy_loss", "is part of loss_type = policy_loss", "opd_top_k"),
 )
 
 CONTRADICTIONS: tuple[Rule, ...] = (
@@ -144,6 +160,16 @@ CONTRADICTIONS: tuple[Rule, ...] = (
         "opd_teacher_load",
         lambda a, given: a.use_opd and (given is not None) != (a.opd_type == "megatron"),
         "the HF checkpoint of the teacher: needed with opd_type = megatron, and only there",
+    ),
+    Rule(
+        "opd_teachers",
+        lambda a, given: any(_address_problem(url) for url in given.values()),
+        "expected name = http://host:port of an SGLang server",
+    ),
+    Rule(
+        "opd_teacher_weights",
+        lambda a, given: not given.keys() <= a.opd_teachers.keys() or any(weight <= 0 for weight in given.values()),
+        "expected a positive number for each of the opd_teachers that it names",
     ),
     Rule(
         "custom_loss_function_path",

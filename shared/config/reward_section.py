@@ -1,8 +1,9 @@
 """`[reward]`: what scores."""
 
 import re
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -18,6 +19,29 @@ OWN = "environment"
 CUSTOM = "custom_rm"
 """The environment of ``custom_rm_path``."""
 
+REMOTE = "remote_rm"
+"""The environment of ``rm_url``."""
+
+JUDGE = "judge"
+"""The environment of ``judge_url``."""
+
+WEIGHTED = "weighted"
+"""The environment of ``reward_weights``."""
+
+JUDGE_PROMPT = """Judge an answer to a task.
+
+Task:
+{prompt}
+
+Right answer, if one is known:
+{label}
+
+Answer:
+{response}
+
+Say in one sentence whether the answer is right and complete. Then write on a line of its own a score from 0 (wrong) to 1 (right), such as:
+Score: 0.5"""
+
 
 class RewardSection(Section):
     """Scoring."""
@@ -32,10 +56,15 @@ class RewardSection(Section):
 
     rm_type: str = Field(
         default="math_verify",
-        description=f"what scores: {', '.join(QUEUES)}, one of these behind boxed_, environment (the one at environment_url) or a name of "
-        "environments; a prompt's metadata.rm_type overrides it",
+        description=f"what scores: {', '.join(QUEUES)}, one of these behind boxed_, remote_rm (the server at rm_url), environment (the "
+        "one at environment_url), a name of environments, judge (the model at judge_url), weighted (reward_weights); a prompt's "
+        "metadata.rm_type overrides it",
     )
-    custom_rm_path: str | None = hook("that scores a sample, in place of rm_type and of every other environment")
+    reward_weights: dict[str, float] = Field(
+        default={},
+        description="the rewards that rm_type = weighted adds up, name = weight: names as for rm_type, and custom_rm for custom_rm_path",
+    )
+    custom_rm_path: str | None = hook("that scores a sample, in place of rm_type (unless that is weighted) and of every other environment")
     group_rm: bool = Field(default=False, description="custom_rm_path takes a whole group at once")
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: the environment's reward")
     eval_reward_key: str | None = Field(default=None, description="the same for held-out prompts; default: reward_key")
@@ -43,6 +72,36 @@ class RewardSection(Section):
         default=None,
         description="a regular expression: the verifier of rm_type gets its last match in a response (of a pattern with a group, what that "
         "holds) in place of the whole response",
+    )
+    rm_url: str | None = Field(
+        default=None,
+        description="the server of rm_type = remote_rm: it is sent prompt, response and label of each sample, and answers with the reward",
+        **MUTABLE,
+    )
+    rm_timeout: float = Field(default=120, gt=0, description="seconds for each request to rm_url", **MUTABLE)
+    rm_tries: int = Field(default=10, gt=0, description="how often a sample is sent to rm_url at most, with growing pauses", **MUTABLE)
+    judge_url: str | None = Field(
+        default=None, description="the endpoint of rm_type = judge, which speaks OpenAI's chat completions: http://host:port/v1", **MUTABLE
+    )
+    judge_model: str | None = Field(default=None, description="the judge's model, as its endpoint calls it")
+    judge_prompt: str = Field(default=JUDGE_PROMPT, description="what the judge is asked, with {prompt}, {response} and {label} in it")
+    judge_sampling: dict[str, Any] = Field(
+        default={"temperature": 0.0, "max_tokens": 1024}, description="more fields of the request to the judge"
+    )
+    judge_pattern: str = Field(
+        default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)", description="a regular expression: its last match in the judge's words is the score"
+    )
+    judge_scores: dict[str, float] = Field(
+        default={}, description="what the words are worth that judge_pattern finds: yes = 1.0; default: they are numbers"
+    )
+    judge_key_variable: str | None = Field(
+        default=None, description="the environment variable of the reward service that holds the key of judge_url", **MUTABLE
+    )
+    judge_concurrency: int = Field(default=64, gt=0, description="requests to the judge at once, for each reward service", **MUTABLE)
+    judge_timeout: float = Field(default=120, gt=0, description="seconds for each request to the judge", **MUTABLE)
+    judge_tries: int = Field(default=5, gt=0, description="how often the judge is asked at most, with growing pauses", **MUTABLE)
+    judge_cache: Path | None = Field(
+        default=None, description="an SQLite file that keeps what the judge has said; default: in memory alone", **MUTABLE
     )
     environment_url: str | None = Field(
         default=None, description="the environment of rm_type = environment: http://host:port or nats:NAME", **MUTABLE
@@ -54,7 +113,9 @@ class RewardSection(Section):
         description="groups in the hands of an external environment, or of an async custom_rm_path, at once, for each reward service",
         **MUTABLE,
     )
-    reward_timeout: float = Field(default=30, gt=0, description="seconds for scoring one group", **MUTABLE)
+    reward_timeout: float = Field(
+        default=30, gt=0, description="seconds for scoring one group; remote_rm and judge have timeouts of their own", **MUTABLE
+    )
     reward_workers: int = Field(default=1, gt=0, description="processes of each verifier and of hooks in a reward service", **MUTABLE)
     worker_environment: list[str] = Field(
         default=[],
@@ -65,7 +126,7 @@ class RewardSection(Section):
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
 
     def _misfits(self) -> Iterator[str]:
-        taken = (*VERIFIERS, OWN, CUSTOM, *QUEUES.values())
+        taken = (*VERIFIERS, OWN, CUSTOM, REMOTE, JUDGE, WEIGHTED, *QUEUES.values())
         for name, url in self.environments.items():
             if not address.NAME.match(name):
                 yield f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'"
@@ -75,25 +136,55 @@ class RewardSection(Section):
         for name in self.worker_environment:
             if not VARIABLE.match(name) or name.startswith(("NATS_URL", "REDIS_URL")):
                 yield f"reward.worker_environment: {name!r}: use names of environment variables, without the credentials of NATS and Redis"
+        yield from self._missing()
         if self.environment_url is not None:
             yield from _url_problems("reward.environment_url", self.environment_url)
-        elif self.rm_type == OWN and self.custom_rm_path is None:
-            yield f"reward.environment_url: required with rm_type = {OWN}: {address.EXPECTED}"
-        if self.answer_pattern is not None:
-            yield from _pattern_problems(self.answer_pattern)
-        if self.custom_rm_path is None and self.rm_type not in (OWN, *self.environment_names()):
-            yield f"reward.rm_type: no such verifier or environment; {nearest(self.rm_type, self.environment_names())}"
+        for name in ("rm_url", "judge_url"):
+            if (url := getattr(self, name)) is not None:
+                yield from _url_problems(f"reward.{name}", url, address.check_server)
+        for name in ("answer_pattern", "judge_pattern"):
+            if (pattern := getattr(self, name)) is not None:
+                yield from _pattern_problems(f"reward.{name}", pattern)
+        if self.judge_key_variable is not None and not VARIABLE.match(self.judge_key_variable):
+            yield "reward.judge_key_variable: expected the name of an environment variable, not its value"
+
+    def _missing(self) -> Iterator[str]:
+        """Yields what rm_type and reward_weights ask for and the section does not give."""
+        if self.reward_weights and self.rm_type != WEIGHTED:
+            yield f"reward.reward_weights: is for rm_type = {WEIGHTED}"
+        if not self.reward_weights and self.rm_type == WEIGHTED:
+            yield f"reward.reward_weights: required with rm_type = {WEIGHTED}: name = weight"
+        if self.judge_url is not None and self.judge_model is None:
+            yield "reward.judge_model: required with judge_url: the model's name at that endpoint"
+        if self._replaced:
+            return
+        names = self.environment_names()
+        for field, wanted in (("rm_type", [self.rm_type]), ("reward_weights", self.reward_weights)):
+            for name in wanted:
+                needed, expected = _NEEDS.get(name, ("", ""))
+                if needed and getattr(self, needed) is None:
+                    yield f"reward.{needed}: required with {field} = {name}: {expected}"
+                elif name not in names or (field == "reward_weights" and name == WEIGHTED):
+                    yield f"reward.{field}: no such verifier or environment; {nearest(name, names)}"
+
+    @property
+    def _replaced(self) -> bool:
+        """Returns whether ``custom_rm_path`` scores in place of everything else."""
+        return self.custom_rm_path is not None and self.rm_type != WEIGHTED
 
     @property
     def external(self) -> dict[str, str]:
         """Returns the environments outside of Myxo, name → URL; none if ``custom_rm_path`` replaces all of them."""
-        if self.custom_rm_path is not None:
+        if self._replaced:
             return {}
         return {**({} if self.environment_url is None else {OWN: self.environment_url}), **self.environments}
 
     def environment_names(self) -> list[str]:
         """Returns every environment that a prompt of this run may name, built in or not."""
-        return sorted({*VERIFIERS, *self.external}) if self.custom_rm_path is None else [CUSTOM]
+        if self._replaced:
+            return [CUSTOM]
+        given = {REMOTE: self.rm_url, JUDGE: self.judge_url, WEIGHTED: self.reward_weights or None, CUSTOM: self.custom_rm_path}
+        return sorted({*VERIFIERS, *self.external, *(name for name, value in given.items() if value is not None)})
 
     def queues(self) -> list[str]:
         """Returns the queues of the run's environments: verifiers that need the same libraries share one."""
@@ -101,7 +192,7 @@ class RewardSection(Section):
 
     def environment_of(self, named: object) -> str:
         """Returns the environment that scores a prompt. ``named``: the one that the prompt names, if any."""
-        if self.custom_rm_path is not None:
+        if self._replaced:
             return CUSTOM
         return str(named or self.rm_type).strip()
 
@@ -110,18 +201,27 @@ class RewardSection(Section):
         return self.eval_reward_key or self.reward_key if evaluation else self.reward_key
 
 
-def _pattern_problems(pattern: str) -> Iterator[str]:
+_NEEDS = {
+    OWN: ("environment_url", address.EXPECTED),
+    REMOTE: ("rm_url", "http://host:port/path"),
+    JUDGE: ("judge_url", "http://host:port/v1"),
+    CUSTOM: ("custom_rm_path", "package.module:function"),
+}
+"""The field that an environment needs, and what it holds."""
+
+
+def _pattern_problems(field: str, pattern: str) -> Iterator[str]:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        yield f"reward.answer_pattern: no regular expression: {error}"
+        yield f"{field}: no regular expression: {error}"
         return
     if groups > 1:
-        yield f"reward.answer_pattern: has {groups} groups; expected one at most, other brackets as (?:…)"
+        yield f"{field}: has {groups} groups; expected one at most, other brackets as (?:…)"
 
 
-def _url_problems(field: str, url: str) -> Iterator[str]:
+def _url_problems(field: str, url: str, check: Callable[[str], object] = address.parse) -> Iterator[str]:
     try:
-        address.parse(url)
+        check(url)
     except ValueError as error:
         yield f"{field}: {error}"

@@ -6,7 +6,7 @@ Addresses come from the run's config alone, never from a message or a prompt.
 import ipaddress
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,63}\Z")
 """The form of an environment's name, which becomes part of subject and key names."""
@@ -39,25 +39,44 @@ def parse(text: str) -> EnvironmentUrl:
         if not NAME.match(name):
             raise ValueError("expected nats:NAME, where NAME has 1 to 63 letters, digits, '-' and '_' (the server is the run's own bus)")
         return EnvironmentUrl("", name, text)
-    if _ODD.search(text):
-        raise ValueError(f"holds white space, a control character or a backslash; expected {EXPECTED}")
-    try:
-        parts = urlsplit(text)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ValueError(f"{error}; expected {EXPECTED}") from None
-    if parts.scheme not in ("http", "https"):
-        raise ValueError(f"expected {EXPECTED}")
-    if not host:
-        raise ValueError(f"names no host; expected {EXPECTED}")
+    parts, host, port = _split(text, EXPECTED)
     if parts.query or parts.fragment or text.endswith(("?", "#")):
         raise ValueError("a query or fragment has no place here: /describe and /score are appended to it")
-    if why := blocked(host):
-        raise ValueError(f"{host} is {why}, which is never connected to")
     path = parts.path.rstrip("/")
     shown_host = f"[{host}]" if ":" in host else host
     shown = f"{parts.scheme}://{shown_host}{'' if port is None else f':{port}'}{path}"
     return EnvironmentUrl(f"{parts.scheme}://{parts.netloc}{path}", "", shown)
+
+
+def check_server(text: str) -> None:
+    """Checks the URL of a server that is no environment; it may have a query. Raises ValueError with what is wrong with it."""
+    parts, _, _ = _split(text, "http://host:port/path or https://host:port/path")
+    if parts.fragment:
+        raise ValueError("a fragment has no place here: it is not sent")
+
+
+def without_credentials(url: str) -> str:
+    """Returns a URL as logs and errors show it: without user, password and query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _split(text: str, expected: str) -> tuple[SplitResult, str, int | None]:
+    """Returns an HTTP URL's parts, its host and its port. Raises ValueError."""
+    if _ODD.search(text):
+        raise ValueError(f"holds white space, a control character or a backslash; expected {expected}")
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{error}; expected {expected}") from None
+    if parts.scheme not in ("http", "https"):
+        raise ValueError(f"expected {expected}")
+    if not host:
+        raise ValueError(f"names no host; expected {expected}")
+    if why := blocked(host):
+        raise ValueError(f"{host} is {why}, which is never connected to")
+    return parts, host, port
 
 
 def blocked(host: str) -> str:

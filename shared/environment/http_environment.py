@@ -43,6 +43,22 @@ class CheckedResolver(ThreadedResolver):
         return found
 
 
+def open_session(connections: int, connect_seconds: float | None = None) -> aiohttp.ClientSession:
+    """Returns a session of at most so many connections, 0 for any number, to servers that are not trusted."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=connections,
+            keepalive_timeout=IDLE_SECONDS,
+            use_dns_cache=False,
+            resolver=CheckedResolver(),
+        ),
+        timeout=aiohttp.ClientTimeout(total=None, connect=connect_seconds),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,
+    )
+
+
 class HttpEnvironment(Environment):
     """``GET /describe`` and ``POST /score`` below one URL."""
 
@@ -109,18 +125,7 @@ class HttpEnvironment(Environment):
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0,  # the service limits the requests in flight
-                    keepalive_timeout=IDLE_SECONDS,
-                    use_dns_cache=False,
-                    resolver=CheckedResolver(),
-                ),
-                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-                auto_decompress=False,
-            )
+            self._session = open_session(0, CONNECT_SECONDS)  # the service limits the requests in flight
         return self._session
 
     async def close(self) -> None:

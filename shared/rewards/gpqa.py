@@ -39,15 +39,12 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
     text = label.strip() if isinstance(label, str) else None
     right = _right_letter(label, text, metadata.get("correct_letter"), letters)
     texts = [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
-    if not right and choices and text:
-        position = next((index for index, choice in enumerate(choices) if _words(str(choice)) == _words(text)), None)
-        if position is not None:
-            right = letters[position]
+    if not right and text:
+        right = next((letters[index] for index, choice in enumerate(choices or []) if _words(str(choice)) == _words(text)), right)
     given = extract_letter(response, letters)
     if given and right:
         return float(given == right)
-    if right and choices and right in letters and letters.index(right) < len(choices):
-        texts.append(str(choices[letters.index(right)]))
+    texts += [str(choice) for letter, choice in zip(letters, choices or [], strict=False) if letter == right][:1]
     return _by_text(response, [*texts, *([text] if text else [])], given, right, text)
 
 

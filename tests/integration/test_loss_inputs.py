@@ -96,11 +96,17 @@ def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, ru
     def assembled() -> batches.TrainBatch:
         return batches.assemble(shard, shard.stats, objective, rank=0)
 
-    with pytest.raises(BadSample, match=r"metadata has no teacher_log_probs, one number a response token"):
+    with pytest.raises(BadSample, match=r"the sample has no teacher_log_probs, one number a response token"):
         assembled()
+    for sample in shard.samples.values():  # as a service of teachers gives them
+        sample.attributes["teacher_log_probs"] = np.array([-0.5 - at for at in range(len(sample.response))], np.float32)
+    given = assembled().per_sample("teacher_log_probs")
     for sample in shard.samples.values():
         sample.metadata["teacher_log_probs"] = [-0.5 - at for at in range(len(sample.response))]
     batch = assembled()
+    assert {index: values.tolist() for index, values in batch.per_sample("teacher_log_probs").items()} == {
+        index: values.tolist() for index, values in given.items()
+    }
     made = inputs(objective, valkey.url).with_advantages(batch).per_sample("advantages")
     plain = inputs(objective.model_copy(update={"use_opd": False}), valkey.url).with_advantages(batch)
     for index, values in plain.per_sample("advantages").items():

@@ -48,6 +48,13 @@ ELSEWHERE = {
     "ref_update_interval": "services.trainer.reference_policy counts steps",
     "opd_type": "where the teacher's log-probs come from",
     "opd_teacher_load": "where the teacher's log-probs come from",
+    "opd_teachers": "where the teacher's log-probs come from",
+    "opd_top_k": "services.trainer.loss_inputs adds the distillation's loss",
+    "opd_top_k_coef": "services.trainer.loss_inputs adds the distillation's loss",
+    "opd_teacher_weights": "which teachers a prompt has",
+    "opd_teacher_key": "which teachers a prompt has",
+    "opd_teacher_timeout": "how long a teacher is waited for",
+    "opd_teacher_concurrency": "how many samples a teacher has in hand",
 }
 """Fields whose effect is not one of a single step's loss. Paths to functions of the user's own have tests of their own."""
 

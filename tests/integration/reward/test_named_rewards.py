@@ -1,0 +1,178 @@
+"""Rewards by name in the real service: slime's verifiers, its remote reward, a model as judge, and several with weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from services.reward.judge import Judge
+from shared.config.reward_section import RewardSection
+from shared.runtime.errors import ConfigError
+from shared.schema.messages import Scored
+from tests.support.http_server import http_server
+from tests.support.reward_bench import Bench, NewBench
+
+BOXED = "So it is \\boxed{42}."
+
+
+async def scored(desk: Bench, group: str = "g0") -> Scored:
+    outcome = (await desk.outcomes(1))[group]
+    assert isinstance(outcome, Scored), outcome
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "rewards"),
+    [
+        ("math", ["I guess 42.", BOXED], [0.0, 1.0]),
+        ("deepscaler", [BOXED, f"<think>7</think>{BOXED}"], [0.0, 1.0]),
+        ("dapo", ["42", "Answer: 42"], [-1.0, 1.0]),
+        ("boxed_f1", ["it is 42", BOXED], [0.0, 1.0]),
+    ],
+)
+async def test_a_reward_by_name_is_slimes(bench: NewBench, name: str, texts: list[str], rewards: list[float]) -> None:
+    desk = await bench(reward={"rm_type": name})
+    await desk.serve()
+    await desk.generated("g0", *texts)
+    outcome = await scored(desk)
+    assert (outcome.rewards, outcome.environment) == (rewards, name)
+    assert outcome.parts == (({"score": -1.0, "acc": 0.0}, {"score": 1.0, "acc": 1.0}) if name == "dapo" else ())
+
+
+async def test_a_sample_may_name_its_own_reward_and_the_key_may_be_another_for_held_out_prompts(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "dapo", "reward_key": "acc", "eval_reward_key": "score"})
+    await desk.serve()
+    await desk.generated("g0", "Answer: 41", "the 42", poison=lambda sample: sample.update(metadata={"rm_type": " f1 "}))
+    assert (await scored(desk)).rewards == [0.0, 1.0]
+    await desk.generated("eval.heldout.0.1", "Answer: 41", "Answer: 42")
+    assert (await scored(desk, "eval.heldout.0.1")).rewards == [-1.0, 1.0]
+    await desk.generated("g2", "42", poison=lambda sample: sample.update(metadata={"rm_type": "deepscalar"}))
+    assert "metadata.rm_type is 'deepscalar'; the run has no such environment (did you mean deepscaler?" in await desk.failure("g2")
+
+
+async def test_a_label_that_would_be_compared_wrongly_fails_the_group(bench: NewBench) -> None:
+    desk = await bench(reward={"rm_type": "dapo"})
+    await desk.serve()
+    await desk.generated("g0", "Answer: 12", label="12.5 %")
+    assert "verifier dapo: ValueError: the label '12.5 %' is no integer that dapo can compare" in await desk.failure("g0")
+    await desk.generated("g1", "Answer: 12", poison=lambda sample: sample.update(label='{"a": 1}', label_json=True))
+    assert 'expected text or a number for dapo to compare with, found {"a": 1}' in await desk.failure("g1")
+
+
+async def test_a_remote_reward_gets_what_slime_sends_and_is_asked_again(bench: NewBench) -> None:
+    def answer(asked: dict[str, Any], number: int) -> Any:
+        return web.Response(status=503) if number == 0 else {"reward": float(len(asked["response"])), "pred": "text", "length": 2}
+
+    async with http_server(answer) as server:
+        desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"{server.url}/score?model=a"})
+        await desk.serve()
+        await desk.generated("g0", "abc", label='{"answer": [42]}', poison=lambda sample: sample.update(label_json=True))
+        outcome = await scored(desk)
+        assert (outcome.rewards, outcome.parts, outcome.environment) == ([3.0], ({"length": 2.0},), "remote_rm")
+        assert server.asked == [{"prompt": "40+2=", "response": "abc", "label": {"answer": [42]}}] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (web.Response(status=500, text="out of memory"), "answered with HTTP 500: out of memory"),
+        (web.Response(status=302, headers={"Location": "/elsewhere"}), "answered with HTTP 302"),
+        (web.Response(text="1.0 points"), "expected JSON"),
+        ("1.0", "a reward is '1.0'; expected a finite number"),
+        ({"score": 1.0}, "no reward is named reward; there are score"),
+    ],
+)
+async def test_a_remote_reward_that_fails_is_named(bench: NewBench, answer: Any, words: str) -> None:
+    async with http_server(lambda asked, number: answer) as server:
+        desk = await bench(reward={"rm_type": "remote_rm", "rm_url": server.url.replace("//", "//me:hush@"), "rm_tries": 1})
+        await desk.serve()
+        await desk.generated("g0", "abc")
+        said = await desk.failure("g0")
+        assert said.startswith(f"remote_rm at {server.url}: ") and words in said
+
+
+async def test_weighted_rewards_are_added_up_and_stand_beside_their_sum(bench: NewBench) -> None:
+    async with http_server(lambda asked, number: 0.5) as server:
+        weights = {"math": 1.0, "boxed_f1": 0.25, "dapo": 0.1, "remote_rm": 2.0}
+        desk = await bench(reward={"rm_type": "weighted", "reward_weights": weights, "rm_url": server.url})
+        await desk.serve()
+        await desk.generated("g0", BOXED, "Answer: 42")
+        outcome = await scored(desk)
+        assert outcome.rewards == pytest.approx([1.0 + 0.25 - 0.1 + 1.0, 0.1 + 1.0])
+        assert outcome.parts[0] == {"math": 1.0, "boxed_f1": 1.0, "dapo": -1.0, "remote_rm": 0.5, "dapo.score": -1.0, "dapo.acc": 0.0}
+
+
+async def test_a_function_may_be_one_of_several_rewards(bench: NewBench) -> None:
+    reward = {
+        "rm_type": "weighted",
+        "reward_weights": {"exact": 1.0, "custom_rm": -0.5},
+        "custom_rm_path": "tests.support.reward_hooks:length",
+    }
+    desk = await bench(reward=reward)
+    await desk.serve()
+    await desk.generated("g0", "42", "four")
+    outcome = await scored(desk)
+    assert outcome.rewards == [1.0 - 1.0, 0.0 - 2.0]
+    assert outcome.parts == ({"exact": 1.0, "custom_rm": 2.0}, {"exact": 0.0, "custom_rm": 4.0})
+
+
+def verdict(text: str) -> dict[str, Any]:
+    return {"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
+
+
+async def test_a_judge_is_asked_once_for_the_same_and_by_the_next_service_not_at_all(
+    bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(asked: dict[str, Any], number: int) -> Any:
+        if number == 0:
+            return web.Response(status=429)
+        content = asked["messages"][0]["content"]
+        return verdict(
+            "It is right.\nScore: 1" if "Answer:\n42\n" in content else "I cannot say." if "silence" in content else "Score: 0.25"
+        )
+
+    monkeypatch.setenv("JUDGE_KEY", "hush")
+    async with http_server(answer) as server:
+        judge = {"judge_url": f"{server.url}/v1", "judge_model": "grader-7b", "judge_key_variable": "JUDGE_KEY"}
+        desk = await bench(reward={"rm_type": "judge", **judge, "judge_cache": str(tmp_path / "cache" / "judge.sqlite")})
+        await desk.serve()
+        await desk.generated("g0", "42", "42", "{label}", "silence")
+        outcome = await scored(desk)
+        assert outcome.rewards == [1.0, 1.0, 0.25, 0.0]
+        assert outcome.unread == ((3, "judge: no match of judge_pattern in 'I cannot say.'"),)
+        asked = {one["messages"][0]["content"] for one in server.asked}
+        assert len(asked) == 3 and len(server.asked) == 4, "one of them twice, after HTTP 429"
+        assert all("40+2=" in one and "\n42\n" in one for one in asked)
+        assert {header["Authorization"] for header in server.headers} == {"Bearer hush"}
+        assert server.asked[0] | {"messages": []} == {"model": "grader-7b", "messages": [], "temperature": 0.0, "max_tokens": 1024}
+        await desk.close()
+        await desk.serve()
+        await desk.generated("g1", "42", "{label}")
+        assert (await scored(desk, "g1")).rewards == [1.0, 0.25]
+        assert len(server.asked) == 4
+
+
+async def test_a_judge_may_answer_in_words_and_one_that_fails_is_named(bench: NewBench) -> None:
+    said: list[Any] = [verdict("A brave try. [[Right]]"), verdict("[[maybe]]"), web.Response(status=401, text="no key")]
+
+    async with http_server(lambda asked, number: said[number]) as server:
+        words = {"judge_pattern": r"\[\[(\w+)\]\]", "judge_scores": {"right": 2.0, "wrong": -1.0}, "judge_prompt": "{response}?"}
+        desk = await bench(reward={"rm_type": "judge", "judge_url": server.url, "judge_model": "m", **words})
+        await desk.serve()
+        await desk.generated("g0", "one")
+        assert (await scored(desk)).rewards == [2.0]
+        await desk.generated("g1", "two")
+        assert (await scored(desk, "g1")).unread[0][1] == "judge: 'maybe' is not one of judge_scores: right, wrong"
+        await desk.generated("g2", "three")
+        assert await desk.failure("g2") == f"judge m at {server.url}/chat/completions: answered with HTTP 401: no key"
+        assert [one["messages"][0]["content"] for one in server.asked] == ["one?", "two?", "three?"], "another try would not help"
+
+
+def test_a_judge_without_its_key_or_its_cache_is_told_at_the_start(tmp_path: Path) -> None:
+    judge = {"rm_type": "judge", "judge_url": "http://127.0.0.1:1", "judge_model": "m"}
+    with pytest.raises(ConfigError, match=r"reward\.judge_key_variable = 'NO_SUCH_KEY': a variable that is set"):
+        Judge(RewardSection(**judge, judge_key_variable="NO_SUCH_KEY"))
+    (tmp_path / "judge.sqlite").write_text("something else that is no database")
+    with pytest.raises(ConfigError, match=r"reward\.judge_cache = .*expected an SQLite file"):
+        Judge(RewardSection(**judge, judge_cache=tmp_path / "judge.sqlite"))
