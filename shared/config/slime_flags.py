@@ -155,8 +155,8 @@ _NOTHING_OF_THE_KIND = (
     "custom_eval_rollout_log_function_path  "
     "custom_rollout_log_function_path enable_mtp_training fetch_trajectory_retry_times freeze_indexer "
     "log_correct_samples log_multi_turn log_reward_category megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules "
-    "megatron_deepgemm_moe_forward_layers megatron_deepgemm_moe_forward_modules memory_recorder memory_snapshot_dir "
-    "memory_snapshot_num_steps min_batch_collection_ratio multimodal_keys profile_target record_memory_history rollout_buffer_url "
+    "megatron_deepgemm_moe_forward_layers megatron_deepgemm_moe_forward_modules  "
+    "min_batch_collection_ratio multimodal_keys rollout_buffer_url "
     "rollout_task_type use_rollout_entropy use_rollout_routing_replay use_routing_replay"
 )
 """Flags of slime's without an equivalent."""
