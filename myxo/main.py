@@ -16,6 +16,7 @@ from shared.runtime.command_line import Parser, complain, ended
 
 COMMANDS = {
     "up": ("up:declare_up", "run a config's run on this machine"),
+    "train": ("train:declare", "run a run on this machine from flags alone, slime's and Megatron's among them"),
     "submit": ("up:declare_submit", "put a config's run on an external bus"),
     "status": ("status:declare_status", "how a run stands: services, steps, queues"),
     "logs": ("logs:declare", "what the services of a run on this machine logged"),

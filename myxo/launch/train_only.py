@@ -38,5 +38,6 @@ def run(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: 
             for signum, handler in zip(signals, previous, strict=True):
                 signal.signal(signum, handler)
     if code == exit_codes.DONE:
-        console.print(f"Run {name} has trained its dumps; checkpoints, curves and weights lie in {config.trained}.", soft_wrap=True)
+        what = "dumps" if config.has_steps else "demonstrations"
+        console.print(f"Run {name} has trained its {what}; checkpoints, curves and weights lie in {config.trained}.", soft_wrap=True)
     return code if code >= 0 else 128 - code

@@ -71,6 +71,8 @@ class Inspection:
     def training(self) -> TrainingPrompts | None:
         """Returns the training prompts; None where they cannot be opened, or the run draws from a source."""
         data = self.config.data
+        if not self.config.has_steps:
+            return None
         return self._opened(partial(TrainingPrompts, self.config), data.prompt_data, data) if data.data_source is None else None
 
     @cached_property

@@ -17,9 +17,9 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class PromptSupply:
-    """Training prompts, and the sets of held-out ones by name. ``stop_ids``: token ids at which the model ends a response."""
+    """Training prompts, None where nothing is trained, and the sets of held-out ones by name. ``stop_ids``: ids that end a response."""
 
-    training: PromptStream
+    training: PromptStream | None
     heldout: dict[str, PromptFile]
     stop_ids: list[int]
 
@@ -27,13 +27,14 @@ class PromptSupply:
         """Returns the prompt of a group; None for one that was held out before and is not any more. Raises ConfigError."""
         parts = eval_group_parts(name)
         if parts is None:
-            return self.training.at(group_number(name))
+            return None if self.training is None else self.training.at(group_number(name))
         prompts = self.heldout.get(parts[0], ())
         return prompts[parts[2]] if parts[2] < len(prompts) else None
 
     def sets(self) -> dict[str, PromptStream | PromptFile]:
         """Returns the run's sets of prompts, by name."""
-        return {TRAINING: self.training, **{f"eval/{name}": prompts for name, prompts in self.heldout.items()}}
+        training = {} if self.training is None else {TRAINING: self.training}
+        return {**training, **{f"eval/{name}": prompts for name, prompts in self.heldout.items()}}
 
     def gauge(self, metrics: Metrics) -> None:
         """Sets ``prompts`` and ``prompts_left_out``."""
@@ -58,6 +59,8 @@ async def open_prompts(service: Service) -> PromptSupply:
 
 def _open(config: RunConfig) -> PromptSupply:
     tokenizer = Tokenizer(config.model.hf_checkpoint)
-    training: PromptStream = (TrainingPrompts if config.data.data_source is None else DrawnPrompts)(config, tokenizer)
+    training: PromptStream | None = None
+    if config.has_steps:
+        training = (TrainingPrompts if config.data.data_source is None else DrawnPrompts)(config, tokenizer)
     heldout = {view.name: eval_prompts(view, tokenizer) for view in eval_views(config)}
     return PromptSupply(training, heldout, tokenizer.stop_ids)

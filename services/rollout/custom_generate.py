@@ -13,6 +13,7 @@ from typing import Any
 
 from services.rollout.generate import ENGINE_TRIES, RETRY_PAUSE
 from services.rollout.replica import Replica
+from services.rollout.sample_seeds import SampleSeeds
 from shared import hooks
 from shared.hooks import Arguments, HookFailed, Status
 from shared.hooks.sample_conversion import Served, group_index, to_stored
@@ -42,6 +43,7 @@ class CustomGenerate:
         self._takes_evaluation = "evaluation" in parameters
         self._plain = not inspect.iscoroutinefunction(self._function)
         self._service, self._replica, self._config = service, replica, service.config
+        self._seeds = SampleSeeds.of(service.config)
         self._vocabulary = 0
         self._loop = asyncio.new_event_loop()
         SupervisedThread(self._loop.run_forever, "custom-generate").start()
@@ -118,7 +120,8 @@ class CustomGenerate:
         host, port = self._replica.proxy.address
         args = Arguments(self._config, sglang_router_ip=host, sglang_router_port=port)
         evaluation = {"evaluation": is_evaluation(task.group)} if self._takes_evaluation else {}
-        call = functools.partial(self._function, args, sample, _parameters(task.sampling), **evaluation)
+        parameters = _parameters(task.sampling) | self._seeds.parameters(rollout)
+        call = functools.partial(self._function, args, sample, parameters, **evaluation)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(call), self._loop))
 
     async def _guarded(self, call: Callable[[], Any]) -> object:

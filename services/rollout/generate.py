@@ -63,6 +63,7 @@ def _requests(task: Task, partials: list[Partial]) -> list[GenerationRequest]:
         GenerationRequest(
             tokens=np.concatenate([prompt, partial.tokens]) if len(partial.tokens) else prompt,
             max_new_tokens=task.sampling.max_new_tokens - len(partial.tokens),
+            seed=partial.seed,
         )
         for partial in partials
     ]

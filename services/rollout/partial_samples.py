@@ -15,12 +15,13 @@ from shared.schema.sample import Sample
 
 @dataclass
 class Partial:
-    """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R)."""
+    """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R); seed: None for none."""
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
+    seed: int | None = None
 
     def extend(self, generation: Generation, longest: int) -> None:
         """Appends the engine's output; an aborted generation leaves the sample unfinished."""

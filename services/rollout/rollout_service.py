@@ -13,6 +13,7 @@ from services.rollout.partial_samples import Partial, restored, samples_of
 from services.rollout.producer.producer import Producer
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
+from services.rollout.sample_seeds import SampleSeeds
 from services.rollout.task_outcomes import TaskOutcomes
 from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
@@ -60,6 +61,7 @@ class Rollout:
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
         self.in_flight = InFlight(service.config)
+        self._seeds = SampleSeeds.of(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         custom = self._config.rollout.custom_generate_function_path
@@ -111,7 +113,7 @@ class Rollout:
     def _room(self, task_class: str) -> int:
         """Returns how many groups of a class may be taken: evaluations use half of the capacity at most, so that training never waits for
         them; where nothing is trained, they have all of it."""
-        limit, trains = self._config.rollout.rollout_concurrency, self._config.rollout.num_rollout > 0
+        limit, trains = self._config.rollout.rollout_concurrency, self._config.has_steps
         evaluating = sum(is_evaluation(task.group) for task in self.running.values())
         if task_class == EVAL:
             return (max(1, limit // 2) if trains else limit) - evaluating
@@ -167,6 +169,8 @@ class Rollout:
         started = time.time()
         if self._custom is None:
             partials = restored(await self._outcomes.earlier(task), task)
+            for index, partial in enumerate(partials):
+                partial.seed = self._seeds.of_sample(index)
             in_flight = None if is_evaluation(task.group) else self.in_flight
             try:
                 await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)

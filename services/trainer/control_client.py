@@ -5,6 +5,7 @@ deadline and runs on the client's event loop; only rank 0 has one.
 """
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
@@ -73,7 +74,7 @@ class ControlClient:
         self._started: Future[None] = Future()
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
-        self._reading = asyncio.Lock()
+        self._reading, self._evaluated = asyncio.Lock(), 0.0
         self.replicas: list[ServiceStatus] = []
         self.evaluations: list[EvalFigures] = []
 
@@ -208,7 +209,7 @@ class ControlClient:
         self.service = service = await connect(self._name, role="trainer")  # before anything that uses it is started
         self._ended = asyncio.Event()
         try:
-            async with attended(service), service.background(self._look()):
+            async with attended(service), service.background(self._look(), self._follow_evaluations()):
                 self._started.set_result(None)
                 await self._ended.wait()
         finally:
@@ -218,8 +219,7 @@ class ControlClient:
     async def _read_registry(self) -> None:
         registry = self.service.registry
         self.replicas = [status for status in await registry.alive("rollout") if status.state not in ("starting", "stopping")]
-        if any(status.gauges.get("evaluations", 0) > len(self.evaluations) for status in await registry.alive("buffer")):
-            await self._read_evaluations()
+        self._evaluated = max([0.0, *(status.gauges.get("evaluations", 0.0) for status in await registry.alive("buffer"))])
 
     async def _read_evaluations(self) -> None:
         """Asks the buffer for the evaluations that have ended since it was last asked."""
@@ -230,6 +230,14 @@ class ControlClient:
                 if not answer.evaluations:
                     return
                 self.evaluations = [*self.evaluations, *answer.evaluations]
+
+    async def _follow_evaluations(self) -> None:
+        """Reads what the buffer's status announces; apart from `_look`, since a buffer may be away, and replicas must be seen meanwhile."""
+        while True:
+            if self._evaluated > len(self.evaluations):
+                with contextlib.suppress(MyxoError):
+                    await self._read_evaluations()
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _look(self) -> None:
         while True:

@@ -30,8 +30,8 @@ class DumpedBatches:
 
     def __init__(self, config: RunConfig) -> None:
         debug = config.debug
-        assert debug.load_debug_rollout_data is not None  # of a run that trains only
-        self._config, self._template, self._share = config, debug.load_debug_rollout_data, debug.load_debug_rollout_data_subsample
+        template = debug.load_debug_rollout_data or ""  # a run without steps has no batches
+        self._config, self._template, self._share = config, template, debug.load_debug_rollout_data_subsample
         self._read: OrderedDict[int, tuple[Batch, dict[str, bytes]]] = OrderedDict()
         self._lock = threading.Lock()  # shards are read ahead in a thread
 

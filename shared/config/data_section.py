@@ -1,9 +1,8 @@
 """`[data]`: prompts and how they are read."""
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shared.config.file_fields import WeightedFiles
 from shared.config.section import LARGEST_SEED, Section, hook
@@ -20,7 +19,9 @@ class DataSection(Section):
     )
     data_source: str | None = hook("that makes a source of prompts")
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
-    label_key: str | None = Field(default="label", description="key of the reference answer")
+    label_key: Annotated[str | None, BeforeValidator(lambda given: None if given == "" else given)] = Field(
+        default="label", description='key of the reference answer; none, or "" in TOML: prompts have none'
+    )
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
     tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
     apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
@@ -33,7 +34,3 @@ class DataSection(Section):
     )
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
     rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")
-
-    def _misfits(self) -> Iterator[str]:
-        if self.prompt_data is None and self.data_source is None:
-            yield f"data.prompt_data: required: {type(self).model_fields['prompt_data'].description}"

@@ -20,11 +20,6 @@ class DebugSection(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "debug_train_only",
-            lambda debug, given: given and debug.load_debug_rollout_data is None,
-            "load_debug_rollout_data, the files of the batches to train",
-        ),
-        Rule(
             "debug_rollout_only",
             lambda debug, given: given and debug.trains_only,
             "false where batches are read from files (load_debug_rollout_data): then there is nothing to generate",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, presets, slime_flags
+from shared.config import megatron_flags, presets, slime_flags, slime_functions
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Known, Layers, in_file
@@ -37,6 +37,7 @@ from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
+from shared.schema.overlong import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 """Fields that hold the path of a model, or its name on the hub."""
@@ -47,7 +48,7 @@ class RunConfig(Section):
 
     run: RunSection
     model: ModelSection
-    data: DataSection
+    data: DataSection = DataSection()
     rollout: RolloutSection
     reward: RewardSection = RewardSection()
     eval: EvalSection = EvalSection()
@@ -66,10 +67,27 @@ class RunConfig(Section):
         if size is not None and "num_steps_per_rollout" not in trainer.model_fields_set and samples % size == 0:
             trainer.num_steps_per_rollout = samples // size
 
+    @property
+    def has_steps(self) -> bool:
+        """Returns whether there is anything to train but the warm start."""
+        return bool(self.rollout.num_rollout or self.rollout.num_epoch)
+
     def _misfits(self) -> Iterator[str]:
+        yield from self._work()
         yield from self._sizes()
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
+
+    def _work(self) -> Iterator[str]:
+        """Yields what the run lacks for what it is to do."""
+        if not self.has_steps:
+            if not self.eval.named and self.sft.sft_data is None:
+                yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
+            return
+        if self.data.prompt_data is None and self.data.data_source is None:
+            yield f"data.prompt_data: required: {type(self.data).model_fields['prompt_data'].description}"
+        if self.debug.debug_train_only and not self.debug.load_debug_rollout_data:
+            yield "debug.debug_train_only: load_debug_rollout_data, the files of the batches to train; or num_rollout = 0 with sft_data"
 
     def _sizes(self) -> Iterator[str]:
         """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
@@ -94,7 +112,7 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        if self.algorithm.needs_groups and n < 2:
+        if self.has_steps and self.algorithm.needs_groups and n < 2:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:
@@ -136,6 +154,11 @@ class RunConfig(Section):
                 yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
 
     @property
+    def longest_sample(self) -> int:
+        """Returns the most tokens of a sample that is trained."""
+        return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
     def trained(self) -> Path:
         """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name
@@ -160,7 +183,7 @@ class RunConfig(Section):
         return sorted({*self.reward.queues(), *custom})
 
 
-class Reading(NamedTuple):
+class ConfigReading(NamedTuple):
     """A config as it was read.
 
     Args:
@@ -178,12 +201,22 @@ def parse(values: dict[str, Any]) -> RunConfig:
     known, problems, _ = _known(values)
     known, preset = _with_presets(known)
     try:
-        config = _with_own_gpus(RunConfig.model_validate(known))
+        config = _with_own_gpus(_without_steps(RunConfig.model_validate(known)))
     except ValidationError as error:
         problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
     raise_problems([_of_preset(problem, preset) for problem in problems])
     return config
+
+
+def _without_steps(config: RunConfig) -> RunConfig:
+    """Returns the config of a run without training steps as that half of a run which it needs: engines to evaluate, or a trainer for the
+    warm start; both where the warm start's weights are evaluated."""
+    if config.has_steps or config.debug.trains_only:
+        return config
+    half = {"debug_rollout_only": True} if config.sft.sft_data is None else {} if config.eval.named else {"debug_train_only": True}
+    trainer = config.trainer.model_copy(update={"lr_decay_style": "constant"})  # over no steps nothing decays
+    return config.model_copy(update={"debug": config.debug.model_copy(update=half), "trainer": trainer})
 
 
 def _with_own_gpus(config: RunConfig) -> RunConfig:
@@ -243,7 +276,7 @@ COMMAND_LINE = Path("the command line")
 """The origin of values in no file."""
 
 
-def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> Reading:
+def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> ConfigReading:
     """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
 
     ``path``: None: the overrides are all there is. Raises ConfigError for a file that cannot be read.
@@ -253,13 +286,14 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
         layers.read(path)
     layers.lay(overrides or {}, origin)
     _lay_custom_config(layers)
+    layers.notes += slime_functions.settle(layers.values)
     problems = layers.problems
     try:
         _read_eval_config(layers)
-        return Reading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
+        return ConfigReading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
     except BadInput as error:
         found = _without_consequences(problems_of(error), problems)
-        return Reading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
+        return ConfigReading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
 
 
 def _lay_custom_config(layers: Layers) -> None:

@@ -142,7 +142,6 @@ _REASONS = {
     "eval_function_path": "use --custom-generate-function-path, which evaluation uses, too",
     "data_source_path": "use --data-source package.module:function",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
-    "rollout_function_path": "use --custom-generate-function-path: the loop itself is split over the services (docs/hooks.md)",
     "rollout_sample_hook_path": "do it at the end of --custom-generate-function-path",
     "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run (docs/deployment.md)",
     "sglang_router_ip": "MYXO_ROUTER_URL in the environment opens the engines to a router",

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -17,9 +18,10 @@ from services.trainer.control_client import ControlClient
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.failures import failures_reported
-from shared.schema.messages import ServiceStatus
+from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest, ServiceStatus
 from tests.support.run_config import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,15 +174,32 @@ def test_fifty_starts_of_a_trainer_while_the_buffer_tells_of_an_evaluation(
 
     async def report() -> None:
         bus = await Bus.connect(nats.url, "test")
-        gauges = {"eval_heldout": 0.5, "eval_heldout_version": 3.0}
+        gauges = {"evaluations": 1.0}
         status = ServiceStatus(
             service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time()
         )
         await Registry(bus, run_name).renew(status)
         await bus.close()
 
+    async def answer(request: EvaluationsRequest) -> EvaluationsEnded:
+        versions = {"version": 3, "oldest": 3, "newest": 3, "live": 3}
+        figures = EvalFigures(dataset="heldout", **versions, prompts=2, failed=0, samples=2, mean_reward=0.5)
+        return EvaluationsEnded(evaluations=[figures][request.known :])
+
+    async def serve(stop: threading.Event) -> None:
+        bus = await Bus.connect(nats.url, "test")
+        await bus.serve(Subjects(run_name).evaluations, EvaluationsRequest, answer)
+        while not stop.is_set():
+            await asyncio.sleep(0.05)
+        await bus.close()
+
+    stop = threading.Event()
+    buffer = threading.Thread(target=lambda: asyncio.run(serve(stop)), daemon=True)
+    buffer.start()
     for _ in range(50):
         asyncio.run(report())
         with failures_reported(died.append), ControlClient() as client:
-            wait_for("the evaluation", lambda client=client: died or client.evaluations == {"heldout": (3, 0.5)})
+            wait_for("the evaluation", lambda client=client: died or [found.version for found in client.evaluations] == [3])
             assert not died
+    stop.set()
+    buffer.join(timeout=30)

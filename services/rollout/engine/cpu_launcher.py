@@ -37,6 +37,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 
 import torch
 
+from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.transfer.bound_store import bind_stores
 
@@ -166,6 +167,27 @@ def absorb_latent_attention(model_path: str) -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
+def draw_by_seeds() -> torch.library.Library:
+    """Lets torch's native attention draw by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
+
+    It computes each sequence's attention by itself. The kernels that make a GPU's matrix products the same in every batch are left out: a
+    product may differ in the last bit of a float32 then, by which a token changes once in millions of draws. Returns the library that
+    holds the hash of seed and position, which must be kept alive.
+    """
+    from sglang.srt import batch_invariant_ops, server_args
+
+    server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *_arguments, **_options: None
+    operators = torch.library.Library("sgl_kernel", "FRAGMENT")
+    operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+
+    def hashed(*given: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(murmur_hash32(*(tensor.to(torch.int64).numpy() for tensor in given)))
+
+    operators.impl("murmur_hash32_cpu", hashed, "CPU")
+    return operators
+
+
 def fork_children() -> None:
     """Makes ``multiprocessing.set_start_method`` choose fork, whatever is requested, and keeps the parent's objects shared."""
     choose = multiprocessing.set_start_method
@@ -190,6 +212,8 @@ if __name__ == "__main__":
 
     leave_out_own_requests(http_server)
     load_plugins()
+    if "--enable-deterministic-inference" in sys.argv:
+        seeded_operators = draw_by_seeds()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)
     try:

@@ -39,12 +39,14 @@ class GenerationRequest:
         max_new_tokens: at most this many are generated now; it replaces the one of the sampling settings.
         rid: the request's id, unique in the engine; ``EngineClient.abort`` takes it.
         ignore_eos: continue past the model's end token, to ``max_new_tokens``.
+        seed: draw each token by it and the token's position, in an engine with deterministic inference; None: at random.
     """
 
     tokens: Tokens
     max_new_tokens: int
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     ignore_eos: bool = False
+    seed: int | None = None
 
 
 class Span(NamedTuple):
@@ -104,6 +106,7 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
                 "max_new_tokens": request.max_new_tokens,
                 "min_new_tokens": _fewest(request, sampling),
                 "ignore_eos": request.ignore_eos,
+                **({} if request.seed is None else {"sampling_seed": request.seed}),
             }
             for request in requests
         ],

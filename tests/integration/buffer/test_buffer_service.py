@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -14,7 +16,17 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import EVAL, TRAIN
 from shared.data.tokenizer import Tokenizer
 from shared.schema.ledger import EvalEnded, EvalStarted, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, group_id
-from shared.schema.messages import Accepted, BatchPending, Failed, Interrupted, RunDone, Trained
+from shared.schema.messages import (
+    Accepted,
+    BatchPending,
+    EvaluationsEnded,
+    EvaluationsRequest,
+    Failed,
+    Interrupted,
+    RunDone,
+    Sampling,
+    Trained,
+)
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
@@ -307,6 +319,55 @@ async def test_a_group_whose_payload_is_lost_is_generated_anew(served: Served) -
     assert [group.group for group in (await player.batch(0)).groups] == [group_id(0), group_id(1)]
 
 
+async def test_each_set_goes_out_with_what_it_has_of_its_own(served: Served, tmp_path: Path) -> None:
+    """And what it leaves to the run: the field of [eval], then that of [rollout]."""
+    write_jsonl(tmp_path / "a.jsonl", [{"question": "1+1=", "answer": "2", "metadata": {"rm_type": "math_verify", "level": 3}}])
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "2+2=", "label": "4"}])
+    own = {"rm_type": "exact", "input_key": "question", "label_key": "answer", "metadata_overrides": {"source": "a"}}
+    own |= {"temperature": 0.0, "top_k": 1, "min_new_tokens": 3, "stop": ["\n"], "repetition_penalty": 1.1, "n_samples_per_eval_prompt": 2}
+    player = await served(
+        rollout={"rollout_top_p": 0.9, "rollout_stop": ["###"], "rollout_max_response_len": 20},
+        eval={
+            "sets": [
+                {"name": "a", "path": str(tmp_path / "a.jsonl"), "max_context_len": 10, **own},
+                {"name": "b", "path": str(tmp_path / "b.jsonl"), "custom_rm_path": "tests.support.reward_hooks:length"},
+            ],
+            "eval_temperature": 0.7,
+            "eval_max_response_len": 12,
+            "n_samples_per_eval_prompt": 3,
+        },
+    )
+    await player.live(0)
+    leases: list[Any] = []
+    while len(leases) < 2:
+        leases += await until(lambda: player.tasks(2, EVAL), "held-out prompts")
+    first, second = sorted((lease.message for lease in leases), key=lambda task: task.group)
+    assert (first.group, first.n, first.environment, first.label, first.prompt) == ("eval.a.0.0", 2, "exact", "2", "1+1=")
+    assert first.metadata == {"rm_type": "exact", "level": 3, "source": "a"}
+    ends = {"stop_token_ids": first.sampling.stop_token_ids}
+    short = {"max_new_tokens": 10 - len(first.prompt_tokens), "min_new_tokens": 3}
+    assert first.sampling == Sampling(temperature=0.0, top_p=0.9, top_k=1, stop=["\n"], repetition_penalty=1.1, **short, **ends)
+    assert (second.group, second.n, second.environment, second.metadata) == ("eval.b.0.0", 3, "custom_rm", {})
+    assert second.sampling == Sampling(temperature=0.7, top_p=0.9, max_new_tokens=12, stop=["###"], **ends)
+    assert first.deadline == second.deadline > time.time()
+
+
+async def test_an_evaluation_that_nobody_answers_ends_at_its_deadline(served: Served, tmp_path: Path) -> None:
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:3])
+    player = await served(rollout={"num_rollout": 1}, eval={"eval_prompt_data": str(heldout), "eval_timeout": 4.0})
+    await player.live(0)
+    await player.work_until(1, EVAL)
+
+    async def ended() -> list[EvalEnded]:
+        return [record for record in await player.records() if isinstance(record, EvalEnded)]
+
+    [late] = await until(ended, "the end of the evaluation")
+    assert (late.prompts, late.late, late.samples, late.version) == (3, 2, 1, 0)
+    assert late.seconds >= 4.0
+    await player.work_until(2)  # training goes on, and so does the run
+    await player.batch(0)
+
+
 async def test_evaluations_come_first_and_last_on_their_own_queue(served: Served, tmp_path: Path) -> None:
     heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:3])
     player = await served(
@@ -314,9 +375,12 @@ async def test_evaluations_come_first_and_last_on_their_own_queue(served: Served
     )
     await player.live(0)
     leases = await until(lambda: player.tasks(3, EVAL), "held-out prompts")
-    assert await player.waiting() == 0, "nothing is admitted before the first evaluation"
+    assert await until(player.waiting, "training groups") == 2, "training waited for the evaluation"
     pending = await player.ask(0)
-    assert isinstance(pending, BatchPending) and "the evaluation of version 0 (3 of 3 prompts outstanding)" in pending.waiting_for
+    assert (
+        isinstance(pending, BatchPending)
+        and "the evaluation of heldout under version 0 (3 of 3 prompts outstanding)" in pending.waiting_for
+    )
     while len(leases) < 3:
         leases += await player.tasks(3, EVAL)
     for lease in leases:
@@ -335,7 +399,12 @@ async def test_evaluations_come_first_and_last_on_their_own_queue(served: Served
         return answer if isinstance(answer, RunDone) else None
 
     done = await until(over, "the end of the run")
-    assert (done.version, done.rewards) == (1, {"heldout": 0.5})
+    assert done.reason == ""
+    told = await player.bus.request(player.names.evaluations, EvaluationsRequest(known=0), EvaluationsEnded, deadline=30, awaited_from="it")
+    assert [(one.version, one.samples, one.mean_reward, one.lengths["max"]) for one in told.evaluations] == [
+        (0, 12, 0.5, 3),
+        (1, 12, 0.5, 3),
+    ]
     records = await player.records()
     assert [record.version for record in records if isinstance(record, EvalStarted)] == [0, 1]
     ended = [record for record in records if isinstance(record, EvalEnded)]

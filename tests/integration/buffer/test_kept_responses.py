@@ -39,7 +39,7 @@ async def step(player: Player, number: int) -> None:
 async def test_what_became_of_every_group_is_kept_with_its_responses(served: Served, tmp_path: Path) -> None:
     player = await served(
         rollout={"num_rollout": 2, "max_staleness": 0},
-        eval={"eval_prompt_data": str(tmp_path / "prompts.jsonl"), "eval_name": "sums", "skip_eval_before_train": True},
+        eval={"eval_prompt_data": {"sums": str(tmp_path / "prompts.jsonl")}, "skip_eval_before_train": True},
     )
     await player.live(0)
     dead, dropped = await until(lambda: player.tasks(2), "two tasks")

@@ -212,7 +212,7 @@ MISTAKES = [
     Mistake("a module that no layer has", ("trainer.recompute_modules", "'core_attention' is no module", "did you mean core_attn?"),
             flags=("--recompute-granularity", "selective", "--recompute-modules", "core_attention")),
     Mistake("a seed below zero", ("trainer.seed = '-1'", "greater than or equal to 0"), flags=("--seed", "-1")),
-    Mistake("evaluations of nothing", ("eval.eval_interval", "needs eval_prompt_data"),
+    Mistake("evaluations of nothing", ("eval.eval_interval", "needs sets of held-out prompts"),
             flags=("--eval-interval", "5", "--eval-prompt-data", "none")),
     Mistake("no token to choose from", ("rollout.rollout_top_k", "-1 for all"), flags=("--rollout-top-k", "0")),
     Mistake("GRPO over single samples", ("rollout.n_samples_per_prompt", "use at least 2"), flags=("--n-samples-per-prompt", "1")),

@@ -58,7 +58,8 @@ def attested(*numbers: int) -> Attestation:
 
 
 def evaluation(version: int, mean: float, at: float) -> EvalEnded:
-    return EvalEnded(at=BEGIN + at, dataset="heldout", version=version, failed=0, samples=4, mean_reward=mean)
+    versions = {"version": version, "oldest": version, "newest": version, "live": version}
+    return EvalEnded(at=BEGIN + at, dataset="heldout", **versions, prompts=4, failed=0, samples=4, mean_reward=mean)
 
 
 def records() -> list[LedgerRecord]:
@@ -249,7 +250,8 @@ async def test_the_status_of_a_run_whose_services_are_alive(
     await write(bus, config, records()[:7])
     registry = Registry(bus, run_name)
     gauges = {"trained_steps": 1.0, "in_flight": 2.0, "queue_task": 5.0, "queue_task_held": 1.0}
-    gauges |= {"eval_gsm8k": 0.5, "eval_gsm8k_version": 1.0}
+    evaluated = {"reward": 0.5, "version": 1.0, "newest": 1.0, "lag": 2.0, "prompts": 8.0}
+    gauges |= {f"eval_{name}.gsm8k": value for name, value in evaluated.items()}
     card = ServiceStatus(service="buffer", instance="buffer-7", host="h", pid=1, http="127.0.0.1:9464", state="ready", gauges=gauges, at=0)
 
     async def beat() -> None:
@@ -262,14 +264,14 @@ async def test_the_status_of_a_run_whose_services_are_alive(
         code, out, _ = await asyncio.to_thread(myxo.run, "status", run_name, environment={"NATS_URL": nats.url})
         assert code == 0
         metrics = "metrics of buffer-7: http://127.0.0.1:9464/metrics"
-        for part in ("buffer-7", "ready", "1/2", "task 5 waiting + 1 held", "eval/gsm8k", "0.500 at v1", metrics):
+        for part in ("buffer-7", "ready", "1/2", "task 5 waiting + 1 held", "eval/gsm8k", "0.500 (v1, 2 behind)", metrics):
             assert part in out
         code, out, _ = await asyncio.to_thread(myxo.run, "status", run_name, "--json", environment={"NATS_URL": nats.url})
     finally:
         beating.cancel()
     status = json.loads(out)
     assert (status["running"], status["steps"], status["queues"]) == (True, 1, {"task": [5, 1]})
-    assert status["evaluations"] == {"gsm8k": {"mean_reward": 0.5, "version": 1}}
+    assert status["evaluations"] == {"gsm8k": {"mean_reward": 0.5, "version": 1, "newest": 1, "lag": 2, "missing": 0, "prompts": 8}}
     assert [service["http"] for service in status["services"]] == ["127.0.0.1:9464"]
 
 
