@@ -78,19 +78,6 @@ def check_functions(inspection: Inspection) -> Findings:
         yield ConfigError(field, path, f"importing {', '.join(functions.values())} ended with {importing.returncode}: {words}")
 
 
-def check_rewards(inspection: Inspection) -> Findings:
-    """Yields what the run's rewards need and do not have: a package, the judge's key."""
-    config = inspection.config
-    named = [("reward.rm_type", config.reward.rm_type), *(("reward.reward_weights", name) for name in config.reward.reward_weights)]
-    named += [(f"{view.field}.rm_type", view.own.rm_type) for view in eval_views(config) if view.own.rm_type is not None]
-    for field, name in named:
-        if CUSTOM not in config.queues() and (missing := missing_package(name)) is not None:
-            yield ConfigError(field, name, missing)
-    variable = config.reward.judge_key_variable
-    if variable is not None and inspection.starts and not os.environ.get(variable):
-        yield ConfigError("reward.judge_key_variable", variable, "a variable that is set where `myxo up` starts")
-
-
 def check_packages(inspection: Inspection) -> Findings:
     """Yields the packages of the services that are not installed."""
     debug = inspection.config.debug
