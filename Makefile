@@ -85,7 +85,7 @@ test: $(READY)
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra
-	@$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt
+	@$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 test-docker: $(READY)
 	@$(BIN)/python -m pytest -m docker -o cache_dir=.pytest_cache/docker $(AGAIN) tests/integration/bus_store tests/compose

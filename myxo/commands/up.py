@@ -9,7 +9,7 @@ from rich.console import Console
 from myxo.launch import train_only
 from myxo.launch.launcher import Launch
 from myxo.launch.service_plan import SERVICE_MODULES
-from myxo.preflight import checked_config, server_checks
+from myxo.preflight import Source, checked_config, server_checks
 from myxo.run import config_toml
 from myxo.run.run_access import told_when_lost
 from myxo.run.run_directory import RunDirectory
@@ -41,7 +41,7 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     command.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, start nothing")
     command.set_defaults(
-        run_command=lambda parsed, console: up(parsed.config, parsed.flags, console, fresh=parsed.fresh, dry_run=parsed.dry_run)
+        run_command=lambda parsed, console: up(Source.of(parsed.config, parsed.flags), console, fresh=parsed.fresh, dry_run=parsed.dry_run)
     )
 
 
@@ -56,24 +56,24 @@ def _declare(command: argparse.ArgumentParser, description: str) -> None:
     command.epilog = "flags, over the config's values:\n" + "\n".join(flags.help_lines())
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("config", metavar="CONFIG", type=Path, help="the run's TOML file")
-    command.set_defaults(flags=[], take_rest=_take_flags)
+    command.set_defaults(flags=[], take_rest=take_flags)
 
 
-def _take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
+def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
     """Takes the config's flags, which argparse does not know; nothing is left over."""
     parsed.flags = rest
     return []
 
 
-def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = False, dry_run: bool = False) -> int:
+def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool = False) -> int:
     """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
 
     Args:
-        path: the config. arguments: flags over it. fresh: forget what the run has done. dry_run: show the resolved config only.
+        source: where the config comes from. fresh: forget what the run has done. dry_run: show the resolved config only.
 
     Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
-    config = checked_config(path, arguments, starts=True, fresh=fresh)
+    config = checked_config(source, starts=True, fresh=fresh)
     if dry_run:
         console.file.write(config_toml.dump(config))
         return exit_codes.DONE
@@ -100,7 +100,7 @@ def up(path: Path, arguments: list[str], console: Console, *, fresh: bool = Fals
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:
     """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
-    config = checked_config(path, arguments)
+    config = checked_config(Source.of(path, arguments))
     if config.debug.trains_only:
         raise ConfigError(DUMPS, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
     given = server_checks.given_servers()

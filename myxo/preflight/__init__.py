@@ -9,6 +9,7 @@ and stands in a table below. None needs a GPU; all together take seconds.
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from myxo.preflight import (
     data_checks,
@@ -20,11 +21,13 @@ from myxo.preflight import (
     model_checks,
     objective_checks,
     package_checks,
+    reward_checks,
     server_checks,
     shape_checks,
 )
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
+from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig, read
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
@@ -61,6 +64,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
 
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
+    reward_checks.check_rewards,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,
     machine_checks.check_gpus,
@@ -108,17 +112,30 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
 """Checks that are left out where nothing is generated (`load_debug_rollout_data`)."""
 
 
-def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fresh: bool = False) -> RunConfig:
-    """Returns the config with ``arguments`` (flags of `shared.config.flags`) laid over it, after all checks; its names on the hub are
-    pinned, and their files on this machine.
+class Source(NamedTuple):
+    """Where a config comes from. ``path``: its TOML file, None: there is none. ``given``: the flags over it, or the whole of it."""
+
+    path: Path | None
+    given: CommandLine
+
+    @classmethod
+    def of(cls, path: Path, arguments: list[str]) -> "Source":
+        """Returns a file with flags over it."""
+        return cls(path, flags.read(arguments))
+
+
+def checked_config(source: Source, *, starts: bool = False, fresh: bool = False) -> RunConfig:
+    """Returns the config with its flags (of `shared.config.flags`) laid over it, after all checks; its names on the hub are pinned, and
+    their files on this machine.
 
     Args:
-        starts: whether this is the machine that all services start on. fresh: whether what the run has done so far is to be removed.
+        source: where it comes from. starts: whether this is the machine that all services start on. fresh: whether what the run has done so
+            far is to be removed.
 
     Raises ConfigError, or Problems of several.
     """
-    given = flags.read(arguments)
-    problems = given.problems
+    path, given = source
+    problems = list(given.problems)
     try:
         config, found, notes = read(path, given.overrides)
         problems += found
@@ -126,8 +143,11 @@ def checked_config(path: Path, arguments: list[str], *, starts: bool = False, fr
             hub = Hub.of()
             config = server_checks.pinned(config, hub, fresh=fresh)
             inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
-            rollout = {"rollout": epochs.settled(inspection)}
-            inspection.config, config = inspection.config.model_copy(update=rollout), config.model_copy(update=rollout)
+            rollout, steps = epochs.settled(inspection), epochs.sft_steps(inspection)
+            inspection.config, config = (
+                known.model_copy(update={"rollout": rollout, "sft": known.sft.model_copy(update=steps)})
+                for known in (inspection.config, config)
+            )
             inspection.frozen = config
             os.environ.update(given.environment)
             problems += inspect(inspection, [] if problems else [*given.notes, *notes])

@@ -92,7 +92,7 @@ def check_demonstrations(inspection: Inspection) -> Findings:
                     break
         return _unread("sft.sft_data", count, len(demonstrations), "demonstrations", "the trainer"), 0
 
-    budget = config.trainer.micro_batch_tokens
+    budget = config.longest_sample
     settings = [config.sft.model_dump(mode="json"), config.data.tool_key, config.data.apply_chat_template_kwargs, budget]
     note, _ = _once(inspection, config.sft.sft_data, settings, read)
     yield from [Note(note)] if note is not None else []

@@ -2,9 +2,11 @@
 
 from myxo.preflight.inspection import Inspection
 from shared.config.rollout_section import RolloutSection
+from shared.data.demonstrations import DemonstrationFile
 from shared.runtime.errors import ConfigError
 
 FIELD = "rollout.num_epoch"
+SFT_FIELD = "sft.sft_num_epoch"
 
 
 def settled(inspection: Inspection) -> RolloutSection:
@@ -24,3 +26,19 @@ def settled(inspection: Inspection) -> RolloutSection:
         expected = f"enough prompts for a batch: {len(prompts)} are fewer than rollout_batch_size = {rollout.rollout_batch_size}"
         raise ConfigError(FIELD, epochs, expected)
     return rollout.model_copy(update={"num_rollout": epochs * steps, "num_rollout_per_epoch": steps})
+
+
+def sft_steps(inspection: Inspection) -> dict[str, int]:
+    """Returns the field with the steps that the epochs of the run's demonstrations come to; nothing where they are not told, or the
+    demonstrations cannot be opened, which a check reports.
+
+    Raises ConfigError for demonstrations that make no batch.
+    """
+    sft, tokenizer = inspection.config.sft, inspection.tokenizer
+    if (epochs := sft.sft_num_epoch) is None or tokenizer is None or not inspection.there(sft.sft_data):
+        return {}
+    rows = len(DemonstrationFile(inspection.config, tokenizer))
+    if not (steps := rows // sft.sft_batch_size):
+        expected = f"enough demonstrations for a batch: {rows} are fewer than sft_batch_size = {sft.sft_batch_size}"
+        raise ConfigError(SFT_FIELD, epochs, expected)
+    return {"sft_steps": epochs * steps}

@@ -60,7 +60,7 @@ def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit
 def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> Findings:
     """Yields a budget of tokens that a sample could exceed: the trainer would refuse it, the batch with it, and the next one."""
     trainer, response = inspection.config.trainer, inspection.config.rollout.rollout_max_response_len
-    longest, ranks, budget = prompt + response, trainer.context_parallel_size, trainer.micro_batch_tokens
+    longest, ranks, budget = prompt + response, trainer.context_parallel_size, inspection.config.longest_sample
     if limit is not None:
         longest = min(longest, limit.tokens)
     if longest <= budget:

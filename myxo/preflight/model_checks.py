@@ -110,7 +110,7 @@ def check_training(inspection: Inspection) -> Findings:
     config, trainer, sft, actor = inspection.config, inspection.config.trainer, inspection.config.sft, inspection.architecture
     try:
         if sft.sft_data is not None:
-            LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style)
+            sft.schedule  # noqa: B018
     except ConfigError as error:
         yield ConfigError(error.field.replace("trainer.lr_", "sft.sft_"), error.value, error.expected)
     steps = config.rollout.num_rollout * trainer.num_steps_per_rollout

@@ -7,14 +7,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shared.config.run_config import RunConfig
+from shared.config.run_config import RunConfig, section_model
 from shared.data.data_files import DataFile
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 
 
 def dump(config: RunConfig) -> str:
-    """Returns every field of every section. Fields without a value stand as comments, for TOML has no null."""
+    """Returns every field of every section. Fields without a value stand as comments, for TOML has no null; where they have one by default,
+    as an empty text."""
     blocks = []
     for section in type(config).model_fields:
         lines, tables = [f"[{section}]"], list[str]()
@@ -24,7 +25,8 @@ def dump(config: RunConfig) -> str:
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 tables += [_table(f"[[{section}.{field}]]", item) for item in value]
             else:
-                lines.append(f"# {field} = none" if value is None else f"{field} = {_value(value)}")
+                none = f"# {field} = none" if section_model(section).model_fields[field].default is None else f'{field} = ""'
+            lines.append(none if value is None else f"{field} = {_value(value)}")
         blocks += ["\n".join(lines), *tables]
     return "\n\n".join(blocks) + "\n"
 

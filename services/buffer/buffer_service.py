@@ -84,7 +84,7 @@ class Buffer:
             eval_sets={name: len(held_out) for name, held_out in prompts.heldout.items()},
             passes=config.monitoring.passrate_threshold,
             has_critic=config.algorithm.has_critic,
-            longest_sample=config.trainer.micro_batch_tokens,
+            longest_sample=config.longest_sample,
             message_bytes=service.bus.message_limit,
             rollout_only=config.debug.debug_rollout_only,
         )

@@ -37,7 +37,7 @@ class TaskOutcomes:
         Raises BadMessage for samples that are too large, or too long to be trained, and as `Teachers.taught` does.
         """
         if not is_evaluation(task.group):
-            samples = fitted(samples, self._config.trainer.micro_batch_tokens, self._config.rollout.overlong_samples)
+            samples = fitted(samples, self._config.longest_sample, self._config.rollout.overlong_samples)
             if self._teachers is not None:
                 samples = await self._teachers.taught(samples)
         return Generated(

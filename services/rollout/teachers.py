@@ -2,13 +2,15 @@
 
 A sample's teachers are those that its prompt's metadata names under `algorithm.opd_teacher_key` (a name, a list of names, or names with
 weights), else all, with `opd_teacher_weights`. Weights count relative to one another. What the trainer gets in the sample's attributes,
-``teacher_log_probs``, is the weighted mean of the teachers' log-probs: with it the reverse KL is the weighted mean of the KLs to them.
+``teacher_log_probs``, is the weighted mean of the teachers' log-probs: with it the reverse KL is the weighted mean of the KLs to them. With
+`opd_top_k` = k come each teacher's k most probable entries, side by side: ``teacher_top_ids`` and ``teacher_top_log_probs``, [R, M k], with
+the teachers' weights in ``teacher_top_shares``, [M].
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
@@ -20,7 +22,7 @@ from shared.environment import environment_url
 from shared.runtime.errors import BadMessage, DeadlineExceeded, nearest
 from shared.schema.sample import LOG_PROBS, Sample
 
-ATTRIBUTE = "teacher_log_probs"
+ATTRIBUTE, IDS, ENTRIES, SHARES = "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 """Seconds between tries while a teacher cannot be reached or is at fault."""
@@ -95,9 +97,22 @@ class Teachers:
 
     async def _taught(self, sample: Sample) -> Sample:
         weights, deadline = weights_of(self._objective, sample.metadata), self._objective.opd_teacher_timeout
-        found = await asyncio.gather(*(self._teachers[name].log_probs(sample, deadline) for name in weights))
-        mean = sum(weight * log_probs.astype(np.float64) for weight, log_probs in zip(weights.values(), found, strict=True))
-        return replace(sample, attributes={**sample.attributes, ATTRIBUTE: np.asarray(mean, np.float32)})
+        found = await asyncio.gather(*(self._teachers[name].asked(sample, self._objective.opd_top_k, deadline) for name in weights))
+        mean = sum(weight * given.log_probs.astype(np.float64) for weight, given in zip(weights.values(), found, strict=True))
+        attributes = {**sample.attributes, ATTRIBUTE: np.asarray(mean, np.float32)}
+        if self._objective.opd_top_k:
+            attributes[IDS] = np.concatenate([given.ids for given in found], 1)
+            attributes[ENTRIES] = np.concatenate([given.entries for given in found], 1)
+            attributes[SHARES] = np.array(list(weights.values()), np.float32)
+        return replace(sample, attributes=attributes)
+
+
+class _Given(NamedTuple):
+    """What a teacher gives of a response: log_probs, float32 [R]; its top entries, ids int32 and entries float32 (log-probs), [R, k]."""
+
+    log_probs: NDArray[np.float32]
+    ids: NDArray[np.int32]
+    entries: NDArray[np.float32]
 
 
 class _Teacher:
@@ -108,16 +123,16 @@ class _Teacher:
         self._url = address.url.removesuffix("/generate") + "/generate"
         self._shown, self._session, self._room = f"{name} at {address.shown}", session, asyncio.Semaphore(concurrency)
 
-    async def log_probs(self, sample: Sample, deadline: float) -> NDArray[np.float32]:
-        """Returns its log-probs of the sample's response, float32 [R]. Asks again, until the deadline, while it is away or at fault."""
+    async def asked(self, sample: Sample, k: int, deadline: float) -> _Given:
+        """Returns what it says of the sample's response. Asks again, until the deadline, while it is away or at fault."""
         if not len(sample.response):
-            return np.zeros(0, np.float32)
-        body, pause, reason = orjson.dumps(_request(sample), option=orjson.OPT_SERIALIZE_NUMPY), FIRST_PAUSE, "it did not answer"
+            return _Given(np.zeros(0, np.float32), np.zeros((0, k), np.int32), np.zeros((0, k), np.float32))
+        body, pause, reason = orjson.dumps(_request(sample, k), option=orjson.OPT_SERIALIZE_NUMPY), FIRST_PAUSE, "it did not answer"
         try:
             async with asyncio.timeout(deadline), self._room:
                 while True:
                     try:
-                        return self._read(await self._answer(body, sample), sample)
+                        return self._read(await self._answer(body, sample), sample, k)
                     except _Again as failed:
                         reason = str(failed)
                     await asyncio.sleep(pause)
@@ -140,25 +155,31 @@ class _Teacher:
             raise _Again(words)
         raise TeacherFailed(self._shown, sample.name, words)
 
-    def _read(self, answer: bytes, sample: Sample) -> NDArray[np.float32]:
+    def _read(self, answer: bytes, sample: Sample, k: int) -> _Given:
+        length, what = len(sample.response), "input_token_logprobs"
         try:
-            entries = orjson.loads(answer)["meta_info"]["input_token_logprobs"][-len(sample.response) :]
-            values = np.array([entry[0] for entry in entries], np.float64)
-            tokens = np.array([entry[1] for entry in entries], np.int64)
+            found = orjson.loads(answer)["meta_info"]
+            values = np.array([entry[0] for entry in found[what][-length:]], np.float64)
+            tokens = np.array([entry[1] for entry in found[what][-length:]], np.int64)
+            what = "input_top_logprobs"
+            top = [[entry[:2] for entry in entries] for entries in found[what][-length:]] if k else [[]] * length
+            entries = np.array(top, np.float64).reshape(length, k, 2)
         except (ValueError, TypeError, LookupError, OverflowError):
-            raise TeacherFailed(self._shown, sample.name, f"gave no input_token_logprobs: {answer[:80]!r}") from None
-        if (problem := _problem(values, tokens, sample)) is not None:
+            missing = f"gave no {what}{f' of {k} entries' if k else ''}: {answer[:80]!r}"
+            raise TeacherFailed(self._shown, sample.name, missing) from None
+        if (problem := _problem(values, tokens, sample) or _top_problem(entries)) is not None:
             raise TeacherFailed(self._shown, sample.name, problem)
-        return values.astype(np.float32)
+        return _Given(values.astype(np.float32), entries[..., 1].astype(np.int32), entries[..., 0].astype(np.float32))
 
 
-def _request(sample: Sample) -> dict[str, Any]:
+def _request(sample: Sample, k: int) -> dict[str, Any]:
     """Returns what SGLang's ``/generate`` is asked: log-probs of given tokens, from the last of the prompt on, and no new ones."""
     return {
         "input_ids": np.concatenate([sample.prompt, sample.response]),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         "logprob_start_len": len(sample.prompt) - 1,
+        "top_logprobs_num": k,
     }
 
 
@@ -172,9 +193,23 @@ def _problem(values: NDArray[np.float64], tokens: NDArray[np.int64], sample: Sam
     if others.any():
         at = int(np.argmax(others))
         return f"gave the log-prob of token {tokens[at]} at {at}, not of the response's {sample.response[at]}: is its vocabulary another?"
-    least, most = LOG_PROBS
-    wrong = ~((values >= least) & (values <= most))
+    wrong = _not_log_probs(values)
     if wrong.any():
         at = int(np.argmax(wrong))
         return f"gave the log-prob {values[at]} at {at}; expected a finite number, at most 0"
     return None
+
+
+def _top_problem(entries: NDArray[np.float64]) -> str | None:
+    """Returns what is wrong with top entries, [R, k, 2]: log-probs and ids."""
+    ids = entries[..., 1]
+    wrong = _not_log_probs(entries[..., 0]) | ~((ids >= 0) & (ids < 2**31))
+    if not wrong.any():
+        return None
+    at, place = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+    return f"gave (log-prob, id) {entries[at, place].tolist()} as entry {place} at {at}; expected a finite number, at most 0, and an id"
+
+
+def _not_log_probs(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    least, most = LOG_PROBS
+    return ~((values >= least) & (values <= most))

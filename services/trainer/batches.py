@@ -18,8 +18,10 @@ from services.trainer.packing import NO_VERSION, BadSample, PackedBatch, collect
 from services.trainer.partition import Partition, Placement
 from services.trainer.placement import balance
 from services.trainer.shard_reader import Shard
+from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
+from shared.schema.overlong import NO_LIMIT
 from shared.schema.sample import Sample
 
 TEACHER = "teacher_log_probs"
@@ -155,12 +157,16 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
 
 
 def demonstration_micro_batches(
-    samples: Sequence[Sample], objective: AlgorithmSection, *, dp_rank: int, dp_size: int, max_tokens: int
+    samples: Sequence[Sample], objective: AlgorithmSection, *, dp_rank: int, dp_size: int, max_tokens: int, alone: bool = False
 ) -> list[PackedBatch]:
-    """Returns this rank's micro-batches of demonstrations, which every rank holds. Raises SampleTooLong."""
+    """Returns this rank's micro-batches of demonstrations, which every rank holds. Raises SampleTooLong.
+
+    ``alone``: a demonstration of more than ``max_tokens`` tokens is a micro-batch by itself.
+    """
+    most = max_tokens if alone else NO_LIMIT
     trained = [int(np.count_nonzero(sample.mask)) for sample in samples]
     weights = sample_weights(trained, [sample.name for sample in samples], objective.reducer, objective.loss_divisor).tolist()
-    placement = balance([sample.length for sample in samples], dp_size, max_tokens)
+    placement = balance([min(sample.length, most) for sample in samples], dp_size, max_tokens)
     return [pack([samples[index] for index in indices], [weights[index] for index in indices]) for indices in placement[dp_rank]]
 
 
@@ -190,13 +196,16 @@ def _micro_batch(indices: list[int], shard: Shard, weights: Mapping[int, float],
     packed = pack(samples, [weights[index] for index in indices])
     if objective.use_opd and objective.opd_type == "sglang":
         packed = packed.with_fields(**{TEACHER: spread(samples, [_teacher_log_probs(sample) for sample in samples], TEACHER)})
+    if objective.opd_top_k:
+        packed = packed.with_fields(**top_k_fields(samples, objective.opd_top_k))
     return MicroBatch(indices, samples, packed)
 
 
 def _masked(item: MicroBatch, masks: Sequence[Tensor]) -> MicroBatch:
     samples = [replace(sample, mask=sample.mask & mask.numpy()) for sample, mask in zip(item.samples, masks, strict=True)]
     kept = spread(item.samples, [mask.float() for mask in masks], "loss_masks")
-    fields = {name: values.where(kept > 0, NO_VERSION if name == "versions" else 0) for name, values in item.packed.fields.items()}
+    columns = {name: kept > 0 if values.dim() == 1 else (kept > 0)[:, None] for name, values in item.packed.fields.items()}
+    fields = {name: values.where(columns[name], NO_VERSION if name == "versions" else 0) for name, values in item.packed.fields.items()}
     return MicroBatch(item.indices, samples, replace(item.packed, loss_mask=item.packed.loss_mask * kept, fields=fields))
 
 

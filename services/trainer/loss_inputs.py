@@ -23,7 +23,8 @@ from services.trainer.objective.advantage import (
 )
 from services.trainer.objective.correction import Statistics, batch_statistics
 from services.trainer.objective.custom_objective import ADVANTAGE, REWARDS, CustomFunctions
-from services.trainer.objective.loss import loss_of
+from services.trainer.objective.distillation import DistillationLoss
+from services.trainer.objective.loss import ActorLoss, PolicyLoss, loss_of
 from services.trainer.partition import Partition
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookSample
@@ -82,8 +83,10 @@ class LossInputs:
         if needs(self._objective).statistics:
             packed = [item.packed for item in batch.steps[step]]
             statistics = batch_statistics(self._objective, packed, lambda own: gathered(own, *runtime.data_parallel(), self._total))
-        found = loss_of(self._objective, self._custom, batch.version, statistics, batch.denominators[step])
-        return cast(LossFunction, found)  # a custom loss takes logits, and has an attribute for that
+        found: ActorLoss | DistillationLoss = loss_of(self._objective, self._custom, batch.version, statistics, batch.denominators[step])
+        if self._objective.opd_top_k and isinstance(found, PolicyLoss):
+            found = DistillationLoss(found)
+        return cast(LossFunction, found)  # some take more than log-probs, and have an attribute for that
 
     def _advantages(self, batch: TrainBatch, masks: Sequence[Tensor]) -> Advantages:
         """Returns the advantages of this rank's samples before distillation and whitening."""

@@ -134,6 +134,11 @@ def spread(samples: Sequence[Sample], values: Sequence[Tensor], field: str) -> T
     return packed
 
 
+def places(samples: Sequence[Sample]) -> tuple[int, list[slice]]:
+    """Returns T of the micro-batch that ``pack`` makes of samples, and where each one's response tokens are predicted."""
+    return sum(sample.length for sample in samples) or _FILLER_TOKENS, [predicting for _, _, predicting in _layout(samples)]
+
+
 def collect(samples: Sequence[Sample], packed: Tensor) -> list[Tensor]:
     """Returns the response tokens' values in a micro-batch's [T]: a view [R] for each of the samples that ``pack`` laid out."""
     return [packed[predicting] for _, _, predicting in _layout(samples)]

@@ -61,16 +61,19 @@ class Partition:
         return [reward for group in self.batch.groups for reward in group.rewards]
 
 
-def partition_batch(batch: Batch, optimizer_steps: int, dp_size: int, max_tokens: int, cost: Cost = float) -> Partition:
+def partition_batch(
+    batch: Batch, optimizer_steps: int, dp_size: int, max_tokens: int, cost: Cost = float, longest: int | None = None
+) -> Partition:
     """Partitions a batch among optimizer steps, ranks and micro-batches.
 
     Args:
-        max_tokens: the most tokens of a micro-batch.
+        max_tokens: the most tokens of a micro-batch. longest: the most of a sample, default: as many; a sample of more tokens than a
+            micro-batch holds is one by itself.
 
     Raises:
-        Untrainable: references that do not say how long their samples are, and samples over ``max_tokens``.
+        Untrainable: references that do not say how long their samples are, and samples over ``longest``.
     """
-    if refused := [found for group in batch.groups if (found := _refused(group, max_tokens)) is not None]:
+    if refused := [found for group in batch.groups if (found := _refused(group, longest or max_tokens)) is not None]:
         raise Untrainable(batch.step, refused)
     groups = enumerate(batch.groups)
     items = [PartitionItem(index, position, tokens) for index, group in groups for position, tokens in enumerate(group.payload.tokens)]
@@ -102,5 +105,6 @@ def parts(trained: Sequence[bool], count: int) -> list[range]:
 def _placed(part: range, items: list[PartitionItem], dp_size: int, max_tokens: int, cost: Cost) -> Placement:
     chosen = [items[index] for index in part]
     lengths = [item.tokens for item in chosen]
-    placement = balance(lengths, dp_size, max_tokens, costs=[cost(length) for length in lengths], units=[item.group for item in chosen])
+    filled = [min(length, max_tokens) for length in lengths]
+    placement = balance(filled, dp_size, max_tokens, costs=[cost(length) for length in lengths], units=[item.group for item in chosen])
     return [[[part.start + index for index in micro_batch] for micro_batch in rank] for rank in placement]

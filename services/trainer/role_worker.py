@@ -90,7 +90,7 @@ class RoleWorker:
         self._skipped = 0
         architecture = self._actor.architecture
         self._operations = cache(lambda tokens: flops.training(architecture, [tokens], value_head=role == "critic"))
-        self._max_tokens = config.trainer.micro_batch_tokens
+        self._max_tokens, self._longest = config.trainer.micro_batch_tokens, config.longest_sample
 
     def close(self) -> None:
         """Closes groups, files and connections."""
@@ -138,7 +138,7 @@ class RoleWorker:
 
     def _partition(self, batch: Batch) -> Partition:
         optimizer_steps = self._config.trainer.num_steps_per_rollout
-        return partition_batch(batch, optimizer_steps, self._actor.data_parallel_size, self._max_tokens, self._operations)
+        return partition_batch(batch, optimizer_steps, self._actor.data_parallel_size, self._max_tokens, self._operations, self._longest)
 
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
         """Takes the batch's optimizer steps in order."""

@@ -86,7 +86,7 @@ class RolloutRecorder:
             self._finish(batch, started, attest([]))
             return True
         try:
-            partition = partition_batch(batch, 1, 1, self._config.trainer.micro_batch_tokens)
+            partition = partition_batch(batch, 1, 1, self._config.trainer.micro_batch_tokens, longest=self._config.longest_sample)
             shard = self._reader.take(partition)
         except Untrainable as error:
             self._log.warning("step_refused", step=error.step, error=str(error))

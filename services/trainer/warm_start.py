@@ -6,7 +6,6 @@ from services.trainer.actor import Actor, StepResult
 from services.trainer.batches import demonstration_micro_batches
 from services.trainer.objective.loss import SftLoss
 from shared.config.algorithm import AlgorithmSection
-from shared.config.learning_rate import LearningRateSchedule
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.row_order import MixedOrder
@@ -24,12 +23,13 @@ def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSe
     """
     sft, file = config.sft, DemonstrationFile(config, Tokenizer(config.model.hf_checkpoint))
     order = MixedOrder([len(file)], [1.0], shuffle=True, seed=config.trainer.seed)
-    actor.reset_optimizer(LearningRateSchedule(sft.sft_lr, 0.0, sft.sft_warmup_iters, sft.sft_steps, sft.sft_lr_decay_style))
+    actor.reset_optimizer(sft.schedule)
+    alone = config.longest_sample > max_tokens
     rank, ranks = actor.data_parallel_rank, actor.data_parallel_size
     for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
         samples = [file[order.row(index)] for index in range(first, first + sft.sft_batch_size)]
         for sample in samples:
             sample.check(SampleLimits(vocabulary=actor.architecture.vocab_size))
-        micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens)
+        micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens, alone=alone)
         yield actor.train_step(micro_batches, SftLoss(), temperature=1.0)
     actor.reset_optimizer()

@@ -1,8 +1,8 @@
 """`[data]`: prompts and how they are read."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shared.config.file_fields import WeightedFiles
 from shared.config.section import LARGEST_SEED, Section, hook
@@ -19,7 +19,9 @@ class DataSection(Section):
     )
     data_source: str | None = hook("that makes a source of prompts")
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")
-    label_key: str | None = Field(default="label", description="key of the reference answer")
+    label_key: Annotated[str | None, BeforeValidator(lambda given: None if given == "" else given)] = Field(
+        default="label", description='key of the reference answer; none, or "" in TOML: prompts have none'
+    )
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
     tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
     apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")

@@ -33,11 +33,13 @@ class CommandLine:
 
     Args:
         overrides: what they set. problems: a ConfigError for each flag that cannot be taken; it takes its values with it.
+        renamed: fields that flags under other names set; a field's own flag wins over them.
         notes: lines for the user: flags under other names, without effect, or given twice. environment: variables for the services.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
     problems: list[BadInput] = dataclasses.field(default_factory=list)
+    renamed: slime_flags.Fields = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -78,6 +80,8 @@ def read(arguments: list[str]) -> CommandLine:
             last = " ".join([value, *words[1:]]).strip()
             given.notes.append(f"{flag} is given twice: {last} counts, the last")
         seen[flag] = words
+    for name, renamed in given.renamed.items():
+        given.overrides.setdefault(owners[name], {}).setdefault(name, renamed)
     return given
 
 
@@ -98,17 +102,17 @@ def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> N
         engine = given.overrides.setdefault("rollout", {}).setdefault("sglang", {})
         engine[flag.removeprefix(SGLANG)] = True if not words else words[0] if len(words) == 1 else words
     elif positive in owners:
-        if bool not in _kinds(section_model(owners[positive]).model_fields[positive].annotation):
+        if not is_switch(positive):
             raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
         given.set(owners[positive], positive, False)
     elif (entry := slime_flags.find(name)) is not None:
-        _slime(flag, name, entry, own, rest, owners, given)
+        _slime(flag, name, entry, own, rest, given)
     else:
         megatron_name, value = _megatron(flag, name, text if equals else None, rest)
         given.overrides.setdefault("trainer", {}).setdefault("megatron", {})[megatron_name] = value
 
 
-def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list[str], owners: dict[str, str], given: CommandLine) -> None:
+def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list[str], given: CommandLine) -> None:
     """Reads a flag of slime's that is no field. Raises ConfigError."""
     if own is None and slime_flags.is_switch(entry) and not _next_is(rest, "true", "false"):
         words = ["true"]
@@ -119,8 +123,7 @@ def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list
         found = slime_flags.translate(name, entry, value)
     except ValueError as error:
         raise ConfigError(flag, " ".join(words), str(error)) from None
-    for field_name, field_value in found.fields.items():
-        given.set(owners[field_name], field_name, field_value)
+    given.renamed |= found.fields
     given.notes += [note for note in found.notes if note not in given.notes]
     given.environment |= found.environment
 
@@ -202,6 +205,11 @@ def _choices(annotation: Any) -> set[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
         return {choice for argument in get_args(annotation) for choice in _choices(argument)}
     return set(get_args(annotation)) if get_origin(annotation) is Literal else set()
+
+
+def is_switch(field: str) -> bool:
+    """Returns whether a field's flag may stand without a value, and has an opposite."""
+    return bool in _kinds(section_model(field_sections()[field]).model_fields[field].annotation)
 
 
 def flags() -> list[str]:

@@ -95,7 +95,8 @@ class RolloutSection(Section):
     overlong_samples: OverlongPolicy = Field(
         default="mask",
         description="a sample of more tokens than max_tokens_per_gpu x context_parallel_size, as an agent may make: truncate trains the "
-        "beginning of its response, mask nothing of it (its reward counts in the group), drop gives its group up",
+        "beginning of its response, mask nothing of it (its reward counts in the group), drop gives its group up, alone trains it "
+        "whole, in a micro-batch of its own, as slime does",
     )
     rollout_stop: list[str] = Field(default=[], description="stop strings")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from shared.config import megatron_flags, presets, slime_flags
+from shared.config import megatron_flags, presets, slime_flags, slime_functions
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.config_layers import Known, Layers, in_file
@@ -37,6 +37,7 @@ from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.runtime.errors import BadInput, ConfigError, nearest, problems_of, raise_problems
+from shared.schema.overlong import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 """Fields that hold the path of a model, or its name on the hub."""
@@ -153,6 +154,11 @@ class RunConfig(Section):
                 yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
 
     @property
+    def longest_sample(self) -> int:
+        """Returns the most tokens of a sample that is trained."""
+        return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
     def trained(self) -> Path:
         """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name
@@ -177,7 +183,7 @@ class RunConfig(Section):
         return sorted({*self.reward.queues(), *custom})
 
 
-class Reading(NamedTuple):
+class ConfigReading(NamedTuple):
     """A config as it was read.
 
     Args:
@@ -270,7 +276,7 @@ COMMAND_LINE = Path("the command line")
 """The origin of values in no file."""
 
 
-def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> Reading:
+def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> ConfigReading:
     """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
 
     ``path``: None: the overrides are all there is. Raises ConfigError for a file that cannot be read.
@@ -280,13 +286,14 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
         layers.read(path)
     layers.lay(overrides or {}, origin)
     _lay_custom_config(layers)
+    layers.notes += slime_functions.settle(layers.values)
     problems = layers.problems
     try:
         _read_eval_config(layers)
-        return Reading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
+        return ConfigReading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
     except BadInput as error:
         found = _without_consequences(problems_of(error), problems)
-        return Reading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
+        return ConfigReading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
 
 
 def _lay_custom_config(layers: Layers) -> None:

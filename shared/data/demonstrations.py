@@ -62,7 +62,7 @@ class DemonstrationFile:
             raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "names no eos token for demonstrations to end with")
         self._rows = open_rows(config.sft.sft_data, "sft.sft_data")
         self._sft, self._data, self._tokenizer = config.sft, config.data, tokenizer
-        self._most = config.trainer.micro_batch_tokens
+        self._most = config.longest_sample
 
     def __len__(self) -> int:
         return len(self._rows)

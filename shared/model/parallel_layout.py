@@ -127,7 +127,7 @@ def _expert_problems(a: Architecture, layout: ParallelLayout) -> Iterator[Config
     if a.experts is None:
         if layout.expert > 1:
             yield ConfigError(size, layout.expert, f"1; {a.model_type} has no experts")
-        if layout.expert_tensor not in (None, layout.tensor):
+        if layout.expert_tensor not in (None, 1, layout.tensor):
             yield ConfigError(tensor_size, layout.expert_tensor, f"none; {a.model_type} has no experts")
         return
     if a.experts.count % layout.expert:

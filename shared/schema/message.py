@@ -60,9 +60,10 @@ class Message(Part):
         if not isinstance(fields, dict):
             raise BadMessage(f"expected a {cls.__name__} message, got a {type(fields).__name__}")
         schema, kind = fields.pop("schema", None), fields.pop("kind", None)
-        if schema != SCHEMA:
-            raise BadMessage(f"{kind or cls.__name__}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
-        model = Message.kinds.get(str(kind))
+        if type(schema) is not int or schema != SCHEMA:  # an array, which cannot be asked whether it equals a number, too
+            named = kind if isinstance(kind, str) else cls.__name__
+            raise BadMessage(f"{named}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
+        model = Message.kinds.get(kind) if isinstance(kind, str) else None
         if model is None or not issubclass(model, cls) or model.__subclasses__():  # a base is no kind of its own
             raise BadMessage(f"message kind {kind!r} where {cls.__name__} was expected")
         try:

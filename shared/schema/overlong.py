@@ -9,7 +9,10 @@ import numpy as np
 from shared.runtime.errors import BadMessage
 from shared.schema.sample import Sample
 
-OverlongPolicy = Literal["truncate", "mask", "drop"]
+OverlongPolicy = Literal["truncate", "mask", "drop", "alone"]
+
+NO_LIMIT = 1 << 31
+"""The most tokens of a sample where the policy is ``alone``: a longer sample than a micro-batch holds is one by itself."""
 
 
 def too_long(tokens: int, longest: int) -> str:

@@ -56,6 +56,43 @@ def log_probs_and_entropy(
     return log_probs, entropy if need_entropy else None
 
 
+def candidate_log_probs(
+    logits: Tensor, labels: Tensor, log_probs: Tensor, candidates: Tensor, vocabulary: VocabularySlice, temperature: float
+) -> Tensor:
+    """Returns the log-probabilities of several candidates for each label: float32 [T, C], differentiable.
+
+    They follow from the label's: ``log p_c = log p_label + x_c - x_label``.
+
+    Args:
+        logits, labels, temperature: as `log_probs_and_entropy` takes them. log_probs: what that gave, [T]. candidates: int64 [T, C].
+    """
+    picked = _PickedLogits.apply(logits, torch.cat([candidates, labels[:, None]], 1), vocabulary) / temperature
+    return log_probs[:, None] + picked[:, :-1] - picked[:, -1:]
+
+
+class _PickedLogits(torch.autograd.Function):
+    """Gathers logits [T, C] by ids of the whole vocabulary; each rank has some of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, vocabulary: VocabularySlice) -> Tensor:
+        local = ids - vocabulary.start
+        mine = (local >= 0) & (local < vocabulary.width)
+        local = local.clamp(0, max(0, logits.size(1) - 1))
+        picked = torch.where(mine, logits.gather(1, local).float(), 0.0)
+        if vocabulary.group.size() > 1:
+            dist.all_reduce(picked, group=vocabulary.group)
+        ctx.save_for_backward(local, mine)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return picked
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        local, mine = ctx.saved_tensors
+        result = torch.zeros(ctx.shape, dtype=torch.float32, device=gradient.device)
+        result.scatter_add_(1, local, torch.where(mine, gradient, 0.0))
+        return result.to(ctx.dtype), None, None
+
+
 def _chunks(logits: Tensor) -> Iterator[slice]:
     rows = max(1, _CHUNK_ELEMENTS // max(1, logits.size(1)))
     for first in range(0, logits.size(0), rows):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
+from services.trainer.megatron.likelihood import VocabularySlice, candidate_log_probs, log_probs_and_entropy
 from services.trainer.megatron.packed_sequences import ModelInput, model_input
 from services.trainer.megatron.runtime import anywhere, device, gather_json, round_up
 from services.trainer.packing import PackedBatch, pack
@@ -27,7 +27,8 @@ already hold the denominators.
 
 A critic's loss function takes ``values [T]`` in place of the log-probs, and no entropy. A function whose attribute
 ``takes_logits`` is true is called as ``(logits [T, V / tensor-parallel ranks], batch)``, in the model's dtype and divided by
-the temperature; where the ranks do not divide the vocabulary, the last rows of the last ones are padding.
+the temperature; where the ranks do not divide the vocabulary, the last rows of the last ones are padding. A function with an attribute
+``candidates`` names a field [T, C] of the micro-batch, ids of tokens, and gets their log-probs [T, C] as its last argument.
 
 Whatever the layout, a loss function sees whole sequences in the pack's order. Ranks that share a model or a sequence compute
 the same loss; it counts once."""
@@ -97,6 +98,9 @@ def _loss(
             loss, metrics = apply(given.whole(output.squeeze(1)), None, batch)
         elif getattr(loss_fn, "takes_logits", False):
             loss, metrics = apply(given.whole(output) / temperature, batch)
+        elif (field := getattr(loss_fn, "candidates", None)) is not None:
+            likelihood, entropy = _likelihood(model, output, given, temperature, need_entropy)
+            loss, metrics = apply(likelihood, entropy, batch, _candidates(model, output, given, batch, likelihood, field, temperature))
         else:
             loss, metrics = apply(*_likelihood(model, output, given, temperature, need_entropy), batch)
         if loss.dim() or not loss.requires_grad:
@@ -222,6 +226,15 @@ def _likelihood(
     if given.sequences.context is None:
         return likelihood, entropy
     return given.whole(likelihood), None if entropy is None else given.whole(entropy)
+
+
+def _candidates(
+    model: MegatronModel, output: Tensor, given: ModelInput, batch: PackedBatch, likelihood: Tensor, field: str, temperature: float
+) -> Tensor:
+    """Returns the log-probs of the ids in a field [T, C] of the micro-batch: [T, C]."""
+    logits, group = given.whole(output), parallel_state.get_tensor_model_parallel_group()
+    vocabulary = VocabularySlice.of(group, logits.size(1), model.architecture.vocab_size)
+    return candidate_log_probs(logits, batch.labels, likelihood, batch.fields[field], vocabulary, temperature)
 
 
 def _reduce(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:

@@ -17,11 +17,14 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.private_endpoints import SOCKET
 from services.rollout.teachers import TeacherFailed, Teachers
 from services.trainer.objective.advantage import distilled
+from services.trainer.objective.distillation import IDS, DistillationLoss, top_k_kl
 from services.trainer.objective.loss import PolicyLoss
-from services.trainer.packing import pack, spread
+from services.trainer.packing import pack, places, spread
+from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.schema import sample as sample_codec
 from shared.schema.messages import Failed
 from shared.schema.sample import Sample
 from tests.integration.engine.bench import PROMPT, NewBench
@@ -138,6 +141,46 @@ async def test_several_teachers_by_name_and_weight(client: EngineClient, engine:
         np.testing.assert_allclose(sample.attributes["teacher_log_probs"], own - gap, atol=EXACT)
 
 
+@pytest.mark.parametrize("k", [1, 5, 100])
+async def test_a_teacher_gives_its_distribution(client: EngineClient, engine: EngineProcess, checkpoint: Checkpoints, k: int) -> None:
+    sample = train_sample(PROMPT.tolist(), [7, 8, 9])
+    async with opened(engine) as url:
+        config = objective({"one": url, "same": url}, opd_teacher_weights={"one": 3, "same": 1}, opd_top_k=k)
+        (taught,) = sample_codec.decode(sample_codec.encode(await ask(config, sample), 1 << 20))
+    with torch.no_grad():
+        sequence = torch.tensor([*PROMPT.tolist(), 7, 8, 9])[None]
+        wanted = checkpoint(0).model(sequence).logits[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
+    ids, entries = taught.attributes["teacher_top_ids"], taught.attributes["teacher_top_log_probs"]
+    assert ids.shape == entries.shape == (3, 2 * k)
+    assert taught.attributes["teacher_top_shares"].tolist() == [0.75, 0.25]
+    np.testing.assert_array_equal(ids[:, :k], ids[:, k:])
+    np.testing.assert_allclose(entries, wanted.gather(1, torch.tensor(ids).long()).numpy(), atol=EXACT)
+    np.testing.assert_allclose(entries[:, :k], wanted.topk(k).values.numpy(), atol=EXACT)
+    shares = taught.attributes["teacher_top_shares"][None].repeat(3, 0)
+    divergence = top_k_kl(torch.tensor(entries).view(3, 2, k), wanted.gather(1, torch.tensor(ids).long()).view(3, 2, k))
+    assert (torch.tensor(shares) * divergence).sum() < 1e-4  # the teacher is the policy
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([[[-1.0, 3, None]], [[-1.0, 3, None]]], "gave no input_top_logprobs of 1 entries"),
+        ([[[-1.0, 3, None]], [[-1.0, 3, None]], [[0.5, 3, None]]], "gave (log-prob, id) [0.5, 3.0] as entry 0 at 2"),
+        ([[[-1.0, 3, None]], [[-1.0, -3, None]], [[-1.0, 3, None]]], "gave (log-prob, id) [-1.0, -3.0] as entry 0 at 1"),
+        ([[[-1.0, 3, None]], None, [[-1.0, 3, None]]], "gave no input_top_logprobs of 1 entries"),
+    ],
+)
+async def test_a_distribution_is_checked(client: EngineClient, engine: EngineProcess, entries: list[Any], words: str) -> None:
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["meta_info"]["input_top_logprobs"] = entries
+        return answer
+
+    async with opened(engine, spoil=spoil) as url:
+        with pytest.raises(TeacherFailed) as error:
+            await ask(objective({"odd": url}, opd_top_k=1), train_sample(PROMPT.tolist(), [5, 6, 7]))
+    assert words in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -192,7 +235,10 @@ async def test_metadata_that_names_no_teacher_is_refused(named: Any) -> None:
         await ask(objective({"a": "http://127.0.0.1:1"}), train_sample([1], [5], metadata={"opd_teacher": named}))
 
 
-async def test_distillation_moves_the_student_to_the_teacher(client: EngineClient, engine: EngineProcess, checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize("fields", [{}, {"opd_top_k": 8, "opd_kl_coef": 0.0}], ids=["samples", "distributions"])
+async def test_distillation_moves_the_student_to_the_teacher(
+    client: EngineClient, engine: EngineProcess, checkpoint: Checkpoints, fields: dict[str, Any]
+) -> None:
     """A few steps on the student's own samples, with no other reward; the reverse KL per token is measured exactly."""
     student, teacher = copy.deepcopy(checkpoint(1).model), checkpoint(0).model
     optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
@@ -218,11 +264,12 @@ async def test_distillation_moves_the_student_to_the_teacher(client: EngineClien
 
     before = distance()
     async with opened(engine) as url:
-        config = objective({"teacher": url}, off_policy="none")
+        config = objective({"teacher": url}, off_policy="none", **fields)
         for _ in range(12):
             sequences = draw()
             responses = sequences[:, len(PROMPT) :]
-            own = forward(student, sequences).gather(2, responses[..., None])[..., 0]
+            whole = forward(student, sequences)
+            own = whole.gather(2, responses[..., None])[..., 0]
             samples = [train_sample(PROMPT.tolist(), row.tolist(), index=index) for index, row in enumerate(responses)]
             taught = await ask(config, *samples)
             gaps = [torch.tensor(sample.attributes["teacher_log_probs"]) for sample in taught]
@@ -230,7 +277,16 @@ async def test_distillation_moves_the_student_to_the_teacher(client: EngineClien
             advantages = distilled(config, [torch.zeros(length, dtype=torch.float64)] * count, list(own.detach()), gaps, masks)
             batch = pack(samples, [1 / (count * length)] * count).with_fields(advantages=spread(samples, advantages, "advantages"))
             rows = [torch.cat([torch.zeros(len(PROMPT) - 1), row, torch.zeros(1)]) for row in own]
-            loss, _ = PolicyLoss(config)(torch.cat(rows), None, batch)
+            policy = PolicyLoss(config)
+            if config.opd_top_k:
+                batch = batch.with_fields(**top_k_fields(taught, config.opd_top_k))
+                _, spans = places(samples)
+                distributions = torch.zeros(len(batch.tokens), whole.size(-1))
+                distributions[torch.cat([torch.arange(span.start, span.stop) for span in spans])] = whole.flatten(0, 1)
+                found = distributions.gather(1, batch.fields[IDS])
+                loss, _ = DistillationLoss(policy)(torch.cat(rows), None, batch, found)
+            else:
+                loss, _ = policy(torch.cat(rows), None, batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

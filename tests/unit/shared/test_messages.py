@@ -192,10 +192,16 @@ def test_what_is_not_a_row_of_token_ids_is_refused(tokens: Any) -> None:
         Task.decode(envelope("Task", prompt_tokens=tokens))
 
 
-@pytest.mark.parametrize("schema", [0, SCHEMA + 1, "1", None])
+@pytest.mark.parametrize("schema", [0, SCHEMA + 1, "1", None, True, np.empty((0, 4), np.int32), np.array([SCHEMA])], ids=repr)
 def test_another_schema_version_is_refused_with_both_versions(schema: Any) -> None:
     with pytest.raises(BadMessage, match=rf"Failed: schema version .*; this side speaks {SCHEMA}"):
         Message.decode(codec.pack({"schema": schema, "kind": "Failed", **EXAMPLES["Failed"]}))
+
+
+@pytest.mark.parametrize("kind", [7, ["Failed"], np.empty(0, np.int32), None], ids=repr)
+def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
+    with pytest.raises(BadMessage, match="where Failed was expected"):
+        messages.Failed.decode(codec.pack({"schema": SCHEMA, "kind": kind, **EXAMPLES["Failed"]}))
 
 
 @pytest.mark.parametrize("kind", ["Nonsense", None, 7])

@@ -155,6 +155,25 @@ def logit_loss(hf_dir: Path, config: dict[str, Any], from_logits: bool) -> StepR
     return model.train_step(share(model, 0), of_logits if from_logits else from_log_probs)
 
 
+def candidate_loss(hf_dir: Path, config: dict[str, Any], from_logits: bool) -> StepResult:
+    """A step on the log-probs of three candidates a token at temperature 0.7, as the actor gives them or as plain torch does."""
+    model = actor(hf_dir, temperature=0.7, **config)
+    names = "ids"
+
+    def of_candidates(log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, found: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        place = torch.arange(3.0) + 1
+        return -(batch.loss_mask[:, None] * found * place).sum() / 100, {"mean": (batch.loss_mask[:, None] * found).sum() / 100}
+
+    def of_logits(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        found = logits.float()[:, :VOCAB].log_softmax(-1).gather(1, batch.fields[names])
+        return of_candidates(found[:, 0], None, batch, found)
+
+    of_logits.takes_logits = True  # type: ignore[attr-defined]
+    of_candidates.candidates = names  # type: ignore[attr-defined]
+    batches = [batch.with_fields(ids=(batch.labels[:, None] * 7 + torch.tensor([0, 1, 2])) % VOCAB) for batch in share(model, 0)]
+    return model.train_step(batches, of_logits if from_logits else of_candidates)
+
+
 def odd_micro_batches(hf_dir: Path, config: dict[str, Any]) -> tuple[StepResult, list[Tensor]]:
     """Three micro-batches, which no even number of stages divides."""
     model = actor(hf_dir, **config)

@@ -39,3 +39,13 @@ def test_a_loss_may_take_the_logits(config, alone, hf, two_ranks):
     for step in (alone.logit_loss(hf("qwen3"), {}, from_logits=True), *two_ranks.run(rank_steps.logit_loss, hf("qwen3"), config, True)):
         assert step.loss == pytest.approx(expected.loss, abs=1e-5)
         assert step.grad_norm == pytest.approx(expected.grad_norm, abs=1e-4)
+
+
+@pytest.mark.parametrize("config", [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}])
+def test_a_loss_may_have_the_log_probs_of_candidates(config, alone, hf, two_ranks):
+    expected = alone.candidate_loss(hf("qwen3"), {}, from_logits=True)
+    ranks = two_ranks.run(rank_steps.candidate_loss, hf("qwen3"), config, False)
+    for step in (alone.candidate_loss(hf("qwen3"), {}, from_logits=False), *ranks):
+        assert step.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert step.metrics["mean"] == pytest.approx(expected.metrics["mean"], abs=1e-5)
+        assert step.grad_norm == pytest.approx(expected.grad_norm, abs=1e-4)

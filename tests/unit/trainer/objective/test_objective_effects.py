@@ -49,6 +49,8 @@ ELSEWHERE = {
     "opd_type": "where the teacher's log-probs come from",
     "opd_teacher_load": "where the teacher's log-probs come from",
     "opd_teachers": "where the teacher's log-probs come from",
+    "opd_top_k": "services.trainer.loss_inputs adds the distillation's loss",
+    "opd_top_k_coef": "services.trainer.loss_inputs adds the distillation's loss",
     "opd_teacher_weights": "which teachers a prompt has",
     "opd_teacher_key": "which teachers a prompt has",
     "opd_teacher_timeout": "how long a teacher is waited for",

@@ -1,0 +1,59 @@
+"""Distillation of the teachers' distributions, where they give more than the log-probs of the tokens that were drawn: `opd_top_k`.
+
+A token has the k most probable entries of each of its teachers. All other entries count as one, for the teacher and for the policy, so that
+what is compared are two distributions: the divergence is 0 where they are equal, and with k = V it is the KL of the whole ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.objective.loss import PolicyLoss
+from services.trainer.objective.tokens import MaskedTokens, Metrics
+from services.trainer.packing import PackedBatch
+
+IDS, LOG_PROBS, SHARES = "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
+"""Fields of a micro-batch with M teachers at most a sample: int64 [T, M k], float32 [T, M k], and the weight of each teacher, [T, M]."""
+
+SMALLEST_REST = 1e-6
+"""The probability of all other entries below which they are rounding: float32 has seven digits of the entries' sum."""
+
+
+def top_k_kl(teacher: Tensor, policy: Tensor) -> Tensor:
+    """Returns the KL of the policy from the teacher over k entries and all others together: [...], at least 0 but for rounding.
+
+    Args:
+        teacher, policy: log-probs of the same k entries, [..., k].
+
+    Source: knowledge distillation, Hinton et al. 2015 (arXiv:1503.02531); on the policy's own samples, the forward KL of Agarwal et al.
+    2024 (arXiv:2306.13649).
+    """
+    rest = 1.0 - teacher.exp().sum(-1)
+    of_policy = (1.0 - policy.exp().sum(-1)).clamp(min=SMALLEST_REST)
+    of_rest = rest.clamp(min=SMALLEST_REST) * (rest.clamp(min=SMALLEST_REST).log() - of_policy.log())
+    return (teacher.exp() * (teacher - policy)).sum(-1) + torch.where(rest > SMALLEST_REST, of_rest, 0.0)
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """The loss of ``policy`` plus ``opd_top_k_coef`` times the mean of the teachers' `top_k_kl`, each with its weight.
+
+    An instance is a `LossFunction` that an actor calls with the policy's log-probs of the field ``candidates`` as well. Metrics: those of
+    the policy's loss, and opd_top_k_kl.
+    """
+
+    policy: PolicyLoss
+    candidates = IDS
+
+    def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch, candidates: Tensor) -> tuple[Tensor, Metrics]:
+        """Returns loss and metrics. ``candidates``: the policy's log-probs of ``batch.fields[IDS]``, [T, M k]. Raises MissingField."""
+        loss, metrics = self.policy(log_probs, entropy, batch)
+        tokens, shares = MaskedTokens(log_probs, batch), batch.fields[SHARES]
+        shape = (*shares.shape, -1)
+        kept = torch.where(tokens.mask[:, None], candidates.to(tokens.dtype), 0.0).view(shape)
+        kl = (shares * top_k_kl(batch.fields[LOG_PROBS].to(tokens.dtype).view(shape), kept)).sum(-1)
+        mean = tokens.mean(tokens.blank(kl))
+        loss = loss + self.policy.config.opd_top_k_coef * mean
+        metrics["opd_top_k_kl"] = mean.detach()
+        return loss, metrics | {"loss": loss.detach()}

@@ -1,0 +1,62 @@
+"""slime's defaults where Myxo's differ in what is trained: a command line without a config has these, as slime's own would.
+
+Only values that decide which samples are made, and what is made of them, are slime's. How large a machine is used, what is kept and what is
+written stays Myxo's: `docs/coming-from-slime.md` lists those that differ.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.config import slime_functions
+
+Values = Mapping[str, Mapping[str, Any]]
+"""Section → field → value, as flags give it: text, or plain."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter"},
+    "rollout": {"overlong_samples": "alone"},
+    "trainer": {"adam_beta2": 0.999, "weight_decay": 0.01, "lr_decay_style": "linear"},
+}
+"""Those that always hold; the optimizer's are Megatron's."""
+
+_OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "custom_tis_function_path", "use_opsm", "use_m2po", "preset")
+"""Fields that say how stale samples are corrected, or name a whole objective."""
+
+
+def defaults(given: Values) -> dict[str, dict[str, Any]]:
+    """Returns the fields that have slime's default, for what a command line gives."""
+    found = {section: dict(fields) for section, fields in DEFAULTS.items()}
+    rollout, trainer, algorithm = (given.get(section, {}) for section in ("rollout", "trainer", "algorithm"))
+    ahead = {"staleness_policy", "max_staleness"} & rollout.keys() or rollout.get("rollout_function_path") == slime_functions.FULLY_ASYNC
+    if not ahead:
+        found["rollout"]["max_staleness"] = 0
+        if not algorithm.keys() & set(_OBJECTIVES) and algorithm.get("loss_type", "policy_loss") == "policy_loss":
+            found["algorithm"] = {"use_tis": False}
+    if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"}:
+        found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
+    if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
+        ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
+        found["rollout"]["rollout_num_gpus"] = ranks
+    return {
+        section: {name: value for name, value in fields.items() if name not in given.get(section, {})} for section, fields in found.items()
+    }
+
+
+def note(fields: Values) -> str:
+    """Returns the line that tells a user which defaults were taken."""
+    shown = ", ".join(f"{name} = {_shown(value)}" for section in fields.values() for name, value in section.items())
+    return f"slime's defaults hold where they differ from Myxo's and no flag is given: {shown}"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).lower() == "true"
+
+
+def _count(value: Any) -> int:
+    """Returns a whole number; 1 for what is none, which the field's own check reports."""
+    text = str(value)
+    return int(text) if text.isdecimal() else 1

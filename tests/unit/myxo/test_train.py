@@ -1,0 +1,216 @@
+"""``myxo train``: what a command line without a config stands for."""
+
+import random
+import shlex
+import tomllib
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from myxo.commands import train
+from myxo.preflight import inspect
+from myxo.preflight.inspection import Inspection, Note
+from myxo.run import config_toml
+from shared.bus import runs
+from shared.config.run_config import RunConfig, read
+from shared.runtime.errors import ConfigError, raise_problems
+from tests.support.slime_scripts import SCRIPTS
+
+NOW = datetime(2026, 8, 1, 9, 30)
+LEAST = "--hf-checkpoint /m/Qwen3-4B --prompt-data p.jsonl --num-rollout 3 --rollout-batch-size 4 --n-samples-per-prompt 4 --rm-type math"
+
+FILES = (
+    *("model.hf_checkpoint", "model.ref_load", "data.prompt_data", "sft.sft_data", "algorithm.opd_teacher_load"),
+    *("run.dir", "trainer.save", "trainer.load"),
+)
+MACHINE = ["trainer.actor_num_nodes", "rollout.rollout_num_gpus_per_engine", "rollout.rollout_replicas", "rollout.sglang_config"]
+"""Where a script may ask for files and machines that are not there."""
+
+MISSING = ("Transformer Engine has it, which is not installed", "No module named", "install the package", "is not installed", "needs a GPU")
+"""What is said of a package that is not there: a user's own, or one that SGLang, Megatron or a logger needs."""
+
+MIS = """use_tis: true
+use_rs: true
+tis_level: "token"
+rs_level: "token"
+tis_mode: "truncate"
+tis_lower_bound: 0.5
+tis_upper_bound: 2.0
+rs_lower_bound: null
+rs_upper_bound: null
+rs_veto_threshold: 1.0e-4
+tis_batch_normalize: true
+"""
+"""The file that one of the scripts names: fields, and what only its own function reads."""
+
+
+@pytest.fixture(autouse=True)
+def beside_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(MIS)
+    monkeypatch.chdir(tmp_path)
+
+
+def config_of(words: list[str], fresh: bool = False) -> RunConfig:
+    """The config that a command line stands for."""
+    path, given = train.source(None, words, now=NOW, fresh=fresh)
+    raise_problems(given.problems)
+    config, problems, _ = read(path, given.overrides)
+    raise_problems(problems)
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_published_script_is_a_config_and_its_toml_is_the_same_one(script: str, tmp_path: Path) -> None:
+    config = config_of(SCRIPTS[script])
+    printed = tmp_path / "printed.toml"
+    printed.write_text(config_toml.dump(config))
+    assert read(printed).config == config
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_only_files_and_machines_are_missing_for_a_published_script(script: str) -> None:
+    config = config_of(SCRIPTS[script])
+    for problem in inspect(Inspection(config, starts=True)):
+        assert isinstance(problem, ConfigError)
+        if problem.field.startswith("eval.") or problem.field in (*FILES, *MACHINE):
+            continue
+        assert any(words in problem.expected for words in MISSING), str(problem)
+
+
+def test_the_toml_of_any_part_of_a_script_gives_the_same_config(tmp_path: Path) -> None:
+    dice = random.Random(14)
+    parts = {script: split(words) for script, words in SCRIPTS.items()}
+    tried = 0
+    while tried < 60:
+        flags = [*dice.choice(list(parts.values())), *dice.choice(list(parts.values()))]
+        chosen = dice.sample(flags, dice.randrange(len(flags)))
+        try:
+            config = config_of([*shlex.split(LEAST), *(word for flag in chosen for word in flag)])
+        except ConfigError:
+            continue  # parts that do not go together
+        except Exception as error:
+            assert "problems" in vars(error), error
+            continue
+        printed = tmp_path / "printed.toml"
+        printed.write_text(config_toml.dump(config))
+        assert read(printed).config == config, chosen
+        tried += 1
+
+
+def split(words: list[str]) -> list[list[str]]:
+    """The flags of a command line, each with its values."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append([])
+        found[-1].append(word)
+    return found
+
+
+def test_without_a_name_the_models_and_the_time_make_one() -> None:
+    assert config_of(shlex.split(LEAST)).run.name == "qwen3-4b-20260801-093000"
+    assert config_of([*shlex.split(LEAST), "--name", "mine"]).run.name == "mine"
+    assert config_of(shlex.split(LEAST.replace("/m/Qwen3-4B", "Qwen/Qwen3-4B@main"))).run.name == "qwen3-4b-20260801-093000"
+
+
+def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
+    config = config_of(shlex.split(LEAST))
+    assert (config.data.input_key, config.data.label_key) == ("input", None)
+    assert (config.trainer.adam_beta2, config.trainer.weight_decay, config.trainer.lr_decay_style) == (0.999, 0.01, "linear")
+    assert (config.rollout.max_staleness, config.algorithm.correction) == (0, "none")
+    assert config.rollout.rollout_replicas == 1
+    given = "--label-key answer --adam-beta2 0.98 --max-staleness 2 --use-kl-loss --colocate --actor-num-gpus-per-node 8 --use-tis"
+    config = config_of([*shlex.split(LEAST), *given.split(), "--rollout-num-gpus-per-engine", "2"])
+    assert (config.data.label_key, config.trainer.adam_beta2, config.rollout.max_staleness) == ("answer", 0.98, 2)
+    assert (config.algorithm.correction, config.algorithm.kl_loss_type) == ("decoupled", "k1")
+    assert (config.rollout.rollout_num_gpus, config.rollout.rollout_replicas) == (8, 4)
+
+
+def test_slimes_defaults_are_not_laid_over_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(config_toml.dump(config_of([*shlex.split(LEAST), "--max-staleness", "3"])))
+    found = train.source(path, ["--lr", "2e-6"])
+    config = read(found.path, found.given.overrides).config
+    assert config is not None and (config.rollout.max_staleness, config.trainer.lr) == (3, 2e-6)
+
+
+def test_the_run_lies_in_save_and_goes_on_from_load(tmp_path: Path) -> None:
+    place = str(tmp_path / "ckpt")
+    words = [*shlex.split(LEAST), "--save", place, "--load", place]
+    first = config_of(words)
+    assert first.run.root == Path(place) / "qwen3-4b-20260801-093000"
+    assert first.trained == first.run.root
+    first.run.root.mkdir(parents=True)
+    (first.run.root / runs.FROZEN).write_text(first.model_dump_json())
+    later = train.source(None, words, now=datetime(2026, 8, 2))
+    assert later.given.overrides["run"]["name"] == "qwen3-4b-20260801-093000"
+    assert any("goes on" in note for note in later.given.notes)
+    anew = train.source(None, words, now=datetime(2026, 8, 2), fresh=True)
+    assert anew.given.overrides["run"]["name"] == "qwen3-4b-20260802-000000"
+
+
+def test_a_name_alone_goes_on_with_the_run_of_that_name(tmp_path: Path) -> None:
+    first = config_of([*shlex.split(LEAST), "--name", "mine", "--dir", str(tmp_path), "--sglang-cuda-graph-bs", "1", "2", "--swiglu"])
+    first.run.root.mkdir()
+    (first.run.root / runs.FROZEN).write_text(first.model_dump_json())
+    assert config_of(["--name", "mine", "--dir", str(tmp_path)]) == first
+    assert config_of(["--name", "mine", "--dir", str(tmp_path), "--num-rollout", "9"]).rollout.num_rollout == 9
+    with pytest.raises(ConfigError, match="model = None: required"):
+        config_of(["--name", "other", *shlex.split(LEAST)[2:]])
+
+
+def test_other_weights_than_those_of_the_model_are_refused_and_a_conversion_is_told(tmp_path: Path) -> None:
+    from myxo.preflight.model_checks import check_given_checkpoints
+
+    other, converted = tmp_path / "other", tmp_path / "m_torch_dist"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    converted.mkdir()
+    (converted / "latest_checkpointed_iteration.txt").write_text("release")
+    for flag, path, message in (
+        ("--ref-load", other, "model.ref_load = .*another model than hf_checkpoint"),
+        ("--load", other, "trainer.load = .*another model than hf_checkpoint"),
+        ("--load", converted, "trainer.load = .*`myxo convert` makes a checkpoint of Megatron's"),
+    ):
+        (found,) = check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), flag, str(path)])))
+        with pytest.raises(ConfigError, match=message):
+            raise_problems([found] if not isinstance(found, Note) else [])
+    (told,) = check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), "--ref-load", str(converted)])))
+    assert isinstance(told, Note) and "is not read" in told.text
+    assert not list(check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), "--ref-load", "/m/Qwen3-4B"]))))
+
+
+def test_the_printed_toml_has_a_key_for_no_label(tmp_path: Path) -> None:
+    text = config_toml.dump(config_of(shlex.split(LEAST)))
+    assert tomllib.loads(text)["data"]["label_key"] == ""
+
+
+def test_a_script_for_demonstrations_is_a_run_of_its_own_kind() -> None:
+    config = config_of(SCRIPTS["scripts/run-qwen3-235B-A22B-sft.sh"])
+    assert config.rollout.num_rollout == 0
+    sft = config.sft
+    assert [str(file) for file in sft.sft_data or []] == ["/root/prompts.jsonl"]
+    assert (sft.sft_messages_key, sft.sft_batch_size, sft.sft_num_epoch, sft.sft_lr, sft.sft_min_lr) == ("messages", 128, 3, 1e-5, 1e-6)
+    assert (sft.sft_lr_decay_style, sft.sft_warmup_fraction, config.trainer.adam_beta2) == ("cosine", 0.1, 0.98)
+    steps = "--num-rollout 6 --rollout-batch-size 8 --global-batch-size 4 --loss-type sft_loss --hf-checkpoint /m --prompt-data d.jsonl"
+    config = config_of([*steps.split(), "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"])
+    assert (config.sft.sft_steps, config.sft.sft_batch_size, config.sft.sft_messages_key) == (12, 4, "input")
+
+
+def test_slimes_own_rollout_functions_are_what_the_services_do() -> None:
+    words = [*shlex.split(LEAST), "--rollout-function-path"]
+    config = config_of([*words, "slime.rollout.sglang_rollout.generate_rollout"])
+    assert (config.rollout.rollout_function_path, config.rollout.max_staleness) == (None, 0)
+    config = config_of([*words, "slime.rollout.fully_async_rollout.generate_rollout_fully_async"])
+    assert (config.rollout.rollout_function_path, config.rollout.max_staleness) == (None, 1)
+    assert config_of([*words, "my.own.function"]).rollout.rollout_function_path == "my.own.function"
+
+
+def test_the_file_of_a_script_sets_fields_and_what_its_function_reads() -> None:
+    config = config_of(SCRIPTS["examples/train_infer_mismatch_helper/run-qwen3-4b-mis.sh"])
+    assert (config.algorithm.use_rs, config.algorithm.rs_veto_threshold, config.algorithm.tis_mode) == (True, 1e-4, "truncate")
+    assert config.run.custom_args == {"tis_lower_bound": 0.5, "tis_upper_bound": 2.0}
