@@ -40,6 +40,25 @@ async def turn(args: Arguments, sample: HookSample, sampling_params: dict[str, A
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=answer["text"])
 
 
+async def plain_loop(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """Greedy decoding by hand: one token a request, until an end token or the length."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    parameters = {"temperature": 0.0, "max_new_tokens": 1, "skip_special_tokens": True}
+    async with aiohttp.ClientSession() as session:
+        for _ in range(sampling_params["max_new_tokens"]):
+            body = {"input_ids": sample.tokens, "sampling_params": parameters, "return_logprob": True}
+            async with session.post(url, json=body) as response:
+                response.raise_for_status()
+                answer = await response.json()
+            [(log_prob, token, *_)] = answer["meta_info"]["output_token_logprobs"]
+            sample.append_response_tokens(args, tokens=[token], log_probs=[log_prob], meta_info=answer["meta_info"], text=answer["text"])
+            if token in sampling_params["stop_token_ids"]:
+                sample.status = Status.COMPLETED
+                return sample
+    sample.status = Status.TRUNCATED
+    return sample
+
+
 async def two_turns(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """The model, a tool, the model again."""
     await turn(args, sample, sampling_params, FIRST_TURN)
