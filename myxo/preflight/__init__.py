@@ -21,6 +21,7 @@ from myxo.preflight import (
     model_checks,
     objective_checks,
     package_checks,
+    reward_checks,
     server_checks,
     shape_checks,
 )
@@ -63,6 +64,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
 
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
+    reward_checks.check_rewards,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,
     machine_checks.check_gpus,
