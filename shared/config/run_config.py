@@ -329,11 +329,11 @@ def _read_eval_config(layers: Layers) -> None:
     if not isinstance(values, dict) or (given := values.get("eval_config")) is None:
         return
     sets = read_sets(Path(str(given)))
-    if values.get("sets", sets) != sets:
+    if values.get("sets"):
         raise ConfigError("eval.sets", f"{len(values['sets'])} sets", f"given besides eval_config = {given}; leave one of them out")
     if values.get("eval_prompt_data") is not None:
         layers.notes.append(f"eval.eval_prompt_data: eval_config = {given} takes its place, as with slime")
-    values["sets"] = sets
+    values.update(sets=sets, eval_config=None, eval_prompt_data=None)
 
 
 def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
