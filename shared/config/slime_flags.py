@@ -61,6 +61,9 @@ class Translation:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+OWN_SOURCES = {"slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source.RolloutDataSourceWithBuffer"}
+"""slime's own sources of prompts, which read files as Myxo does."""
+
 RENAMED: dict[str, Renamed] = {
     "offload": Renamed(
         "switch", "--offload-train --offload-rollout", lambda given: {"offload_train": True, "offload_rollout": True} if given else {}
@@ -81,6 +84,11 @@ RENAMED: dict[str, Renamed] = {
     "sglang_router_request_timeout_secs": Renamed("float", "--generate-timeout", lambda seconds: {"generate_timeout": seconds}),
     "update_weight_disk_keep_files": Renamed(
         "switch", "--keep-snapshots 1000000", lambda given: {"keep_snapshots": 1_000_000} if given else {}
+    ),
+    "data_source_path": Renamed(
+        "text",
+        "--data-source, and nothing where it is slime's own: prompts are read from --prompt-data",
+        lambda given: {} if given.replace(":", ".") in OWN_SOURCES else {"data_source": given},
     ),
     "bf16": Renamed("switch", "--train-dtype bfloat16", lambda given: {"train_dtype": "bfloat16"} if given else {}),
     "wandb_key": Renamed("text", "WANDB_API_KEY in the trainer's environment; the config holds no secrets", variable="WANDB_API_KEY"),
@@ -140,7 +148,6 @@ _REASONS = {
     "reset_optimizer_states": "Adam keeps its moments from step to step",
     "use_stateless_adam": "Adam keeps its moments",
     "eval_function_path": "use --custom-generate-function-path, which evaluation uses, too",
-    "data_source_path": "use --data-source package.module:function",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
     "rollout_sample_hook_path": "do it at the end of --custom-generate-function-path",
     "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run (docs/deployment.md)",
@@ -163,13 +170,8 @@ _REASONS = {
     "megatron_deepgemm_forward_modules": "training computes in train_dtype, by torch or Transformer Engine",
     "megatron_deepgemm_moe_forward_layers": "training computes in train_dtype, by torch or Transformer Engine",
     "megatron_deepgemm_moe_forward_modules": "training computes in train_dtype, by torch or Transformer Engine",
-    "memory_recorder": "memory is not recorded",
-    "memory_snapshot_dir": "memory is not recorded",
-    "memory_snapshot_num_steps": "memory is not recorded",
-    "record_memory_history": "memory is not recorded",
     "min_batch_collection_ratio": "a batch has rollout_batch_size groups always",
     "multimodal_keys": "prompts are text",
-    "profile_target": "there is no profiler of single steps; docs/metrics.md tells what is measured",
     "rollout_buffer_url": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
     "rollout_task_type": "it is for a server of trajectories; rm_type says how a task is scored",
     "use_rollout_entropy": "entropy is computed where entropy_coef asks for it",

@@ -23,7 +23,7 @@ MODULES = {
     "slime.utils.processing_utils": f"{_OURS}.model_processors",
     "slime.utils.types": f"{_OURS}.sample_types",
     "slime.rollout": _OURS,
-    "slime.rollout.data_source": f"{_OURS}.data_source",
+    "slime.rollout.data_source": f"{_OURS}.prompt_sources",
     "slime.rollout.base_types": f"{_OURS}.rollout_output",
     "slime.rollout.filter_hub": _OURS,
     "slime.rollout.filter_hub.base_types": "shared.hooks.filters",

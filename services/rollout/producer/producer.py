@@ -38,6 +38,8 @@ MODULE = "services.rollout.producer.producer_process"
 START_SECONDS = 120.0
 """The deadline for the process to import the function."""
 
+EXIT_SECONDS = 1.0
+
 TRIES = 5
 """The failures of the function in a row after which the service gives up, and says why."""
 
@@ -144,7 +146,8 @@ class Producer:
                 raise self._broken from None
             if watching is not None and watching.done() and not watching.cancelled() and (late := watching.exception()) is not None:
                 raise late from None
-            code = await asyncio.to_thread(process.exit_code)
+            await asyncio.to_thread(process.stop, EXIT_SECONDS)  # it closes its pipe before it has ended
+            code = process.exit_code()
             words = str(error) if isinstance(error, BadMessage) else cause(code)
             raise FunctionFailed(self._last_words or f"its process ended ({words})") from None
         finally:

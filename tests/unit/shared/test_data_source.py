@@ -10,23 +10,24 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import RunConfig
+from shared.data import source_process
 from shared.data.data_source import DrawnPrompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
 SOURCE = '''
-import itertools
+import os
+import sys
+import time
 from types import SimpleNamespace
-
-made = itertools.count()
 
 
 class Counting:
     """Gives what no other life of it gives, and knows where it is."""
 
     def __init__(self, config):
-        self.life, self.at = next(made), 0
+        self.life, self.at = os.getpid(), 0
 
     def get_samples(self, n):
         first, self.at = self.at, self.at + n
@@ -70,6 +71,47 @@ class Other:
         pass
 
 
+class Leaving(Counting):
+    def get_samples(self, n):
+        if self.at == 2:
+            sys.exit("enough")
+        return super().get_samples(n)
+
+
+class Hanging(Counting):
+    def get_samples(self, n):
+        if self.at == 1:
+            time.sleep(600)
+        return super().get_samples(n)
+
+
+class OfSlimes:
+    """A class in slime's manner: groups of samples, its position in files, its prompts rendered."""
+
+    def __init__(self, args):
+        self.args, self.at, self.life = args, 0, os.getpid()
+
+    def get_samples(self, num_samples):
+        first, self.at = self.at, self.at + num_samples
+        made = {"life": self.life, "batch": self.args.rollout_batch_size}
+        numbers = range(first, self.at)
+        return [[SimpleNamespace(prompt=f"<|user|>{number}+1=", label=str(number + 1), metadata=made)] * 2 for number in numbers]
+
+    def add_samples(self, samples):
+        raise RuntimeError("read only")
+
+    def save(self, rollout_id):
+        with open(f"{self.args.save}/at_{rollout_id}", "w") as file:
+            file.write(str(self.at))
+
+    def load(self, rollout_id=None):
+        with open(f"{self.args.load}/at_{rollout_id}") as file:
+            self.at = int(file.read())
+
+    def __len__(self):
+        return 1000
+
+
 number = 3
 '''
 
@@ -77,7 +119,7 @@ number = 3
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "a_source_of_prompts.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     yield "a_source_of_prompts"
     sys.modules.pop("a_source_of_prompts", None)
 
@@ -178,3 +220,30 @@ def test_a_line_of_the_file_says_what_was_drawn(tmp_path: Path, module: str, tok
     record = SimpleNamespace(**json.loads(line))
     assert (record.number, record.drawn, record.state, record.left_out) == (0, 1, {"at": 1}, {"overlong": 0, "bad": 0})
     assert record.entry["prompt"] == "0+1="
+
+
+def test_a_class_in_slimes_manner(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}.OfSlimes", apply_chat_template=True)
+    first = DrawnPrompts(config, tokenizer)
+    given = [first.at(number) for number in range(5)]
+    assert [prompt.content for prompt in given] == [f"<|user|>{number}+1=" for number in range(5)]
+    assert given[0].tokens.tolist() == tokenizer.encode("<|user|>0+1=").tolist(), "rendered already: no template is laid over it"
+    assert sorted(path.name for path in (config.run.root / "prompts" / "source").iterdir()) == ["at_1", "at_2"], "two prompts a batch"
+    second = DrawnPrompts(config, tokenizer)
+    again = [second.at(number) for number in range(7)]
+    assert [prompt.content for prompt in again] == [f"<|user|>{number}+1=" for number in range(7)]
+    assert again[4].metadata == given[4].metadata and again[5].metadata != given[4].metadata
+
+
+def test_a_source_that_ends_its_process_or_hangs_costs_a_prompt(
+    tmp_path: Path, module: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_process, "ANSWER_SECONDS", 1.0)
+    late = "it did not answer within 1 s; its process was killed"
+    for name, count, words in (("Leaving", 2, "SystemExit: enough"), ("Hanging", 1, late)):
+        drawn = DrawnPrompts(config_of(tmp_path / name, f"{module}:{name}"), tokenizer)
+        assert [drawn.at(number).content for number in range(count)] == [f"{number}+1=" for number in range(count)]
+        for _ in range(2):  # it is started again, and fails again at the same place
+            with pytest.raises(ConfigError, match=words):
+                drawn.at(count)
+        assert drawn.at(0).content == "0+1="
