@@ -15,7 +15,8 @@ def words(tmp_path: Path, tiny_model: Path) -> list[str]:
     prompts = write_jsonl(tmp_path / "prompts.jsonl")
     given = f"""
         --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --hf-checkpoint {tiny_model}
-        --ref-load {tmp_path}/tiny_torch_dist --load {tmp_path}/saved --save {tmp_path}/saved --prompt-data {prompts}@[-6:] --input-key prompt --label-key label --rollout-shuffle
+        --ref-load {tmp_path}/tiny_torch_dist --load {tmp_path}/saved --save {tmp_path}/saved
+        --prompt-data {prompts}@[-6:] --input-key prompt --label-key label --rollout-shuffle
         --rm-type math --num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 2 --global-batch-size 2 --rollout-max-response-len 16
         --balance-data --use-dynamic-batch-size --max-tokens-per-gpu 64 --advantage-estimator grpo --use-kl-loss --kl-loss-type low_var_kl
         --optimizer adam --lr 1e-6 --lr-decay-style constant --optimizer-cpu-offload --attention-backend flash --wandb-key s3cret --lr 1e-5
