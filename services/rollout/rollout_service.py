@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from services.rollout.engine_profiler import EngineProfiler
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import restored, samples_of
@@ -70,7 +71,7 @@ class Rollout:
         self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
-        self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._count)
+        self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._tokenizer, self._count)
         self.running: dict[asyncio.Task[None], Task] = {}
         self.tokens = 0
 
@@ -84,6 +85,8 @@ class Rollout:
         work = [self.replica.keep_engine(), self._catch_up.keep(), self.take(EVAL), self.measure(), self.stop_stale()]
         work.append(self.take(TRAIN) if self.producer is None else self.producer.run())
         work += [router.keep() for router in routers]
+        if (profiler := EngineProfiler(service, self.replica)).wanted:
+            work.append(profiler.run())
         async with service.background(*work):
             try:
                 await service.stopping.wait()
