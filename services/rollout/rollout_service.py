@@ -69,7 +69,7 @@ class Rollout:
         self._custom = None if custom is None else CustomGenerate(service, self.replica)
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
-        self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._count)
+        self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._tokenizer, self._count)
         self.running: dict[asyncio.Task[None], Task] = {}
         self.tokens = 0
 

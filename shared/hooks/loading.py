@@ -26,6 +26,7 @@ RUN_BY = {
     "algorithm.custom_reward_post_process_path": "trainer",
     "algorithm.custom_convert_samples_to_train_data_path": "trainer",
     "algorithm.rollout_data_postprocess_path": "trainer",
+    "monitoring.custom_rollout_log_function_path": "trainer",
     "trainer.custom_megatron_init_path": "trainer",
     "trainer.custom_megatron_before_log_prob_hook_path": "trainer",
     "trainer.custom_megatron_before_train_step_hook_path": "trainer",
