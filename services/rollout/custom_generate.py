@@ -97,13 +97,15 @@ class CustomGenerate:
             raise DeadlineExceeded(f"{task.n} rollouts of {task.group}", f"{GENERATE} = {self.path(task)}", deadline, next_action) from None
         finally:
             await cancelled(running)
+        return self._ended(task, rollouts)
+
+    def _ended(self, task: Task, rollouts: Sequence["_Rollout"]) -> tuple[list[Sample], Stopped | None]:
         stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
         ended = [rollout for rollout in rollouts if rollout.stopped is None or self.goes_on]
         samples = _numbered([sample for rollout in ended for sample in rollout.stored()])
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
-            raise BadMessage(
-                f"{GENERATE} = {self.path(task)}: no token of group {task.group} is trained: the loss mask is 0 on all of them"
-            )
+            nothing = f"no token of group {task.group} is trained: the loss mask is 0 on all of them"
+            raise BadMessage(f"{GENERATE} = {self.path(task)}: {nothing}")
         return samples, stopped
 
     async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float) -> list[HookSample]:
@@ -174,6 +176,8 @@ class _Rollout:
         self._functions, self._task, self._index, self._requests, self._end = functions, task, index, requests, end
         self._ended = list(earlier) if earlier and all(sample.finish != "abort" for sample in earlier) else None
         self._partial = earlier[0] if len(earlier) == 1 and self._ended is None and functions.goes_on else None
+        self._sample = None if self._partial is None else _gone_on(self._partial)
+        self._failures = 0
         self._given: list[HookSample] = []
         self._served = Served(0, 0)
         self._vocabulary = 0
@@ -181,38 +185,43 @@ class _Rollout:
 
     async def run(self, in_flight: InFlight | None) -> None:
         """Generates. Raises as `CustomGenerate.group`."""
-        task, replica, failures = self._task, self._functions.replica, 0
-        sample = None if self._partial is None else _gone_on(self._partial)
-        while self._ended is None:
-            client = await replica.wait_serving(task.min_version, self._left_s())
-            begun, life = replica.version, replica.incarnation
-            oldest = begun if sample is None else min([begun, *_versions(sample)])
-            self._vocabulary = client.capabilities.vocab_size
-            try:
-                with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
-                    given = await self._called(sample or self._functions.begun(task, self._index))
-            except Stopped as stopped:
-                self.stopped = stopped
-                return
-            except HookFailed as error:
-                failures += replica.incarnation == life  # the function did not cause the engine's death
-                self._functions.warn(task, self._index, error)
-                if error.final:  # it would take others' time again
-                    raise
-                if failures >= ENGINE_TRIES:
-                    raise HookFailed(error.field, error.path, f"{error.reason}; it failed {failures} times in a row") from None
-                await asyncio.sleep(RETRY_PAUSE * failures)
-                continue
-            trusted, aborted = replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
-            if trusted:
-                self._given, self._served = given, Served(oldest, replica.version, client.late_versions)
-            if trusted and not aborted:
-                return
-            if self._requests.stopped.is_set():
-                self.stopped = Stopped(task.group, self._requests.stale)
-                return
-            sample = given[0] if trusted and self._functions.goes_on and len(given) == 1 and given[0].response_length else None
-            await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still in progress
+        try:
+            while self._ended is None and not await self._call_once(in_flight):
+                await asyncio.sleep(RETRY_PAUSE * max(1, self._failures))  # after an abort: the push that caused it is still in progress
+        except Stopped as stopped:
+            self.stopped = stopped
+
+    async def _call_once(self, in_flight: InFlight | None) -> bool:
+        """Makes one call. Returns whether the rollout has ended. Raises Stopped."""
+        task, replica = self._task, self._functions.replica
+        client = await replica.wait_serving(task.min_version, self._left_s())
+        begun, life = replica.version, replica.incarnation
+        oldest = begun if self._sample is None else min([begun, *_versions(self._sample)])
+        self._vocabulary = client.capabilities.vocab_size
+        try:
+            with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
+                given = await self._called(self._sample or self._functions.begun(task, self._index))
+        except HookFailed as error:
+            self._failed(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
+            return False
+        trusted, aborted = replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
+        if trusted:
+            self._given, self._served = given, Served(oldest, replica.version, client.late_versions)
+        if trusted and not aborted:
+            return True
+        if self._requests.stopped.is_set():
+            raise Stopped(task.group, self._requests.stale)
+        self._sample = given[0] if trusted and self._functions.goes_on and len(given) == 1 and given[0].response_length else None
+        return False
+
+    def _failed(self, error: HookFailed, counts: bool) -> None:
+        """Notes a failed call. Raises HookFailed where there should be no other."""
+        self._functions.warn(self._task, self._index, error)
+        self._failures += counts
+        if error.final:  # it would take others' time again
+            raise error
+        if self._failures >= ENGINE_TRIES:
+            raise HookFailed(error.field, error.path, f"{error.reason}; it failed {self._failures} times in a row")
 
     async def _called(self, sample: HookSample) -> list[HookSample]:
         """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped."""

@@ -74,11 +74,11 @@ def check(checkpoint: Checkpoints, samples: list[Sample]) -> None:
         assert np.abs(reference - one.log_probs).max() < EXACT
 
 
-async def scores(desk: Bench, path: str, samples: list[Sample]) -> list[Score]:
+async def scores(desk: Bench, path: str, samples: list[Sample], key: str | None = None) -> list[Score]:
     """What the reward function of the same file gives them."""
     settings = json.loads(desk.service.config.model_dump_json())
-    settings["reward"] |= {"custom_rm_path": path, "reward_key": "score" if "calculator" in path or "retool" in path else None}
-    return await Functions(type(desk.service.config).model_validate(settings)).score(samples)
+    settings["reward"] |= {"custom_rm_path": path}
+    return await Functions(type(desk.service.config).model_validate(settings)).score(samples, key)
 
 
 async def test_search(generated: Generated, checkpoint: Checkpoints, search_server: list[Any]) -> None:
@@ -95,7 +95,7 @@ async def test_calculator(generated: Generated, checkpoint: Checkpoints) -> None
     check(checkpoint, samples)
     for one in samples:
         assert one.attributes["payload_text"] == "40+2=" + one.text
-    for score in await scores(desk, "examples.compat.calculator.reward_func", samples):
+    for score in await scores(desk, "examples.compat.calculator.reward_func", samples, "score"):
         assert score.reward <= -0.6 and score.parts["acc"] == 0.0
 
 

@@ -252,13 +252,14 @@ async def test_the_prompt_is_the_rendered_text_where_the_template_is_applied(ben
     assert given["prompt"] == desk.rollout._tokenizer.decode(PROMPT, skip_special_tokens=False) != "40+2="
 
 
-LONG_TASK: dict[str, Any] = {"n": 2, "sampling": Sampling(temperature=1.0, max_new_tokens=400, stop_token_ids=[], stop=[])}
+LONG_TASK: dict[str, Any] = {"n": 16, "sampling": Sampling(temperature=1.0, max_new_tokens=400, stop_token_ids=[], stop=[])}
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 async def test_a_rollout_goes_on_from_its_tokens_at_another_replica(bench: NewBench, goes_on: bool, checkpoint: Checkpoints) -> None:
     desk = await bench("of_partial_rollouts", rollout={"staleness_policy": "continue" if goes_on else "drop"})
     group = await in_the_middle(desk)
+    await desk.client.resume()
     await desk.rollout.in_flight.leave(desk.client)
     left = await desk.outcome()
     assert isinstance(left, Interrupted) and not left.stale
@@ -273,10 +274,11 @@ async def test_a_rollout_goes_on_from_its_tokens_at_another_replica(bench: NewBe
         assert [(call["status"], call["response_length"]) for call in again] == [("pending", 0)] * len(again)
         return
     of_rollout = {part.rollout: part for part in parts}
-    assert {call["status"] for call in again} == {"aborted"}
+    assert "aborted" in {call["status"] for call in again} and len(samples) == LONG_TASK["n"]
     for one in samples:
-        part = of_rollout[one.rollout]
         assert one.finish in ("stop", "length")
+        if (part := of_rollout.get(one.rollout)) is None:  # it was stopped before its first token
+            continue
         assert one.response[: len(part.response)].tolist() == part.response.tolist()
         assert np.abs(log_probs(checkpoint(0).model, PROMPT, one.response) - one.log_probs).max() < EXACT
         assert one.attributes["parts"] == (2 if part.finish == "abort" else 1)
@@ -285,7 +287,6 @@ async def test_a_rollout_goes_on_from_its_tokens_at_another_replica(bench: NewBe
 async def test_a_rollout_that_is_too_old_is_stopped(bench: NewBench) -> None:
     desk = await bench("of_partial_rollouts", rollout={"max_staleness": 0, "staleness_policy": "drop"})
     group = await in_the_middle(desk)
-    await desk.client.pause("in_place")
     await desk.client.set_weight_version(1)
     await desk.client.resume()
     await desk.replica.serve(1)
@@ -294,15 +295,24 @@ async def test_a_rollout_that_is_too_old_is_stopped(bench: NewBench) -> None:
 
 
 async def in_the_middle(desk: Bench) -> str:
-    """Has a group generated until both of its rollouts have requests in the engine. Returns its id."""
-    await desk.task("g00000007", **LONG_TASK)
+    """Has a group generated until the engine, paused in place, is in the middle of it. Returns its id."""
+    for number in range(7, 17):
+        group, tokens = f"g{number:08d}", desk.rollout.tokens
+        await desk.task(group, **LONG_TASK)
 
-    async def seen() -> bool:
-        asked = [len(requests.rids) for requests in desk.replica.proxy.calls.values()]
-        return asked == [1, 1] and (await load(desk.client)).used_tokens > len(PROMPT) + 8
+        async def seen(tokens: int = tokens) -> str | None:
+            if desk.rollout.tokens > tokens:
+                return "over"
+            asked = any(requests.rids for requests in desk.replica.proxy.calls.values())
+            return "asked" if asked and (await load(desk.client)).used_tokens > len(PROMPT) + 8 else None
 
-    await until(seen, "requests in the engine", 120)
-    return "g00000007"
+        if await until(seen, "requests in the engine", 120) == "asked":
+            await desk.client.pause("in_place")
+            if (await load(desk.client)).running:
+                return group
+            await desk.client.resume()
+        await desk.generated()  # a test process that was kept waiting came too late
+    raise AssertionError("ten groups in a row were over before they were seen in the middle")
 
 
 async def test_a_path_that_cannot_be_imported_is_refused_at_the_start(bench: NewBench) -> None:
