@@ -96,6 +96,15 @@ MUTABLE = {
     "save_debug_rollout_data",
     "save_debug_train_data",
     "dump_details",
+    "use_pytorch_profiler",
+    "profile_step_start",
+    "profile_step_end",
+    "profile_target",
+    "profile_engine_steps",
+    "record_memory_history",
+    "memory_recorder",
+    "memory_snapshot_num_steps",
+    "memory_snapshot_dir",
 }
 
 
