@@ -155,7 +155,6 @@ _REASONS = {
     "ci_save_grad_norm": "the gradient's norm is logged as train/grad_norm",
     "ci_load_grad_norm": "the gradient's norm is logged as train/grad_norm",
     "custom_eval_rollout_log_function_path": "docs/metrics.md tells what is logged of evaluations, and where",
-    "custom_rollout_log_function_path": "docs/metrics.md tells what is logged of rollouts, and where",
     "enable_mtp_training": "layers that predict several tokens are not trained; leave it out",
     "fetch_trajectory_retry_times": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
     "freeze_indexer": "no model family of Myxo has an indexer; use --freeze-params-name-list for other parameters",

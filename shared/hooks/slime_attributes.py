@@ -10,11 +10,11 @@ from shared.model.families import read_architecture
 from shared.runtime.errors import ConfigError
 
 NOT_SET = """
-    custom_eval_rollout_log_function_path custom_model_provider_path custom_rollout_log_function_path
-    custom_update_weight_post_write_path eval_function_path http_proxy load_forge_rollout_data log_probs_max_tokens_per_gpu
-    log_reward_category megatron_config_path model_name multimodal_keys opd_teacher_ckpt_step ref_ckpt_step rollout_buffer_url
-    rollout_external_engine_addrs router_policy sglang_model_routers sglang_speculative_algorithm start_rollout_id
-    tb_experiment_name tb_project_name update_weight_local_checkpoint_dir wandb_key wandb_run_id
+    custom_eval_rollout_log_function_path custom_model_provider_path custom_update_weight_post_write_path eval_function_path
+    http_proxy load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path model_name
+    multimodal_keys opd_teacher_ckpt_step ref_ckpt_step rollout_buffer_url rollout_external_engine_addrs router_policy
+    sglang_model_routers sglang_speculative_algorithm start_rollout_id tb_experiment_name tb_project_name
+    update_weight_local_checkpoint_dir wandb_key wandb_run_id
 """
 
 OFF = """
