@@ -74,11 +74,12 @@ def shrunk(script: Sequence[str], places: Mapping[str, Sequence[str]]) -> dict[s
 
 def _flags(script: Sequence[str]) -> dict[str, list[str]]:
     flags: dict[str, list[str]] = {}
+    values: list[str] = []
     for word in script:
         if word.startswith("--"):
-            flags[word.removeprefix("--")] = []  # a later one holds
+            values = flags[word.removeprefix("--")] = []  # a later one holds
         else:
-            flags[next(reversed(flags))].append(word)
+            values.append(word)
     return flags
 
 
