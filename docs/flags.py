@@ -1,4 +1,6 @@
-"""Writes the catalogue of Megatron's flags, and ``docs/megatron-flags.md`` from it: ``python -m docs.flags [--check]``.
+"""Writes the catalogue of Megatron's flags and the pages of flags: ``python -m docs.flags [--check]``.
+
+The pages are ``docs/megatron-flags.md``, from the catalogue, and ``docs/coming-from-slime.md``, from the tables of slime's flags.
 
 With ``--check`` nothing is written; the exit code is 1, with a diff, where the catalogue is not what the installed Megatron's dataclasses
 and `docs.flag_tables` give, or the page is not what the catalogue says.
@@ -9,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from docs import megatron_catalogue
+from docs import megatron_catalogue, slime_page
 from docs.catalogue import settle
 from shared.config import megatron_flags
 from shared.config.megatron_flags import UNSET, Flag
@@ -77,7 +79,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only compare; exit code 1 where the catalogue or the page is out of date")
     check = parser.parse_args().check
     found = settle(CATALOGUE, megatron_catalogue.text(), check)
-    return found or settle(PAGE, page(), check)
+    for path, text in ((PAGE, page), (slime_page.PAGE, slime_page.page)):
+        found = settle(path, text(), check) or found
+    return found
 
 
 def page() -> str:

@@ -21,6 +21,7 @@ from myxo.preflight import (
     model_checks,
     objective_checks,
     package_checks,
+    reward_checks,
     server_checks,
     shape_checks,
 )
@@ -63,9 +64,11 @@ INPUT_CHECKS: tuple[Check, ...] = (
 
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
+    reward_checks.check_rewards,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,
     machine_checks.check_gpus,
+    machine_checks.check_profilers,
     machine_checks.check_earlier_run,
     machine_checks.check_directories,
     machine_checks.check_disk,
@@ -86,6 +89,7 @@ DATA_CHECKS: tuple[Check, ...] = (
 
 
 TRAINER_CHECKS: tuple[Check, ...] = (
+    machine_checks.check_profilers,
     model_checks.check_other_models,
     model_checks.check_megatron_flags,
     model_checks.check_ranks,

@@ -24,8 +24,8 @@ def dump(config: RunConfig) -> str:
                 value = getattr(config, section).model_dump(mode="json", include={field})[field]
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 tables += [_table(f"[[{section}.{field}]]", item) for item in value]
-            else:
-                none = f"# {field} = none" if section_model(section).model_fields[field].default is None else f'{field} = ""'
+                continue
+            none = f"# {field} = none" if section_model(section).model_fields[field].default is None else f'{field} = ""'
             lines.append(none if value is None else f"{field} = {_value(value)}")
         blocks += ["\n".join(lines), *tables]
     return "\n\n".join(blocks) + "\n"

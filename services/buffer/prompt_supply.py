@@ -23,6 +23,11 @@ class PromptSupply:
     heldout: dict[str, PromptFile]
     stop_ids: list[int]
 
+    @property
+    def drawn(self) -> bool:
+        """Returns whether training prompts come from a source of the user's, which may take long."""
+        return isinstance(self.training, DrawnPrompts)
+
     def of_group(self, name: str) -> Prompt | None:
         """Returns the prompt of a group; None for one that was held out before and is not any more. Raises ConfigError."""
         parts = eval_group_parts(name)

@@ -59,7 +59,8 @@ class TaskPublisher:
             while batch:
                 fields = batch.pop()
                 try:
-                    task = self._task(**fields)
+                    # a source of the user's may take long over a prompt: meanwhile the buffer keeps its lease
+                    task = await asyncio.to_thread(self._task, **fields) if self._prompts.drawn else self._task(**fields)
                 except ConfigError as error:
                     await give_up([_failed(fields, error)])
                     continue

@@ -14,7 +14,7 @@ from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.hooks import reward_values
 from shared.rewards.reference import label_problem
-from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_process import WorkerFailed
@@ -70,7 +70,10 @@ class VerifierScorer(Scorer):
             self._reward.answer_pattern if environment == self._reward.rm_type else None,
             key,
         )
-        return await self._pool.score(asked, self._reward.reward_timeout)
+        try:
+            return await self._pool.score(asked, self._reward.reward_timeout)
+        except ConfigError as error:  # a prompt names a verifier whose package is missing here
+            raise WorkerFailed(str(error)) from None
 
 
 class CustomScorer(Scorer):

@@ -15,8 +15,9 @@ from typing import Any
 from services.reward.time_limit import OutOfTime, within
 from services.reward.verifiers import Value, load, pattern_answer, read_label, verify
 from shared.hooks import reward_values
-from shared.rewards.names import base, wrong
+from shared.rewards.names import base, missing_package, wrong
 from shared.rewards.reference import Reference
+from shared.runtime.errors import ConfigError
 from shared.workers.call_server import Calls, serve_calls
 
 MEMORY_BYTES = 4 << 30
@@ -35,11 +36,17 @@ class VerifierCalls:
 
     Args:
         names: the verifiers that will be asked for.
+
+    Raises ConfigError where one needs a package that is not installed.
     """
 
     def __init__(self, names: list[str]) -> None:
+        for name in names:
+            if (missing := missing_package(name)) is not None:
+                raise ConfigError("reward.rm_type", name, missing)
         load(names)  # now: sympy takes seconds, which no call's deadline should include
         self.waits: list[str] = []
+        self.block_s: float | None = None
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
 

@@ -37,7 +37,8 @@ class EvalSection(Section):
         default=[], description="tables [[eval.sets]], each a set with a name, a path and what it has of its own (docs/evaluation.md)"
     )
     eval_config: Path | None = Field(
-        default=None, description="a YAML or JSON file of sets in slime's form (defaults, datasets), in the place of eval_prompt_data"
+        default=None,
+        description="a YAML or JSON file of sets in slime's form (defaults, datasets), for eval_prompt_data; becomes sets",
     )
     eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
     eval_timeout: float = Field(
@@ -63,7 +64,7 @@ class EvalSection(Section):
     @property
     def named(self) -> dict[str, EvalSet]:
         """Returns the run's sets, by the field that an error of theirs names."""
-        pairs = [] if self.eval_config is not None else self.eval_prompt_data or []
+        pairs = self.eval_prompt_data or []
         alone = len(pairs) == 1
         found = {f"eval.eval_prompt_data{'' if alone else '.' + item.name}": item for item in pairs}
         return found | {f"eval.sets.{item.name}": item for item in self.sets}
@@ -82,6 +83,6 @@ class EvalSection(Section):
         return self.with_files(lambda _, file: file.absolute(base))
 
     def _misfits(self) -> Iterator[str]:
-        names = [item.name for item in (*(self.eval_prompt_data or []), *self.sets)] if self.eval_config is None else []
+        names = [item.name for item in (*(self.eval_prompt_data or []), *self.sets)]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield f"eval.sets: two sets are called {name!r}; figures and groups are known by their set's name"

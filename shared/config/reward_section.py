@@ -164,7 +164,7 @@ class RewardSection(Section):
                 needed, expected = _NEEDS.get(name, ("", ""))
                 if needed and getattr(self, needed) is None:
                     yield f"reward.{needed}: required with {field} = {name}: {expected}"
-                elif name not in names or (field == "reward_weights" and name == WEIGHTED):
+                elif name not in (*names, WEIGHTED) or (field == "reward_weights" and name == WEIGHTED):
                     yield f"reward.{field}: no such verifier or environment; {nearest(name, names)}"
 
     @property

@@ -84,6 +84,9 @@ class RolloutSection(Section):
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
     )
+    generate_workers: int = Field(
+        default=2, gt=0, description="processes for custom_generate_function_path in a rollout service, each with many rollouts", **MUTABLE
+    )
     rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
     rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")

@@ -112,7 +112,7 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        if self.has_steps and self.algorithm.needs_groups and n < 2:
+        if self.has_steps and self.algorithm.needs_groups and n < 2 and not self.debug.debug_rollout_only:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:
@@ -329,11 +329,11 @@ def _read_eval_config(layers: Layers) -> None:
     if not isinstance(values, dict) or (given := values.get("eval_config")) is None:
         return
     sets = read_sets(Path(str(given)))
-    if values.get("sets", sets) != sets:
+    if values.get("sets"):
         raise ConfigError("eval.sets", f"{len(values['sets'])} sets", f"given besides eval_config = {given}; leave one of them out")
     if values.get("eval_prompt_data") is not None:
         layers.notes.append(f"eval.eval_prompt_data: eval_config = {given} takes its place, as with slime")
-    values["sets"] = sets
+    values.update(sets=sets, eval_config=None, eval_prompt_data=None)
 
 
 def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:

@@ -61,6 +61,9 @@ class Translation:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+OWN_SOURCES = {"slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source.RolloutDataSourceWithBuffer"}
+"""slime's own sources of prompts, which read files as Myxo does."""
+
 RENAMED: dict[str, Renamed] = {
     "offload": Renamed(
         "switch", "--offload-train --offload-rollout", lambda given: {"offload_train": True, "offload_rollout": True} if given else {}
@@ -81,6 +84,11 @@ RENAMED: dict[str, Renamed] = {
     "sglang_router_request_timeout_secs": Renamed("float", "--generate-timeout", lambda seconds: {"generate_timeout": seconds}),
     "update_weight_disk_keep_files": Renamed(
         "switch", "--keep-snapshots 1000000", lambda given: {"keep_snapshots": 1_000_000} if given else {}
+    ),
+    "data_source_path": Renamed(
+        "text",
+        "--data-source, and nothing where it is slime's own: prompts are read from --prompt-data",
+        lambda given: {} if given.replace(":", ".") in OWN_SOURCES else {"data_source": given},
     ),
     "bf16": Renamed("switch", "--train-dtype bfloat16", lambda given: {"train_dtype": "bfloat16"} if given else {}),
     "wandb_key": Renamed("text", "WANDB_API_KEY in the trainer's environment; the config holds no secrets", variable="WANDB_API_KEY"),
@@ -137,33 +145,41 @@ _REASONS = {
     "ref_ckpt_step": "the reference policy starts from --hf-checkpoint",
     "opd_teacher_ckpt_step": "the teacher is the checkpoint of --opd-teacher-load",
     "start_rollout_id": "a run goes on after its last checkpoint by itself",
-    "reset_optimizer_states": "start a run of another name from the weights that --save-hf has written",
+    "reset_optimizer_states": "Adam keeps its moments from step to step",
     "use_stateless_adam": "Adam keeps its moments",
     "eval_function_path": "use --custom-generate-function-path, which evaluation uses, too",
-    "data_source_path": "use --data-source package.module:function",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
     "rollout_sample_hook_path": "do it at the end of --custom-generate-function-path",
     "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run (docs/deployment.md)",
     "sglang_router_ip": "MYXO_ROUTER_URL in the environment opens the engines to a router",
     "sglang_router_port": "MYXO_ROUTER_URL in the environment opens the engines to a router",
+    "ci_test": "it is for slime's own tests; see --check-weight-update-equal and --logprob-alarm",
+    "ci_disable_kl_checker": "it is for slime's own tests",
+    "ci_train_rollout_logprob_abs_diff_threshold": "use --logprob-alarm, which warns",
+    "ci_save_grad_norm": "the gradient's norm is logged as train/grad_norm",
+    "ci_load_grad_norm": "the gradient's norm is logged as train/grad_norm",
+    "custom_eval_rollout_log_function_path": "docs/metrics.md tells what is logged of evaluations, and where",
+    "enable_mtp_training": "layers that predict several tokens are not trained; leave it out",
+    "fetch_trajectory_retry_times": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
+    "freeze_indexer": "no model family of Myxo has an indexer; use --freeze-params-name-list for other parameters",
+    "log_correct_samples": "`myxo samples RUN` filters samples by their reward",
+    "log_multi_turn": "`myxo samples RUN` shows the turns of a sample",
+    "log_reward_category": "give named rewards: each is logged under its name",
+    "megatron_deepgemm_forward_layers": "training computes in train_dtype, by torch or Transformer Engine",
+    "megatron_deepgemm_forward_modules": "training computes in train_dtype, by torch or Transformer Engine",
+    "megatron_deepgemm_moe_forward_layers": "training computes in train_dtype, by torch or Transformer Engine",
+    "megatron_deepgemm_moe_forward_modules": "training computes in train_dtype, by torch or Transformer Engine",
+    "min_batch_collection_ratio": "a batch has rollout_batch_size groups always",
+    "multimodal_keys": "prompts are text",
+    "rollout_buffer_url": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
+    "rollout_task_type": "it is for a server of trajectories; rm_type says how a task is scored",
+    "use_rollout_entropy": "entropy is computed where entropy_coef asks for it",
+    "use_rollout_routing_replay": "the router decides anew in every pass",
+    "use_routing_replay": "the router decides anew in every pass",
     "wandb_run_id": "a run's id in W&B is its name: give --name",
 }
 
-_NOTHING_OF_THE_KIND = (
-    "ci_test ci_disable_kl_checker ci_train_rollout_logprob_abs_diff_threshold ci_save_grad_norm ci_load_grad_norm "
-    "custom_eval_rollout_log_function_path  "
-    "custom_rollout_log_function_path enable_mtp_training fetch_trajectory_retry_times freeze_indexer "
-    "log_correct_samples log_multi_turn log_reward_category megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules "
-    "megatron_deepgemm_moe_forward_layers megatron_deepgemm_moe_forward_modules memory_recorder memory_snapshot_dir "
-    "memory_snapshot_num_steps min_batch_collection_ratio multimodal_keys profile_target record_memory_history rollout_buffer_url "
-    "rollout_task_type use_rollout_entropy use_rollout_routing_replay use_routing_replay"
-)
-"""Flags of slime's without an equivalent."""
-
-REFUSED: dict[str, NotTaken] = {
-    **{name: NotTaken(reason) for name, reason in _REASONS.items()},
-    **{name: NotTaken("Myxo has nothing of the kind") for name in _NOTHING_OF_THE_KIND.split()},
-}
+REFUSED: dict[str, NotTaken] = {name: NotTaken(reason) for name, reason in _REASONS.items()}
 """Flags of slime's that no value is taken of."""
 
 ROUTER = "router_"

@@ -1,7 +1,8 @@
-"""slime's own rollout functions, where a config names one: what its services do in their place.
+"""slime's own functions, where a config names one: what Myxo does in their place.
 
 slime's default function is what the rollout services do anyway, its fully asynchronous one what they do with ``max_staleness`` above 0, and
-its function for demonstrations makes of a run a supervised one, ``[sft]`` alone.
+its function for demonstrations makes of a run a supervised one, ``[sft]`` alone. Its reward of on-policy distillation names a teacher's
+server; its importance weights are `algorithm.tis_mode`.
 """
 
 from typing import Any
@@ -10,6 +11,13 @@ DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 DEMONSTRATIONS = "slime.rollout.sft_rollout.generate_rollout"
 
+TEACHER = "slime.rollout.on_policy_distillation.reward_func"
+WEIGHTS = {
+    "slime.backends.megatron_utils.loss.vanilla_tis_function": "clip",
+    "slime.backends.megatron_utils.loss.icepop_function": "mask",
+}
+"""slime's functions for ``custom_tis_function_path`` → ``tis_mode``."""
+
 _FLAG = "--rollout-function-path"
 
 Values = dict[str, Any]
@@ -17,11 +25,39 @@ Values = dict[str, Any]
 
 
 def settle(values: Values) -> list[str]:
-    """Puts in the place of one of slime's own functions what it stands for; returns the lines for the user."""
+    """Puts in the place of slime's own functions what they stand for; returns the lines for the user."""
+    return [*_settle_rollout(values), *_settle_teacher(values), *_settle_weights(values)]
+
+
+def _settle_teacher(values: Values) -> list[str]:
+    """The server at ``rm_url`` is a teacher where slime's reward of distillation asks it; the reward itself is 0."""
+    reward, algorithm = values.get("reward"), values.get("algorithm")
+    if not isinstance(reward, dict) or not isinstance(algorithm, dict) or "rm_url" not in reward or "opd_teachers" in algorithm:
+        return []
+    if _dotted(reward.get("custom_rm_path")) != TEACHER:
+        return []
+    algorithm["opd_teachers"] = {"teacher": reward.pop("rm_url")}
+    return [f"--custom-rm-path {TEACHER} asks a teacher: --rm-url is its address, algorithm.opd_teachers, and every reward is 0"]
+
+
+def _settle_weights(values: Values) -> list[str]:
+    algorithm = values.get("algorithm")
+    if not isinstance(algorithm, dict) or (mode := WEIGHTS.get(path := _dotted(algorithm.get("custom_tis_function_path")))) is None:
+        return []
+    del algorithm["custom_tis_function_path"]
+    algorithm.setdefault("tis_mode", mode)
+    return [f"--custom-tis-function-path {path} is --tis-mode {mode}"]
+
+
+def _dotted(path: object) -> str:
+    return str(path or "").replace(":", ".")
+
+
+def _settle_rollout(values: Values) -> list[str]:
     rollout = values.get("rollout")
     if not isinstance(rollout, dict):
         return []
-    match str(rollout.get("rollout_function_path", "")).replace(":", "."):
+    match _dotted(rollout.get("rollout_function_path")):
         case str(path) if path == DEFAULT:
             del rollout["rollout_function_path"]
             return [f"{_FLAG} {path} is what the rollout services do"]

@@ -1,4 +1,4 @@
-"""Prompts from a custom source: ``data.data_source = "package.module:make"``.
+"""Prompts from a custom source: ``data.data_source = "package.module:make"``, or a class in slime's manner (`shared.data.slime_source`).
 
 ``make(config)`` returns an object with ``get_samples(n)``: a list of n prompts, each an object with the keys of [data] or something with
 the attributes ``prompt``, ``label`` and ``metadata``; a list of such (slime's groups) counts as its first. A source may also have
@@ -11,20 +11,17 @@ file and continues from the last state; a source without states is first asked f
 
 import json
 import os
+import threading
 from array import array
 from typing import Any
 
 from shared.config.run_config import RunConfig
 from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, TrainingPrompts, reason_to_leave_out
 from shared.data.rows import RowEntry
+from shared.data.slime_source import RENDERED
+from shared.data.source_process import FIELD, SourceProcess
 from shared.data.tokenizer import Tokenizer
-from shared.hooks import loading
 from shared.runtime.errors import ConfigError
-
-FIELD = "data.data_source"
-
-REPLAYED_AT_ONCE = 256
-"""The prompts that a source without states is asked for at once, to skip those that were drawn before."""
 
 MOST_LEFT_OUT = 10_000
 """The most consecutive prompts that may be left out before the source is given up."""
@@ -82,15 +79,19 @@ class DrawnFile:
 
 
 class DrawnPrompts:
-    """The prompts of a custom source. Raises ConfigError."""
+    """The prompts of a custom source, which runs in a process of its own. Prompts may be asked for from any thread. Raises ConfigError."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         assert config.data.data_source is not None  # only made for runs that have one
-        self._config, self._make = config, loading.load(FIELD, config.data.data_source)
+        self._config = config
         self._reader = PromptReader(config, tokenizer)
+        as_they_are = config.model_copy(update={"data": config.data.model_copy(update={"apply_chat_template": False})})
+        self._rendered_reader = PromptReader(as_they_are, tokenizer)
         self._drawn = DrawnFile(config)
         self._drawn.catch_up()
-        self._source: Any = None
+        self._lock = threading.Lock()
+        self._fresh: SourceProcess | None = SourceProcess(config)
+        self._source: SourceProcess | None = None
         self.first_left_out: ConfigError | None = None
 
     def __len__(self) -> int:
@@ -104,34 +105,48 @@ class DrawnPrompts:
 
     def at(self, index: int) -> Prompt:
         """Returns the prompt of the group that was admitted as ``index``, drawn now if it never was. Raises ConfigError."""
-        while index >= len(self._drawn):
-            if self._drawn.catch_up():
-                self._source = None  # another buffer has drawn: ours is behind
-            elif self._source is None:
-                self._source = self._resumed()
-            else:
-                self._draw()
-        return self._reader.read(self._drawn.entry(index))
+        with self._lock:
+            while index >= len(self._drawn):
+                if self._drawn.catch_up():
+                    self._leave()  # another buffer has drawn: ours is behind
+                elif self._source is None:
+                    self._source = self._resumed()
+                else:
+                    self._draw(self._source)
+            entry = self._drawn.entry(index)
+        return self._read(entry)
 
-    def _resumed(self) -> Any:
+    def _read(self, entry: RowEntry) -> Prompt:
+        rendered = RENDERED in entry.values and isinstance(entry.values.get(self._config.data.input_key), str)
+        return (self._rendered_reader if rendered else self._reader).read(entry)
+
+    def _leave(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def _resumed(self) -> SourceProcess:
         """Returns the source, continued after the last prompt that was drawn."""
-        source, last = self._make(self._config), self._drawn.last
-        if not hasattr(source, "get_samples"):
-            raise self._refusal(f"its {type(source).__name__} has no get_samples(n)")
-        if last["state"] is not None and hasattr(source, "load_state"):
+        source, last = self._fresh or SourceProcess(self._config), self._drawn.last
+        self._fresh = None
+        if last["state"] is not None and source.has_states:
             source.load_state(last["state"])
         else:
-            for first in range(0, last["drawn"], REPLAYED_AT_ONCE):
-                source.get_samples(min(REPLAYED_AT_ONCE, last["drawn"] - first))
+            source.skip(last["drawn"])
         return source
 
-    def _draw(self) -> None:
+    def _draw(self, source: SourceProcess) -> None:
         number, drawn, left_out = len(self._drawn), self._drawn.last["drawn"], dict(self._drawn.last["left_out"])
         for _ in range(MOST_LEFT_OUT):
-            candidate = self._candidate(number)
+            try:
+                row, state = source.draw()
+            except ConfigError:
+                self._source = None  # its process has ended
+                raise
+            candidate = RowEntry(row, FIELD, lambda: f"{self._config.data.data_source}: prompt {number}")
             drawn += 1
             try:
-                self._reader.read(candidate)
+                self._read(candidate)
             except ConfigError as error:
                 reason = reason_to_leave_out(error, self._config.data)
                 if reason is None:
@@ -139,13 +154,12 @@ class DrawnPrompts:
                 left_out[reason] += 1
                 self.first_left_out = self.first_left_out or error
                 continue
-            self._write({"number": number, "drawn": drawn, "left_out": left_out, "entry": candidate.values})
+            self._write({"number": number, "drawn": drawn, "left_out": left_out, "entry": row, "state": state})
             return
         raise self._refusal(f"{MOST_LEFT_OUT} prompts in a row do not fit; the last: {self.first_left_out}")
 
     def _write(self, record: dict[str, Any]) -> None:
         number = record["number"]
-        record["state"] = self._source.state() if hasattr(self._source, "state") else None
         try:
             self._drawn.append(record)
         except TypeError as error:
@@ -153,20 +167,7 @@ class DrawnPrompts:
         if not self._drawn.catch_up():
             raise self._refusal(f"prompt {number} could not be read back from {self._drawn.path}")
         if len(self._drawn) != number + 1 or self._drawn.last["drawn"] != record["drawn"]:
-            self._source = None  # another buffer was faster: its prompt counts
-
-    def _candidate(self, number: int) -> RowEntry:
-        """Returns the next prompt that the source gives."""
-        samples = given = self._source.get_samples(1)
-        while isinstance(given, list) and given:
-            given = given[0]
-        if not isinstance(samples, list) or given is None or isinstance(given, list):
-            raise self._refusal(f"get_samples(1) gave {samples!r} for prompt {number}; it must give a list of one")
-        if not isinstance(given, dict):
-            data, sample = self._config.data, given
-            keys = {"prompt": data.input_key, "label": data.label_key, "metadata": data.metadata_key, "tools": data.tool_key}
-            given = {key: getattr(sample, name) for name, key in keys.items() if key is not None and hasattr(sample, name)}
-        return RowEntry(given, FIELD, lambda: f"{self._config.data.data_source}: prompt {number}")
+            self._leave()  # another buffer was faster: its prompt counts
 
     def _refusal(self, expected: str) -> ConfigError:
         return ConfigError(FIELD, self._config.data.data_source, expected)

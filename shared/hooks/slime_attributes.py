@@ -10,7 +10,7 @@ from shared.model.families import read_architecture
 from shared.runtime.errors import ConfigError
 
 NOT_SET = """
-    custom_eval_rollout_log_function_path custom_model_provider_path custom_rollout_log_function_path
+    custom_eval_rollout_log_function_path custom_model_provider_path
     custom_update_weight_post_write_path dump_details eval_config eval_function_path eval_input_key eval_label_key eval_max_context_len
     eval_max_prompt_len eval_min_new_tokens eval_reward_key eval_tool_key eval_top_k eval_top_p http_proxy load_debug_rollout_data
     load_debug_rollout_data_subsample load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path

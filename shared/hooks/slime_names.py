@@ -23,11 +23,12 @@ MODULES = {
     "slime.utils.processing_utils": f"{_OURS}.model_processors",
     "slime.utils.types": f"{_OURS}.sample_types",
     "slime.rollout": _OURS,
-    "slime.rollout.data_source": f"{_OURS}.data_source",
+    "slime.rollout.data_source": f"{_OURS}.prompt_sources",
     "slime.rollout.base_types": f"{_OURS}.rollout_output",
     "slime.rollout.filter_hub": _OURS,
     "slime.rollout.filter_hub.base_types": "shared.hooks.filters",
     "slime.rollout.filter_hub.dynamic_sampling_filters": "shared.hooks.filters",
+    "slime.rollout.on_policy_distillation": f"{_OURS}.on_policy_distillation",
     "slime.rollout.rm_hub": f"{_OURS}.reward_dispatch",
     "slime.rollout.rm_hub.deepscaler": "shared.rewards.boxed_math",
     "slime.rollout.rm_hub.f1": "shared.rewards.f1",
@@ -35,7 +36,7 @@ MODULES = {
     "slime.rollout.rm_hub.ifbench": "shared.rewards.ifbench",
     "slime.rollout.rm_hub.math_dapo_utils": "shared.rewards.dapo",
     "slime.rollout.rm_hub.math_utils": f"{_OURS}.math_rewards",
-    "slime.rollout.sglang_rollout": f"{_OURS}.generation",
+    "slime.rollout.sglang_rollout": f"{_OURS}.sample_generation",
 }
 """slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""
 

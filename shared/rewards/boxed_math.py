@@ -1,23 +1,27 @@
 """Rewards for boxed answers: slime's ``math`` and ``deepscaler``."""
 
+from functools import lru_cache
 from typing import Any
 
 from shared.rewards.boxed import extract_answer
 from shared.rewards.hendrycks import grade_answer_mathd
 from shared.rewards.symbolic import grade_answer_sympy
 
+REMEMBERED = 200
+"""The most characters of an answer that is compared once for all responses that give it: those of a group often agree."""
+
 _THOUGHT, _RESPONSE = "</think>", "###Response"
 
 
-def grade_answer_verl(response: str, truth: Any) -> bool:
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     """Returns whether the answer in the response's last box is right (``math``). A response without a box is wrong."""
-    if not truth:
+    if not ground_truth:
         return False
-    expected: str | None = str(truth)
-    if "\\boxed" in str(truth):
-        expected = extract_answer(str(truth))
-    given = extract_answer(response)
-    return given is not None and _same(given, expected)
+    expected: str | None = str(ground_truth)
+    if "\\boxed" in str(ground_truth):
+        expected = extract_answer(str(ground_truth))
+    given = extract_answer(solution_str)
+    return given is not None and same_answer(given, expected)
 
 
 def get_deepscaler_rule_based_reward(response: str, label: str | float) -> int:
@@ -37,8 +41,14 @@ def get_deepscaler_rule_based_reward(response: str, label: str | float) -> int:
     if not isinstance(label, str | float | int):
         raise TypeError(f"the label is a {type(label).__name__}; expected text or a number")
     expected = extract_answer(str(label)) if "\\boxed" in str(label) else str(label)
-    return int(expected is not None and _same(given, expected))
+    return int(expected is not None and same_answer(given, expected))
 
 
-def _same(given: str, expected: str | None) -> bool:
+def same_answer(given: str, expected: str | None) -> bool:
+    """Returns whether an answer is right as the MATH data set compares it, or by sympy."""
+    return (_graded if len(given) <= REMEMBERED else _graded.__wrapped__)(given, expected)
+
+
+@lru_cache(1024)
+def _graded(given: str, expected: str | None) -> bool:
     return grade_answer_mathd(given, expected) or grade_answer_sympy(given, expected)

@@ -8,7 +8,6 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
-from shared.rewards.boxed_math import grade_answer_verl
 from shared.rewards.dapo import normalize_final_answer
 
 FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("\\text{", "}"), ("\\mathrm{", "}"))
@@ -78,8 +77,8 @@ def math_label(label: str) -> str:
 def math_labels(label: str) -> tuple[str, ...]:
     """Returns the label in the forms that ``math`` and ``deepscaler`` are to compare answers with: right is what is one of them.
 
-    That is the label itself, and besides, where it means a number that they do not read in it (``5 km/h``), that number. They read a mixed
-    fraction rightly only as a sum. Raises ValueError for a negative one, which they take for ``-2 + 1/2``.
+    That is the label itself, and besides, where a number stands in it in a form that they may not read (``5 km/h``), that number. They read
+    a mixed fraction rightly only as a sum. Raises ValueError for a negative one, which they take for ``-2 + 1/2``.
     """
     text = bare(label)
     if (parts := mixed(text)) is not None:
@@ -89,9 +88,7 @@ def math_labels(label: str) -> tuple[str, ...]:
         return (f"{whole}+{above}/{below}",)
     percent = PERCENT.search(text)
     number = decimal(text[: percent.start()] if percent else text)
-    if number is None or number == label or grade_answer_verl(f"\\boxed{{{number}}}", label):
-        return (label,)
-    return label, number
+    return (label,) if number in (None, label) else (label, str(number))
 
 
 def integer_label(label: str) -> str:

@@ -1,5 +1,7 @@
 """The rewards that come with Myxo, by ``rm_type``, and which queue and which worker processes they share."""
 
+import importlib.util
+
 BOXED = "boxed_"
 """The prefix of a reward that gets what stands in a response's last box, in place of the whole response."""
 
@@ -19,6 +21,13 @@ QUEUES = {
 }
 """The queue of each verifier."""
 
+PACKAGES = {
+    SYMBOLIC: {"sympy": "myxo[reward]", "pylatexenc": "myxo[reward]"},
+    LENIENT: {"math_verify": "myxo[reward]"},
+    INSTRUCTIONS: {"ifbench": "ifbench"},
+}
+"""The packages that the verifiers of a queue import, and what pip installs for each."""
+
 VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
 """Every ``rm_type`` that the reward service scores with itself."""
 
@@ -34,6 +43,14 @@ def base(name: str) -> str:
 def queue_of(name: str) -> str:
     """Returns the queue of an environment: one of the above for verifiers, any other has one of its own name."""
     return QUEUES.get(base(name), name)
+
+
+def missing_package(name: str) -> str | None:
+    """Returns what is to be installed for a verifier, in words; None where nothing is missing, or it is no verifier."""
+    for package, installed_by in PACKAGES.get(queue_of(name), {}).items():
+        if importlib.util.find_spec(package) is None:
+            return f"needs the package {package}, which is not installed: pip install '{installed_by}'"
+    return None
 
 
 def needs_label(name: str) -> bool:

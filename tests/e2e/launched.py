@@ -84,6 +84,22 @@ class LaunchedRun:
                 return int(entry.name)
         raise AssertionError(f"the launcher has no child {program}\n{self.said()}")
 
+    def descendant(self, program: str) -> int:
+        """The pid of the process under the launcher whose command line names ``program``, at any depth; of several the innermost."""
+        below, found = {self.process.pid}, -1
+        for entry in sorted((entry for entry in Path("/proc").iterdir() if entry.name.isdigit()), key=lambda entry: int(entry.name)):
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent in below:
+                below.add(int(entry.name))
+                found = int(entry.name) if program.encode() in words else found
+        if found < 0:
+            raise AssertionError(f"the launcher has no process {program} below it\n{self.said()}")
+        return found
+
     def summary(self) -> dict[str, object]:
         content: dict[str, object] = json.loads((self.root / "summary.json").read_text())
         return content

@@ -11,5 +11,5 @@ SCRIPTS: dict[str, list[str]] = {
 }
 """Script → the words of its command line behind ``train.py``."""
 
-FLAGS = (_HERE / "slime_flags.txt").read_text().split()
+FLAGS = (_HERE.parents[1] / "docs" / "slime_flags.txt").read_text().split()
 """The flags that slime adds to Megatron's and SGLang's, and those of Megatron's whose defaults it changes."""

@@ -58,7 +58,12 @@ def math_verify(response: str, label: str) -> float:
     answer = _marked(response)
     if answer is None:
         return _unmarked(_tail(response), truth)
-    return _compared(bare(answer), lambda: _latex(answer), truth) if len(answer) <= LONGEST_ANSWER else 0.0
+    return _marked_reward(answer, label) if len(answer) <= LONGEST_ANSWER else 0.0
+
+
+@lru_cache(1024)  # the responses of a group often give the same answer
+def _marked_reward(answer: str, label: str) -> float:
+    return _compared(bare(answer), lambda: _latex(answer), _truth(label))
 
 
 def _unmarked(response: str, truth: _Truth) -> float:
@@ -116,6 +121,7 @@ def _only_number(label: str, prose: str) -> str:
     return decimal(numbers[0]) or numbers[0]
 
 
+@lru_cache(256)  # labels: parsing takes most of the time
 def _parsed(expression: str) -> list[Any]:
     """Returns math-verify's parse; empty where that is only the text itself."""
     found = _parse(f"${expression}$") or _parse(expression)

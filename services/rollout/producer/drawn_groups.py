@@ -15,9 +15,9 @@ from typing import Any
 from services.rollout.producer.service_calls import ServiceCalls
 from shared.config.run_config import RunConfig
 from shared.hooks.hook_sample import HookSample, Status, status_of
-from shared.hooks.rollout_output import ReturnedGroup
+from shared.hooks.returned_groups import ReturnedGroup
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
-from shared.hooks.slime.data_source import DataSource
+from shared.hooks.slime.prompt_sources import DataSource
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample as StoredSample
@@ -31,6 +31,9 @@ GLANCE_S = 0.02
 PATIENCE_S = 30.0
 """The time after which a thread that waits for prompts gets groups ahead of those that will be discarded, though it has unfinished ones."""
 
+
+FINISHED_S = 3.0
+"""The time after which a call that has finished all its groups, and still does not end, gets more: it needs more than there are."""
 
 _ENDED, _OPEN = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED), (Status.PENDING, Status.ABORTED)
 
@@ -78,13 +81,19 @@ class DrawnGroup:
 
 
 class DrawnGroups(DataSource):
-    """slime's data source over the buffer's tasks. Every method may be called from any thread."""
+    """slime's data source over the buffer's tasks. Every method may be called from any thread.
+
+    Attributes:
+        in_call: the function is at work on a rollout, and does not just go on with groups in the background.
+    """
 
     def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
         self._calls, self._config, self._prompts = calls, config, prompts
         self._n, self._vocabulary = config.rollout.n_samples_per_prompt, 0
         self._lock = threading.Lock()
         self._drawn: dict[int, DrawnGroup] = {}
+        self.in_call = False
+        self._all_finished_at: float | None = None  # since when, in a call that asks for more
         self._spinning: dict[int, int] = {}  # event loop → calls without prompts since it last ran
         self.metadata: dict[str, Any] = {}
 
@@ -196,7 +205,9 @@ class DrawnGroups(DataSource):
         if not drawn:
             return False
         if all(group.finished for group in drawn if group.held):
-            return loop is None or self._spinning.get(id(loop), 0) > 0
+            since = self._all_finished_at = self._all_finished_at or time.monotonic()
+            return loop is None or self._spinning.get(id(loop), 0) > 0 or (self.in_call and time.monotonic() - since > FINISHED_S)
+        self._all_finished_at = None
         waited = time.monotonic() - started
         return waited > PATIENCE_S if loop is None else self._spinning.get(id(loop), 0) > 1
 

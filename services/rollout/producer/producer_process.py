@@ -16,7 +16,7 @@ from services.rollout.producer.drawn_groups import DrawnGroups
 from services.rollout.producer.service_calls import ServiceCalls
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, load, paths
-from shared.hooks.rollout_output import returned_groups, train_output
+from shared.hooks.returned_groups import returned_groups, train_output
 from shared.runtime.errors import ConfigError
 from shared.workers.frames import FrameStream
 
@@ -42,6 +42,7 @@ def main() -> None:
     while True:
         order = calls.call("next")
         vars(args).update(order["args"])
+        groups.in_call = True
         try:
             returned = function(args, order["rollout_id"], groups, evaluation=False)
             output = train_output(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
@@ -50,6 +51,7 @@ def main() -> None:
             traceback.print_exc()
             calls.call("failed", error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON])
             os._exit(1)  # with the threads that it may have started: what they have in hand goes back
+        groups.in_call = False
         refused = [problem for group in finished if (problem := groups.hand_in(group)) is not None]
         metrics = _numbers(output.metrics)
         del returned, output, finished

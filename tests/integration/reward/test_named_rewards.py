@@ -41,7 +41,7 @@ async def test_a_reward_by_name_is_slimes(bench: NewBench, name: str, texts: lis
 
 
 async def test_a_sample_may_name_its_own_reward_and_the_key_may_be_another_for_held_out_prompts(bench: NewBench) -> None:
-    desk = await bench(reward={"rm_type": "dapo", "reward_key": "acc", "eval_reward_key": "score"})
+    desk = await bench(reward={"rm_type": "dapo", "reward_key": "acc", "eval_reward_key": "score"}, eval={"eval_prompt_data": "held.jsonl"})
     await desk.serve()
     await desk.generated("g0", "Answer: 41", "the 42", poison=lambda sample: sample.update(metadata={"rm_type": " f1 "}))
     assert (await scored(desk)).rewards == [0.0, 1.0]

@@ -10,23 +10,28 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import RunConfig
+from shared.data import source_process
 from shared.data.data_source import DrawnPrompts
 from shared.data.tokenizer import Tokenizer
+from shared.hooks import Arguments
+from shared.hooks.slime.prompt_sources import RolloutDataSourceWithBuffer
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
 SOURCE = '''
-import itertools
+import os
+import sys
+import time
 from types import SimpleNamespace
 
-made = itertools.count()
+from slime.rollout.data_source import RolloutDataSource
 
 
 class Counting:
     """Gives what no other life of it gives, and knows where it is."""
 
     def __init__(self, config):
-        self.life, self.at = next(made), 0
+        self.life, self.at = os.getpid(), 0
 
     def get_samples(self, n):
         first, self.at = self.at, self.at + n
@@ -57,6 +62,17 @@ class Mixed(Stateless):
         return [{**kinds[number % 3], "metadata": {"number": number}} for number in range(first, self.at)]
 
 
+class EveryOther(RolloutDataSource):
+    """The rows of the run's files but each second one."""
+
+    def get_samples(self, num_samples):
+        groups = super().get_samples(2 * num_samples)[::2]
+        for group in groups:
+            for sample in group:
+                sample.metadata = {**sample.metadata, "epoch": self.epoch_id, "index": sample.index}
+        return groups
+
+
 class Dry:
     def __init__(self, config):
         pass
@@ -70,6 +86,47 @@ class Other:
         pass
 
 
+class Leaving(Counting):
+    def get_samples(self, n):
+        if self.at == 2:
+            sys.exit("enough")
+        return super().get_samples(n)
+
+
+class Hanging(Counting):
+    def get_samples(self, n):
+        if self.at == 1:
+            time.sleep(600)
+        return super().get_samples(n)
+
+
+class OfSlimes:
+    """A class in slime's manner: groups of samples, its position in files, its prompts rendered."""
+
+    def __init__(self, args):
+        self.args, self.at, self.life = args, 0, os.getpid()
+
+    def get_samples(self, num_samples):
+        first, self.at = self.at, self.at + num_samples
+        made = {"life": self.life, "batch": self.args.rollout_batch_size}
+        numbers = range(first, self.at)
+        return [[SimpleNamespace(prompt=f"<|user|>{number}+1=", label=str(number + 1), metadata=made)] * 2 for number in numbers]
+
+    def add_samples(self, samples):
+        raise RuntimeError("read only")
+
+    def save(self, rollout_id):
+        with open(f"{self.args.save}/at_{rollout_id}", "w") as file:
+            file.write(str(self.at))
+
+    def load(self, rollout_id=None):
+        with open(f"{self.args.load}/at_{rollout_id}") as file:
+            self.at = int(file.read())
+
+    def __len__(self):
+        return 1000
+
+
 number = 3
 '''
 
@@ -77,7 +134,7 @@ number = 3
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "a_source_of_prompts.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     yield "a_source_of_prompts"
     sys.modules.pop("a_source_of_prompts", None)
 
@@ -178,3 +235,63 @@ def test_a_line_of_the_file_says_what_was_drawn(tmp_path: Path, module: str, tok
     record = SimpleNamespace(**json.loads(line))
     assert (record.number, record.drawn, record.state, record.left_out) == (0, 1, {"at": 1}, {"overlong": 0, "bad": 0})
     assert record.entry["prompt"] == "0+1="
+
+
+def test_a_class_in_slimes_manner(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}.OfSlimes", apply_chat_template=True)
+    first = DrawnPrompts(config, tokenizer)
+    given = [first.at(number) for number in range(5)]
+    assert [prompt.content for prompt in given] == [f"<|user|>{number}+1=" for number in range(5)]
+    assert given[0].tokens.tolist() == tokenizer.encode("<|user|>0+1=").tolist(), "rendered already: no template is laid over it"
+    assert sorted(path.name for path in (config.run.root / "prompts" / "source").iterdir()) == ["at_1", "at_2"], "two prompts a batch"
+    second = DrawnPrompts(config, tokenizer)
+    again = [second.at(number) for number in range(7)]
+    assert [prompt.content for prompt in again] == [f"<|user|>{number}+1=" for number in range(7)]
+    assert again[4].metadata == given[4].metadata and again[5].metadata != given[4].metadata
+
+
+def test_a_source_that_ends_its_process_or_hangs_costs_a_prompt(
+    tmp_path: Path, module: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_process, "ANSWER_SECONDS", 1.0)
+    late = "it did not answer within 1 s; its process was killed"
+    for name, count, words in (("Leaving", 2, "SystemExit: enough"), ("Hanging", 1, late)):
+        drawn = DrawnPrompts(config_of(tmp_path / name, f"{module}:{name}"), tokenizer)
+        assert [drawn.at(number).content for number in range(count)] == [f"{number}+1=" for number in range(count)]
+        for _ in range(2):  # it is started again, and fails again at the same place
+            with pytest.raises(ConfigError, match=words):
+                drawn.at(count)
+        assert drawn.at(0).content == "0+1="
+
+
+def test_a_class_that_derives_from_slimes_own(tmp_path: Path, module: str, tokenizer: Tokenizer, tiny_model: Path) -> None:
+    rows = [{"prompt": f"{number}+{number}=", "label": number * 2} for number in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_source": f"{module}.EveryOther", "prompt_data": [f"{tmp_path}/rows.jsonl"]}
+    config = run_config(tmp_path, data=data, model={"hf_checkpoint": str(tiny_model)})
+    drawn = DrawnPrompts(config, tokenizer)
+    given = [drawn.at(number) for number in range(4)]
+    assert [prompt.content for prompt in given] == ["0+0=", "2+2=", "4+4=", "1+1="], "the second epoch begins in the middle of a pair"
+    assert [prompt.metadata["epoch"] for prompt in given] == [0, 0, 1, 1]
+    assert [(prompt.label, prompt.metadata["index"]) for prompt in given[:2]] == [("0", 0), ("4", 4)]
+    assert [DrawnPrompts(config, tokenizer).at(number).content for number in (4, 5)] == ["3+3=", "0+0="], "as a source that went on"
+
+
+def test_a_source_with_a_buffer_gives_what_it_got_back_first(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{number}+1=", "label": "2"}) + "\n" for number in range(6)))
+    sections = {"data": {"prompt_data": [f"{tmp_path}/rows.jsonl"], "rollout_shuffle": True}, "model": {"hf_checkpoint": str(tiny_model)}}
+    args = Arguments(run := run_config(tmp_path, **sections), run_config=run, save=str(tmp_path), load=str(tmp_path))
+    source = RolloutDataSourceWithBuffer(args)
+    first = source.get_samples(3)
+    source.add_samples(first[1:])
+    assert source.get_buffer_length() == 2
+    again = source.get_samples(3)
+    assert again[:2] == first[1:] and again[2][0].group_index == 3
+    source.save(7)
+    rest = [group[0].prompt for group in source.get_samples(4)]
+    other = RolloutDataSourceWithBuffer(args)
+    other.load(7)
+    assert [group[0].prompt for group in other.get_samples(4)] == rest
+    assert other.epoch_id == 1 and len({group[0].prompt for group in (*first, again[2])} | set(rest[:2])) == 6
+    with pytest.raises(ValueError, match="a list of 2 samples"):
+        source.add_samples([first[0][:1]])

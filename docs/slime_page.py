@@ -1,0 +1,126 @@
+"""Writes ``docs/coming-from-slime.md`` from the tables of flags; `docs.flags` calls it. The guide at the top stands here."""
+
+from pathlib import Path
+
+from shared.config import slime_defaults, slime_flags
+from shared.config.flag_classes import FlagClass, Kind, classify
+from shared.config.run_config import field_sections
+
+PAGE = Path(__file__).with_name("coming-from-slime.md")
+NAMES = Path(__file__).with_name("slime_flags.txt")
+"""The flags of slime's ``arguments.py``: its own, and those of Megatron's whose defaults it changes."""
+
+TOP = """# Coming from slime
+
+Written by `python -m docs.flags`; do not edit.
+
+A launch script of slime's ends in `python train.py FLAGS`. Here that is
+
+```bash
+myxo train FLAGS
+```
+
+with the same flags: slime's, Megatron's, and `--sglang-…` for the engines. It checks everything first, starts all services on this machine,
+and ends with the audit and the summary. No Ray cluster, no router and no conversion of checkpoints come before it: leave these parts of the
+script out, and the quotes of `ray job submit -- python3 train.py` with them.
+
+```bash
+myxo train FLAGS --dry-run > run.toml    # checks all, starts nothing, prints the TOML that the flags stand for
+myxo up run.toml                         # the same run
+myxo train run.toml --lr 2e-6            # a file with flags over it
+myxo train --run-name NAME               # goes on with a run, or gives a new one its name
+```
+
+`--dry-run` needs no GPU. It tells everything at once that would keep the run from its end: a file that is not there, a shape that does not
+fit the layout, a package that is missing, a misspelt flag.
+
+## What becomes of a flag
+
+Each flag is in one class, and none is ignored in silence:
+
+- **taken**: the config has a field of its name, which `myxo up --help` explains. In TOML it stands in the field's section, with
+  underscores.
+- **renamed**: accepted; it sets fields of other names, and that is told when the run starts.
+- **no-op**: accepted and without effect, for a reason that is told when the run starts.
+- **refused**: with the reason, and what to do instead. An unknown flag is refused with the nearest one, and so is a shortened one.
+
+The same words are keys in TOML: `balance_data = true` or `partial_rollout = true` in any section. Megatron's flags have the same classes:
+[megatron-flags.md](megatron-flags.md). What comes of several nodes, of Transformer Engine or of another package that is missing here is
+told by the checks before the start: the flags themselves are accepted.
+
+Values are written as for slime: a list as words (`--rollout-stop-token-ids 1 2`, `--sglang-cuda-graph-bs 1 2 4`) or as Megatron has it
+(`--moe-layer-freq [0]*3+[1]*58`), names with paths in pairs (`--eval-prompt-data aime a.jsonl gpqa b.jsonl`), a part of a file as
+`prompts.jsonl@[-100:]`, a mapping as JSON, a function as `package.module.function` or `package.module:function`. Of a flag that is given
+twice the last counts, and that is told. A switch that is on by default is turned off by `--no-…`.
+
+## Where things are
+
+| slime | here |
+|---|---|
+| `--hf-checkpoint` | The policy and its reference start from it, as it is. |
+| `--ref-load` | A `…_torch_dist` directory is taken for a conversion of `--hf-checkpoint` and not read; another HF checkpoint is refused. |
+| `--save DIR` | The run's directory is `DIR/NAME`: checkpoints, logs, TensorBoard, weights, and the state of every service. |
+| `--load DIR` | The newest run in `DIR` goes on where it was; where there is none, a new one begins. `--fresh` begins anew. |
+| `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines. Colocated, all GPUs of the trainer are theirs, too. |
+| `--custom-config-path FILE` | Its keys stand over all flags: fields of that name, the rest are attributes of `args` for your functions. |
+| `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
+| user functions | The same files, with slime's import names, `args` and `Sample`: [hooks.md](hooks.md). |
+| `--rm-type` | The same names and values: [math-rewards.md](math-rewards.md), [environments.md](environments.md). |
+| `slime.rollout.sft_rollout.generate_rollout` | Supervised training alone: `[sft]` with `--num-rollout 0`. |
+
+## What differs
+
+- **slime's defaults hold for `myxo train` without a file, where they decide what is trained**: DEFAULTS. Batches are made and trained in
+  turn (`--max-staleness 0`), without an importance weight (`--no-use-tis`), the KL of the loss is `k1`, and the engines of a colocated
+  run take all its GPUs. Everything else has Myxo's defaults: how many ranks and engines, what is kept and what is
+  written. A TOML file has Myxo's own.
+- **To overlap generation and training**, as `train_async.py` does, give `--max-staleness 1` or more, or name slime's fully asynchronous
+  function. Stale samples then have an importance weight (`--use-tis`) unless you say otherwise: [staleness.md](staleness.md).
+- **Group statistics** are those of a group always, never those of a batch's shape; equal rewards give exactly 0.
+- **A sample longer than `--max-tokens-per-gpu`** is trained in a micro-batch of its own, as slime does (`--overlong-samples alone`). TOML
+  files have `mask` by default.
+- **Logs and metrics** have slime's names where they mean the same: [metrics.md](metrics.md).
+
+"""
+
+_TITLES: dict[Kind, str] = {"taken": "Taken", "renamed": "Renamed", "no-op": "Without effect", "refused": "Refused"}
+
+
+def page() -> str:
+    """The page's text."""
+    shown = ", ".join(
+        f"`{name} = {'none' if value is None else value}`"
+        for section in slime_defaults.DEFAULTS.values()
+        for name, value in section.items()
+    )
+    classes = {name: _class(name) for name in names()}
+    lines = [TOP.replace("DEFAULTS", shown).rstrip("\n"), ""]
+    for kind, title in _TITLES.items():
+        found = {name: known.meaning for name, known in classes.items() if known.kind == kind}
+        lines += [f"## {title}: {len(found)}", "", f"| flag | {'field' if kind == 'taken' else 'meaning'} |", "|---|---|"]
+        lines += [f"| `{_spelled(name)}` | {_place(name) if kind == 'taken' else meaning} |" for name, meaning in found.items()]
+        lines += [""]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def names() -> list[str]:
+    """Returns slime's flags by name, with underscores, and those that its table here has besides."""
+    listed = [flag.removeprefix("--").replace("-", "_") for flag in NAMES.read_text().split()]
+    return sorted({*listed, *slime_flags.entries()})
+
+
+def _class(name: str) -> FlagClass:
+    found = classify(name)
+    assert found is not None, f"--{name.replace('_', '-')} has no class"
+    return found
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _place(name: str) -> str:
+    owners = field_sections()
+    if (section := owners.get(name)) is not None:
+        return f"`{section}.{name}`"
+    return f"`rollout.sglang.{name.removeprefix('sglang_')}`" if name.startswith("sglang_") else f"`trainer.megatron.{name}`"

@@ -1,0 +1,104 @@
+"""``myxo eval``: evaluates a version of a run after the fact, as a run of its own without training."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from myxo.commands.up import take_flags, up
+from myxo.display.text import figure_table
+from myxo.preflight import Source
+from myxo.run import config_toml
+from myxo.run.run_directory import RunDirectory
+from myxo.run.run_versions import chosen_version, materialized
+from shared.bus import runs
+from shared.config import flags
+from shared.config import run_config as configs
+from shared.config.run_config import RunConfig
+from shared.hub import hub_resolve
+from shared.runtime import exit_codes
+from shared.runtime.atomic_files import replace_file
+from shared.runtime.errors import ConfigError
+
+_ABOUT = """Evaluate a version of a run that lies on disk: an export, a snapshot, a checkpoint, or the initial model.
+
+RUN is a run's name, evaluated on the sets of its own config, or a TOML file, whose run is evaluated on the sets that the file names
+now. Flags are laid over either. The evaluation is a run of its own, RUN-eval-vN beside RUN; its figures go to RUN/evaluations/vN.json."""
+
+
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo eval``."""
+    command.description, command.usage = _ABOUT, f"{command.prog} RUN|CONFIG [--version N] [--dir DIR] [flags]"
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument("run", metavar="RUN|CONFIG", help="a run's name, or a config's TOML file")
+    command.add_argument("--version", type=int, metavar="N", help="the weight version (default: the newest on disk)")
+    command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
+    command.set_defaults(run_command=_run, flags=[], take_rest=take_flags)
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    overrides = flags.parse(parsed.flags)
+    config = _config(parsed.run, parsed.dir, overrides)
+    if not config.eval.named:
+        raise ConfigError(
+            "eval.eval_prompt_data", None, "sets to evaluate on: --eval-prompt-data NAME PATH, --eval-config or [[eval.sets]]"
+        )
+    item = chosen_version(config, parsed.version)
+    directory = config.run.root / "evaluations"
+    console.print(f"Version {item.version} of {config.run.name} is {item.what}.", soft_wrap=True)
+    model = materialized(item, directory / f"v{item.version:06d}-model")
+    own = evaluating(config, item.version, model)
+    path = directory / f"v{item.version:06d}.toml"
+    path.write_text(config_toml.dump(own))
+    code = up(Source.of(path, []), console, fresh=True)
+    if code == exit_codes.DONE:
+        figures = _figures(own, item.version)
+        replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())
+        rows = [(f"eval/{found['dataset']}", _line(found)) for found in figures["evaluations"]]
+        console.print(figure_table(rows, f"Version {item.version} of {config.run.name}"))
+    return code
+
+
+def _config(name: str, directory: Path, overrides: flags.Overrides) -> RunConfig:
+    """Returns the config of a file, or that which a run's directory keeps, with flags over it. Raises ConfigError."""
+    if Path(name).is_file():
+        config = configs.load(Path(name), overrides)
+    elif (frozen := runs.frozen(directory / name)) is None:
+        raise ConfigError("RUN", name, f"a run in {directory}, or a TOML file; there is neither")
+    else:
+        values = frozen.model_dump(mode="json")
+        for section, fields in overrides.items():
+            values.setdefault(section, {}).update(fields)
+        config = configs.parse(values).absolute(Path.cwd())
+    return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
+
+
+def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
+    """Returns the config of the run that evaluates a version of another run, whose weights lie in ``model``."""
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"name": f"{config.run.name}-eval-v{version}"},
+        "model": {"hf_checkpoint": model},
+        "rollout": {"num_rollout": 0, "num_epoch": None, "num_rollout_per_epoch": None},
+        "sft": {"sft_data": None},
+        "trainer": {"critic_load": None, "save_hf": None},
+        "weights": {"update_weight_transport": "nccl", "update_weight_disk_dir": None, "join_from": "auto"},
+        "debug": {"save_debug_rollout_data": None, "save_debug_train_data": None, "dump_details": None},
+    }
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=given) for name, given in changes.items()})
+
+
+def _figures(own: RunConfig, version: int) -> dict[str, Any]:
+    """Returns the figures of the evaluation, under the version's number in its run: in the run of its own that is version 0."""
+    summary = json.loads(RunDirectory(own.run.root).summary.read_text())
+    evaluations = [{**found, "version": version, "newest": version} for found in summary["evaluations"]]
+    return {"version": version, "evaluations": evaluations}
+
+
+def _line(found: dict[str, Any]) -> str:
+    rates = "".join(f", {name} {value:.3f}" for name, value in found["rates"].items() if not name.endswith("1"))
+    lengths = f", {found['lengths']['mean']:.1f} tokens" if found["lengths"] else ""
+    missing = found["failed"] + found["late"]
+    parts = f", {found['prompts'] - missing} of {found['prompts']} prompts" if missing else ""
+    return f"{found['mean_reward']:.3f} over {found['samples']} samples{rates}{lengths}, {100 * found['truncated']:.0f} % truncated{parts}"

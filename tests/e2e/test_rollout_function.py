@@ -1,0 +1,66 @@
+"""A fully asynchronous rollout function in slime's manner, unchanged, in whole runs on a real engine; also where its process is killed."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.schema.messages import ServiceStatus
+from tests.e2e.launched import LaunchedRun, gauge
+
+RUN_SECONDS = 900
+
+FLAGS = (
+    "--rollout-function-path",
+    "examples.compat.fully_async_rollout.generate_rollout",
+    "--custom-rm-path",
+    "examples.compat.fully_async_rollout.score",
+)
+
+
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_a_fully_asynchronous_rollout_function_trains(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    config = small_run("pool", steps=3, staleness=1)
+    with LaunchedRun(config, tmp_path / "runs" / "pool", "pool", FLAGS) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", 3)
+    assert summary["groups"]["trained"] == 12  # type: ignore[index]
+    assert summary["max_staleness_seen"] <= 1  # type: ignore[operator]
+    assert any("rollout_function_ended" in log.read_text() for log in (tmp_path / "runs" / "pool" / "logs").glob("rollout*.log"))
+
+
+@pytest.mark.timeout(2 * RUN_SECONDS)
+def test_its_process_is_killed_and_no_group_is_lost(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """kill -9 of the function's process, twice, and of the whole rollout service, while the run trains."""
+    steps = 30
+    config = small_run("kills", steps=steps, staleness=2)
+    with LaunchedRun(config, tmp_path / "runs" / "kills", "kills", (*FLAGS, "--max-deliver", "20")) as run:
+        reached = 0.0
+        for victim in ("producer_process", "services.rollout", "producer_process"):
+            cards = run.until(f"step {reached + 1}", lambda cards, reached=reached: trained(cards) > reached, RUN_SECONDS)
+            reached = trained(cards)
+            assert reached < steps, "the run ended before: make it longer"
+            kill(run, victim)
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", steps)
+    assert summary["groups"]["trained"] == 4 * steps  # type: ignore[index]
+    assert summary["max_staleness_seen"] <= 2  # type: ignore[operator]
+
+
+def trained(cards: list[ServiceStatus]) -> float:
+    return gauge(cards, "buffer", "trained_steps")
+
+
+def kill(run: LaunchedRun, victim: str) -> None:
+    """Kills the process once it is there: it may just be starting again."""
+    end = time.monotonic() + RUN_SECONDS
+    while True:
+        try:
+            return run.kill(run.child(victim) if victim.startswith("services") else run.descendant(victim))
+        except (AssertionError, ProcessLookupError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)

@@ -1,0 +1,35 @@
+"""What a run's rewards need is checked before the start."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from myxo.preflight.inspection import Inspection
+from myxo.preflight.reward_checks import check_rewards
+from shared.rewards.names import missing_package
+from tests.support.run_config import run_config
+
+
+def problems(tmp_path: Path, **reward: object) -> list[str]:
+    return [str(problem) for problem in check_rewards(Inspection(run_config(tmp_path, reward=reward), starts=True))]
+
+
+def test_a_package_that_is_not_installed_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, package, installed_by in (("math", "sympy", "myxo[reward]"), ("boxed_ifbench", "ifbench", "ifbench")):
+        words = f"needs the package {package}, which is not installed: pip install '{installed_by}'"
+        assert problems(tmp_path, rm_type=name) == [f"reward.rm_type = {name!r}: {words}"]
+    assert problems(tmp_path, rm_type="f1") == []
+    assert problems(tmp_path, rm_type="math", custom_rm_path="my.rewards:score") == []
+    [found] = problems(tmp_path, rm_type="weighted", reward_weights={"f1": 1.0, "math_verify": 2.0})
+    assert found.startswith("reward.reward_weights = 'math_verify': needs the package math_verify")
+    assert missing_package("environment") is None
+
+
+def test_a_key_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = {"rm_type": "judge", "judge_url": "http://127.0.0.1:1", "judge_model": "m", "judge_key_variable": "JUDGE_KEY"}
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    assert problems(tmp_path, **judge) == ["reward.judge_key_variable = 'JUDGE_KEY': a variable that is set where `myxo up` starts"]
+    monkeypatch.setenv("JUDGE_KEY", "hush")
+    assert problems(tmp_path, **judge) == []
