@@ -112,7 +112,7 @@ class RunConfig(Section):
                 f"trainer.num_steps_per_rollout: rollout_batch_size x n_samples_per_prompt = {samples} samples do not divide "
                 f"into {steps} optimizer steps over {ranks // replica} data-parallel ranks"
             )
-        if self.has_steps and self.algorithm.needs_groups and n < 2:
+        if self.has_steps and self.algorithm.needs_groups and n < 2 and not self.debug.debug_rollout_only:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:

@@ -128,6 +128,12 @@ def test_one_sample_a_prompt_is_fine_where_samples_are_not_compared(tmp_path: Pa
     assert run_config(tmp_path, algorithm=given, rollout={"n_samples_per_prompt": 1}).rollout.n_samples_per_prompt == 1
 
 
+@pytest.mark.parametrize("sections", [{"rollout": {"num_rollout": 0}, "sft": {"sft_data": ["x"]}}, {"debug": {"debug_rollout_only": True}}])
+def test_one_sample_a_prompt_is_fine_where_nothing_is_compared(tmp_path: Path, sections: dict[str, dict[str, Any]]) -> None:
+    given = {**sections, "rollout": {**sections.get("rollout", {}), "n_samples_per_prompt": 1}}
+    assert run_config(tmp_path, **given).rollout.n_samples_per_prompt == 1
+
+
 def test_what_follows_from_several_fields() -> None:
     assert AlgorithmSection(calculate_per_token_loss=True).reducer == "token_mean"
     assert AlgorithmSection(loss_divisor=100).reducer == "fixed_length"
