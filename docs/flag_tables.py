@@ -227,9 +227,7 @@ _REASONS = {
         "log_timers_to_tensorboard log_memory_to_tensorboard moe_per_layer_logging wandb_exp_name wandb_save_dir wandb_entity "
         "log_max_attention_logit"
     ),
-    "docs/metrics.md tells what is measured": (
-        "timers timing_log_level barrier_with_L1_time profile profile_step_start profile_step_end use_pytorch_profiler"
-    ),
+    "docs/metrics.md tells what is measured": ("timers timing_log_level barrier_with_L1_time profile"),
     "moments are float32 on the model's device; checkpoints and resets know nothing else": (
         "store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype overlap_param_gather_with_optimizer_step"
     ),

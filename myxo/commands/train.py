@@ -13,6 +13,7 @@ from myxo.preflight import Source
 from shared.bus import runs
 from shared.config import flags, slime_defaults
 from shared.config.flags import CommandLine
+from shared.runtime.errors import ConfigError
 
 _TRAIN = """Run a run on this machine until it is finished, from flags alone: those of slime's train.py, Megatron's and Myxo's own.
 
@@ -21,6 +22,9 @@ lies in --save, and the run's name is that of --run-name, that of the newest run
 name of a run that is there already, without a model, goes on with it. With CONFIG it is `myxo up CONFIG [flags]`.
 
 --dry-run prints the TOML file that the flags stand for."""
+
+_REQUIRED: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "rollout": {}}
+"""The sections that have fields without a default, so that each of these is asked for by its name."""
 
 LONGEST_MODEL_NAME = 40
 """Characters of the model's name in a run's."""
@@ -50,14 +54,13 @@ def source(path: Path | None, words: list[str], *, fresh: bool = False, now: dat
     given = flags.read(words)
     if path is None:
         _settle_place(given, fresh)
-        frozen = _frozen(given)
-        if frozen is not None:
-            given.overrides = _over(frozen, given.overrides)
-        else:
+        if "hf_checkpoint" in given.overrides.get("model", {}) or "name" not in given.overrides["run"]:
             defaults = slime_defaults.defaults(given.overrides)
-            given.overrides = _over(defaults, given.overrides)
+            given.overrides = _over(defaults, _over(_REQUIRED, given.overrides))
             given.notes.append(slime_defaults.note(defaults))
-            given.overrides.setdefault("run", {}).setdefault("name", _made_name(given, now or datetime.now()))
+            given.overrides["run"].setdefault("name", _made_name(given, now or datetime.now()))
+        else:
+            given.overrides = _over(_frozen(given), given.overrides)
     return Source(path, given)
 
 
@@ -77,13 +80,13 @@ def newest_run(directory: Path) -> Path | None:
     return max(frozen, key=lambda path: path.stat().st_mtime).parent if frozen else None
 
 
-def _frozen(given: CommandLine) -> dict[str, Any] | None:
-    """Returns the values of the run that the flags only name, as it was frozen; None where they describe one, or there is none."""
-    run = given.overrides.get("run", {})
-    if "name" not in run or "hf_checkpoint" in given.overrides.get("model", {}):
-        return None
-    config = runs.frozen(Path(run.get("dir", "runs")) / run["name"])
-    return None if config is None else config.model_dump(mode="json")
+def _frozen(given: CommandLine) -> dict[str, Any]:
+    """Returns the values of the run that the flags only name, as it was frozen. Raises ConfigError where there is none."""
+    run = given.overrides["run"]
+    directory = Path(run.get("dir", "runs"))
+    if (config := runs.frozen(directory / run["name"])) is None:
+        raise ConfigError("run.name", run["name"], f"a run that lies in {directory}; a new one needs --hf-checkpoint and the other flags")
+    return config.model_dump(mode="json")
 
 
 def _over(below: dict[str, dict[str, Any]], above: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

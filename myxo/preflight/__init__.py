@@ -68,6 +68,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,
     machine_checks.check_gpus,
+    machine_checks.check_profilers,
     machine_checks.check_earlier_run,
     machine_checks.check_directories,
     machine_checks.check_disk,
@@ -88,6 +89,7 @@ DATA_CHECKS: tuple[Check, ...] = (
 
 
 TRAINER_CHECKS: tuple[Check, ...] = (
+    machine_checks.check_profilers,
     model_checks.check_other_models,
     model_checks.check_megatron_flags,
     model_checks.check_ranks,

@@ -99,6 +99,14 @@ def check_gpus(inspection: Inspection) -> Findings:
             yield ConfigError(field, device, "this machine shows no NVIDIA GPU (/dev/nvidia0); use cpu, or auto")
 
 
+def check_profilers(inspection: Inspection) -> Findings:
+    """Yields a recorder of allocations that knows none of this machine's."""
+    debug, device = inspection.config.debug, devices.resolve(inspection.config.trainer.train_device)
+    if debug.record_memory_history and debug.memory_recorder == "torch" and device == "cpu":
+        expected = "false, or memory_recorder = memray: PyTorch records the allocations of CUDA, and the trainer computes on a CPU"
+        yield ConfigError("debug.record_memory_history", True, expected)
+
+
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)

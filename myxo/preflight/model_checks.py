@@ -148,7 +148,7 @@ def check_layout_reach(inspection: Inspection) -> Findings:
     """Yields what a run would need several machines for, or engines that differ: neither is there yet."""
     trainer, rollout = inspection.config.trainer, inspection.config.rollout
     if trainer.actor_num_nodes > 1:
-        yield ConfigError("trainer.actor_num_nodes", trainer.actor_num_nodes, "1: the ranks of a trainer start on one machine")
+        yield ConfigError("trainer.actor_num_nodes", trainer.actor_num_nodes, "1; the ranks of a trainer start on one machine")
     if rollout.rollout_num_gpus_per_engine > MOST_GPUS:
         expected = f"at most {MOST_GPUS}: an engine has its GPUs on one machine"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)

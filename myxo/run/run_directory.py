@@ -41,6 +41,7 @@ STATE = (
     "tensorboard",
     "reference",
     "hf",
+    "profile",
     "prompts",
     "rollouts",
     runs.FROZEN,

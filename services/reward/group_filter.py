@@ -17,13 +17,15 @@ class GroupFilter:
     """
 
     def __init__(self, config: RunConfig, pool: HooksPool | None) -> None:
+        # a rollout function of the user's calls the run's filters itself, or does not
+        self._functions_own = config.rollout.rollout_function_path is not None
         self._pool = pool if any(not is_scoring(field) for field in hooks.paths(config, "reward")) else None
         self._built_in = BUILT_IN.get(config.rollout.dynamic_sampling_filter_path or "")
         self._args = hooks.Arguments(config)
 
     async def decide(self, group: str, samples: list[Sample], scores: list[Score]) -> FilterResult:
         """Returns the filters' outcome for a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
-        if is_evaluation(group):
+        if is_evaluation(group) or self._functions_own:
             return FilterResult(scores)
         if self._pool is not None:
             return await self._pool.select(samples, scores)

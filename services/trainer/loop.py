@@ -29,6 +29,7 @@ from services.trainer.packing import PackedBatch
 from services.trainer.policy_exporter import PolicyExporter
 from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker
+from services.trainer.step_profiler import StepProfiler
 from services.trainer.step_scheduler import StepScheduler
 from services.trainer.train_data import POSTPROCESS, postprocessed
 from services.trainer.warm_start import train_demonstrations
@@ -63,6 +64,7 @@ class Trainer(RoleWorker):
         self._durable = 0
         self._pusher = Pusher(control, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
         self._exporter = PolicyExporter(config, control, self._actor)
+        self._profiler = StepProfiler(config, runtime.rank())
         self._snapshots = SnapshotWriter(config, control, self._actor)
         if control is not None:
             self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange)
@@ -85,9 +87,11 @@ class Trainer(RoleWorker):
                 case Train(batch=batch, ahead=ahead):
                     self._colocation.onload()
                     version = self._version
+                    self._profiler.begin(batch.step)
                     with self._refusing():
                         self._train(batch, ahead)
                         self._save_if_due()
+                    self._profiler.end()
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait(save=save):
@@ -101,6 +105,7 @@ class Trainer(RoleWorker):
             self._report_durable()
 
     def close(self) -> None:
+        self._profiler.close()
         self._colocation.end()
         self._pusher.close()
         super().close()
@@ -122,7 +127,8 @@ class Trainer(RoleWorker):
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
             need_entropy = self._objective.entropy_coef != 0.0
-            results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
+            with self._profiler.part("train_actor"):
+                results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
         optimized, ended = time.monotonic() - optimizing, time.time()
         self._inspect(prepared, results)
         if self._metrics is not None and results:
@@ -162,7 +168,8 @@ class Trainer(RoleWorker):
 
         def compute(batches: Sequence[PackedBatch]) -> list[Tensor]:
             self._hooks.before_log_probs(self._actor, prefix)
-            return self._actor.log_probs(batches)
+            with self._profiler.part("train_log_probs", prefix and f"_{prefix.rstrip('_')}"):
+                return self._actor.log_probs(batches)
 
         return compute
 

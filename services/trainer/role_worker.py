@@ -17,6 +17,7 @@ from services.trainer.attribution import agreed, attributed, refuse_infinite
 from services.trainer.batches import TrainBatch
 from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient, StopAsked
+from services.trainer.log_hook import RolloutLog
 from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
@@ -84,7 +85,10 @@ class RoleWorker:
         self._store, self._exchange = store, exchange
         self._reader = ShardReader(store, self._actor.data_parallel_rank, self._actor.architecture.vocab_size)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
-        self._metrics = MetricsLogger(control, config, TrainingSpeed.of(self._actor), role) if control is not None else None
+        self._metrics: MetricsLogger | None = None
+        if control is not None:
+            log = RolloutLog(self._custom, store) if role == "actor" else None
+            self._metrics = MetricsLogger(control, config, TrainingSpeed.of(self._actor), role, log)
         self._progress = Progress()
         self._begun_save = self._saved = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
         self._skipped = 0
@@ -142,6 +146,8 @@ class RoleWorker:
 
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
         """Takes the batch's optimizer steps in order."""
+        if self._config.trainer.reset_optimizer_states:
+            self._actor.reset_moments()
         results: list[StepResult] = []
         for index, step in enumerate(batch.steps):
             packed = [micro_batch.packed for micro_batch in step]

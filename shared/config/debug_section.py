@@ -1,8 +1,8 @@
-"""`[debug]`: halves of a run alone, and dumps of what passes between them."""
+"""`[debug]`: halves of a run alone, dumps of what passes between them, profiles of both."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,15 +14,27 @@ DUMPS = "debug.load_debug_rollout_data"
 STEP, RANK = "{rollout_id}", "{rank}"
 """What stands for the step and the rank in the paths of dumps, as slime has it."""
 
+ProfileTarget = Literal["train_overall", "train_actor", "train_log_probs", "rollout"]
+
 
 class DebugSection(Section):
-    """Halves of a run alone, and dumps of what passes between them."""
+    """Halves of a run alone, dumps of what passes between them, profiles of both."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "debug_rollout_only",
             lambda debug, given: given and debug.trains_only,
             "false where batches are read from files (load_debug_rollout_data): then there is nothing to generate",
+        ),
+        Rule(
+            "profile_step_end",
+            lambda debug, given: debug.use_pytorch_profiler and given <= debug.profile_step_start,
+            "a step after profile_step_start = {0.profile_step_start}",
+        ),
+        Rule(
+            "memory_snapshot_num_steps",
+            lambda debug, given: debug.record_memory_history and debug.memory_recorder == "memray" and given is None,
+            "the number of steps that memray records",
         ),
         Rule(
             "load_debug_rollout_data_subsample",
@@ -56,6 +68,36 @@ class DebugSection(Section):
     )
     dump_details: Path | None = Field(
         default=None, description="directory for both dumps of every step: rollout_data/{rollout_id}.pt, train_data/", **MUTABLE
+    )
+
+    use_pytorch_profiler: bool = Field(
+        default=False, description="trace chosen steps with PyTorch's profiler; traces lie in profile/ of the run's directory", **MUTABLE
+    )
+    profile_step_start: int = Field(default=10, ge=0, description="the first step that is traced, from 0", **MUTABLE)
+    profile_step_end: int = Field(default=12, gt=0, description="the step before which tracing ends", **MUTABLE)
+    profile_target: list[ProfileTarget] = Field(
+        default=["train_overall"],
+        min_length=1,
+        description="what is traced: train_overall (all that the trainer does, waits included), train_actor (its optimizer steps), "
+        "train_log_probs (its passes before them), rollout (the engines)",
+        **MUTABLE,
+    )
+    profile_engine_steps: int = Field(default=50, gt=0, description="forward passes of each engine that are traced", **MUTABLE)
+    record_memory_history: bool = Field(
+        default=False,
+        description="record the trainer's allocations, and write them when memory runs out or memory_snapshot_num_steps are done",
+        **MUTABLE,
+    )
+    memory_recorder: Literal["torch", "memray"] = Field(
+        default="torch",
+        description="what records them: PyTorch those on CUDA, memray (a package of its own) those in host memory",
+        **MUTABLE,
+    )
+    memory_snapshot_num_steps: int | None = Field(
+        default=None, gt=0, description="steps of this process after which they are written", **MUTABLE
+    )
+    memory_snapshot_dir: Path | None = Field(
+        default=None, description="where they are written; default: profile/ in the run's directory", **MUTABLE
     )
 
     @property

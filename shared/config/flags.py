@@ -131,7 +131,8 @@ def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list
 def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple[str, Any]:
     """Returns the name and the value of one of Megatron's flags. Raises ConfigError for an unknown flag."""
     if (known := megatron_flags.spellings().get(name)) is None:
-        meant = near(flag, flags()) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
+        slimes = [f"--{other.replace('_', '-')}" for other in slime_flags.entries()]
+        meant = near(flag, [*flags(), *slimes]) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
         hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
         raise ConfigError(flag, given or "", f"unknown flag; {hint}")
     found, switched = known

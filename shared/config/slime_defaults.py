@@ -7,14 +7,14 @@ written stays Myxo's: `docs/coming-from-slime.md` lists those that differ.
 from collections.abc import Mapping
 from typing import Any
 
-from shared.config import slime_functions
+from shared.config import presets, slime_functions
 
 Values = Mapping[str, Mapping[str, Any]]
 """Section → field → value, as flags give it: text, or plain."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter"},
-    "rollout": {"overlong_samples": "alone"},
+    "rollout": {"overlong_samples": "alone", "rollout_skip_special_tokens": False},
     "trainer": {"adam_beta2": 0.999, "weight_decay": 0.01, "lr_decay_style": "linear"},
 }
 """Those that always hold; the optimizer's are Megatron's."""
@@ -32,7 +32,7 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
         found["rollout"]["max_staleness"] = 0
         if not algorithm.keys() & set(_OBJECTIVES) and algorithm.get("loss_type", "policy_loss") == "policy_loss":
             found["algorithm"] = {"use_tis": False}
-    if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"}:
+    if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not _presets(algorithm, "kl_loss_type"):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
     if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
         ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
@@ -40,6 +40,12 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
     return {
         section: {name: value for name, value in fields.items() if name not in given.get(section, {})} for section, fields in found.items()
     }
+
+
+def _presets(algorithm: Mapping[str, Any], field: str) -> bool:
+    """Returns whether a preset that is given sets the field."""
+    given = algorithm.get("preset", [])
+    return any(field in presets.PRESETS.get(name, {}) for name in ([given] if isinstance(given, str) else given))
 
 
 def note(fields: Values) -> str:

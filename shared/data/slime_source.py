@@ -81,7 +81,7 @@ class SlimeSource(MadeSource):
     def __init__(self, made: Any, config: RunConfig) -> None:
         directory = config.run.root / "prompts" / "source"
         directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(made(Arguments(config, save=str(directory), load=str(directory))), config)
+        super().__init__(made(Arguments(config, save=str(directory), load=str(directory), run_config=config)), config)
         self._batch = config.rollout.rollout_batch_size
         self._drawn, self.has_states = 0, True
 

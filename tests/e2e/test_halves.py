@@ -20,18 +20,34 @@ def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[.
     """The run without a trainer counts its steps and passes its audit; training reads its dumps, goes on, and says which file lacks."""
     config, root = small_run("rolls", steps=3, staleness=1), tmp_path / "runs" / "rolls"
     details = tmp_path / "details"
-    with LaunchedRun(config, root, "rolls", ["--debug-rollout-only", "--dump-details", str(details), "--eval-interval", "1"]) as run:
+    profile = [
+        "--use-pytorch-profiler",
+        "--profile-step-start",
+        "0",
+        "--profile-step-end",
+        "3",
+        "--profile-target",
+        "rollout",
+        "train_actor",
+    ]
+    profile += ["--profile-engine-steps", "3"]
+    with LaunchedRun(
+        config, root, "rolls", ["--debug-rollout-only", "--dump-details", str(details), "--eval-interval", "1", *profile]
+    ) as run:
         assert run.wait(RUN_SECONDS) == 0, run.said()
         summary = run.summary()
     assert (summary["audit"], summary["steps"], summary["max_staleness_seen"]) == ("ok", 3, 0)
     assert not (root / "hf").exists() and not (details / "train_data").exists()
+    assert list((root / "profile" / "rollout-0").glob("*.trace.json.gz")), run.said()
     files = [torch.load(details / "rollout_data" / f"{step}.pt", weights_only=True) for step in range(3)]
     assert [(file["rollout_id"], len(file["samples"])) for file in files] == [(0, 16), (1, 16), (2, 16)]
     assert {version for file in files for sample in file["samples"] for version in sample["weight_versions"]} == {0}
 
     dumps = ("--load-debug-rollout-data", str(details / "rollout_data" / "{rollout_id}.pt"))
     policies = ("--save-interval", "1", "--save-hf", str(tmp_path / "policies" / "{rollout_id}"))
-    first = trained(config, "trains", "--num-rollout", "2", *dumps, *policies)
+    first = trained(config, "trains", "--num-rollout", "2", *dumps, *policies, *profile)
+    traces = [path.name for path in (tmp_path / "runs" / "trains" / "profile").iterdir()]
+    assert sorted(traces) == [f"train_actor_rank_0_step_{step}.pt.trace.json.gz" for step in range(2)]
     assert [step["step"] for step in first] == [0, 1]
     rest = trained(config, "trains", *dumps, *policies)
     assert [step["step"] for step in rest] == [2]  # it goes on from its checkpoint

@@ -13,6 +13,7 @@ import torch
 
 from services.trainer import batches
 from services.trainer.batches import TrainBatch
+from services.trainer.log_hook import RolloutLog
 from services.trainer.loss_inputs import scored
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.partition import partition_batch
@@ -164,3 +165,25 @@ def test_a_postprocess_function_may_not_train_what_was_left_out(
         postprocessed(custom(**{POSTPROCESS: everything}), less)
     with pytest.raises(HookFailed, match="advantages: expected a list with a tensor of each sample"):
         postprocessed(custom(**{POSTPROCESS: cut}), item)
+
+
+def test_a_log_function_sees_a_batch_and_says_whether_it_logged_it(
+    valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    module = ModuleType("log_of_this_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def log(rollout_id: int, args: Any, samples: list[Sample], rollout_extra_metrics: Any, rollout_time: float) -> bool:
+        seen.append((rollout_id, args.rollout_batch_size, [sample.reward for sample in samples], rollout_extra_metrics, rollout_time))
+        if rollout_time > 9:
+            raise RuntimeError("no such project")
+        return rollout_time > 1
+
+    module.log = log  # type: ignore[attr-defined]
+    config = run_config(tmp_path, monitoring={"custom_rollout_log_function_path": "log_of_this_test:log"})
+    partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    rollout_log = RolloutLog(CustomFunctions.of(config), BlockingStore(valkey.url))
+    assert [rollout_log.wrote(partition, seconds) for seconds in (0.5, 1.5, 9.5)] == [False, True, False]
+    assert seen == [(7, 2, [1.0, 0.0, 3.0, 2.0, 2.5], {}, seconds) for seconds in (0.5, 1.5, 9.5)]
+    assert not RolloutLog(CustomFunctions(), BlockingStore(valkey.url)).wrote(partition, 1.5)

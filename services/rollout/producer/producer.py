@@ -20,7 +20,9 @@ from shared import hooks
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
+from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
@@ -88,11 +90,13 @@ class Producer:
         count: is told the response tokens of each group that was handed in.
     """
 
-    def __init__(self, service: Service, replica: Replica, outcomes: TaskOutcomes, count: Callable[[int], None]) -> None:
+    def __init__(
+        self, service: Service, replica: Replica, outcomes: TaskOutcomes, tokenizer: Tokenizer, count: Callable[[int], None]
+    ) -> None:
         self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
         self._path = hooks.paths(service.config, "rollout")[FIELD]
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
-        self._count = count
+        self._tokenizer, self._count = tokenizer, count
         self._waiting: list[DrawnTask] = []  # fetched, and not yet drawn by the function
         self._drawn: dict[str, DrawnTask] = {}
         self._next_rollout: int | None = None
@@ -309,12 +313,18 @@ class Producer:
             "group": task.group,
             "number": group_number(task.group),
             "attempt": task.attempt,
-            "prompt": task.prompt,
+            "prompt": self._rendered(task),
             "tokens": task.prompt_tokens.tolist(),
-            "label": task.label,
+            "label": Reference(task.label, task.label_json).value,
             "metadata": task.metadata,
             "partial": sample_codec.encode(kept, self._config.store.blob_bytes) if kept else [],
         }
+
+    def _rendered(self, task: Task) -> object:
+        """Returns the prompt as slime has it: what the chat template made of it, where it is applied."""
+        if not self._config.data.apply_chat_template:
+            return task.prompt
+        return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
     def _goes_on(self, earlier: list[Sample]) -> bool:
         """Returns whether samples of an earlier attempt may still be trained; else the group begins anew."""

@@ -88,9 +88,9 @@ class _PickedLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         local, mine = ctx.saved_tensors
-        result = torch.zeros(ctx.shape, dtype=torch.float32, device=gradient.device)
-        result.scatter_add_(1, local, torch.where(mine, gradient, 0.0))
-        return result.to(ctx.dtype), None, None
+        result = torch.zeros(ctx.shape, dtype=ctx.dtype, device=gradient.device)
+        result.scatter_add_(1, local, torch.where(mine, gradient, 0.0).to(ctx.dtype))
+        return result, None, None
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

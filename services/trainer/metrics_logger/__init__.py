@@ -14,6 +14,7 @@ from services.trainer.actor import Actor, StepResult
 from services.trainer.batch_metrics import Table
 from services.trainer.batches import TrainBatch, rollouts_of
 from services.trainer.control_client import ControlClient
+from services.trainer.log_hook import RolloutLog
 from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.objective.advantage import reward_advantages
 from services.trainer.partition import Partition
@@ -65,16 +66,18 @@ class MetricsLogger:
     """The metrics of one trainer process.
 
     Args:
-        speed: of the model that is trained; None: there is none. role: actor or critic.
+        speed: of the model that is trained; None: there is none. role: actor or critic. log: the user's own function for samples.
     """
 
-    def __init__(self, control: ControlClient, config: RunConfig, speed: TrainingSpeed | None, role: str = "actor") -> None:
+    def __init__(
+        self, control: ControlClient, config: RunConfig, speed: TrainingSpeed | None, role: str = "actor", log: RolloutLog | None = None
+    ) -> None:
         self._control, self._config, self._objective = control, config, config.algorithm
         directory = config.trained / "tensorboard" / ("" if role == "actor" else role)
         self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control)]
         if config.monitoring.use_wandb:
             self._writers.append(WeightsAndBiases(config, role))
-        self._speed, self._role = speed, role
+        self._speed, self._role, self._log = speed, role, log
         self._parts = RewardParts()
         self._last_end: float | None = None
         self._sft_losses: list[float] = []
@@ -100,7 +103,8 @@ class MetricsLogger:
         metrics = averaged(results)
         performance = self._performance(batch, started, ended, optimized)
         self._write(batch.step, "train", metrics)
-        self._write_samples(batch.partition, batch.sample_stats, token_means)
+        if self._log is None or not self._log.wrote(batch.partition, performance["train_wait_time"]):
+            self._write_samples(batch.partition, batch.sample_stats, token_means)
         self._write(batch.step, "perf", performance)
         reported = {**metrics, **batch.metrics, **performance}
         self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
@@ -176,6 +180,9 @@ class MetricsLogger:
         if self._config.monitoring.log_passrate:
             rates = batch_metrics.passrate([group.rewards for group in batch.groups], self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
+        if self._config.monitoring.log_multi_turn:
+            turns = batch_metrics.multi_turn(sample_stats, self._config.rollout.rollout_max_response_len)
+            self._write(batch.step, "multi_turn", turns)
 
     def _write(self, step: int, prefix: str, values: Mapping[str, float]) -> None:
         named = {f"{prefix}/{name}": float(value) for name, value in values.items()}

@@ -159,7 +159,7 @@ def test_a_name_alone_goes_on_with_the_run_of_that_name(tmp_path: Path) -> None:
     (first.run.root / runs.FROZEN).write_text(first.model_dump_json())
     assert config_of(["--name", "mine", "--dir", str(tmp_path)]) == first
     assert config_of(["--name", "mine", "--dir", str(tmp_path), "--num-rollout", "9"]).rollout.num_rollout == 9
-    with pytest.raises(ConfigError, match="model = None: required"):
+    with pytest.raises(ConfigError, match="run.name = 'other': a run that lies in runs; a new one needs --hf-checkpoint"):
         config_of(["--name", "other", *shlex.split(LEAST)[2:]])
 
 
@@ -214,3 +214,14 @@ def test_the_file_of_a_script_sets_fields_and_what_its_function_reads() -> None:
     config = config_of(SCRIPTS["examples/train_infer_mismatch_helper/run-qwen3-4b-mis.sh"])
     assert (config.algorithm.use_rs, config.algorithm.rs_veto_threshold, config.algorithm.tis_mode) == (True, 1e-4, "truncate")
     assert config.run.custom_args == {"tis_lower_bound": 0.5, "tis_upper_bound": 2.0}
+
+
+def test_what_is_required_is_asked_for_by_name() -> None:
+    problems = read(None, train.source(None, []).given.overrides).problems
+    fields = [problem.field for problem in problems if isinstance(problem, ConfigError)]
+    assert fields == ["model.hf_checkpoint", "rollout.rollout_batch_size"]
+
+
+def test_a_misspelt_flag_of_slimes_is_refused_with_the_nearest() -> None:
+    (problem,) = train.source(None, [*shlex.split(LEAST), "--balance-dat"]).given.problems
+    assert "did you mean --balance-data?" in str(problem)

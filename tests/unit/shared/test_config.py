@@ -76,7 +76,9 @@ MUTABLE = {
     "snapshot_interval",
     "keep_snapshots",
     "join_from",
+    "log_multi_turn",
     "log_passrate",
+    "reset_optimizer_states",
     "passrate_threshold",
     "keep_rollouts",
     "keep_rollouts_bytes",
@@ -96,6 +98,15 @@ MUTABLE = {
     "save_debug_rollout_data",
     "save_debug_train_data",
     "dump_details",
+    "use_pytorch_profiler",
+    "profile_step_start",
+    "profile_step_end",
+    "profile_target",
+    "profile_engine_steps",
+    "record_memory_history",
+    "memory_recorder",
+    "memory_snapshot_num_steps",
+    "memory_snapshot_dir",
 }
 
 

@@ -13,6 +13,8 @@ from shared.config.run_config import RunConfig
 from shared.data import source_process
 from shared.data.data_source import DrawnPrompts
 from shared.data.tokenizer import Tokenizer
+from shared.hooks import Arguments
+from shared.hooks.slime.prompt_sources import RolloutDataSourceWithBuffer
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
@@ -21,6 +23,8 @@ import os
 import sys
 import time
 from types import SimpleNamespace
+
+from slime.rollout.data_source import RolloutDataSource
 
 
 class Counting:
@@ -56,6 +60,17 @@ class Mixed(Stateless):
         first, self.at = self.at, self.at + n
         kinds = ({"prompt": "1+1=", "label": "2"}, {"prompt": "1" * 30, "label": "2"}, {"question": "1+1="})
         return [{**kinds[number % 3], "metadata": {"number": number}} for number in range(first, self.at)]
+
+
+class EveryOther(RolloutDataSource):
+    """The rows of the run's files but each second one."""
+
+    def get_samples(self, num_samples):
+        groups = super().get_samples(2 * num_samples)[::2]
+        for group in groups:
+            for sample in group:
+                sample.metadata = {**sample.metadata, "epoch": self.epoch_id, "index": sample.index}
+        return groups
 
 
 class Dry:
@@ -247,3 +262,36 @@ def test_a_source_that_ends_its_process_or_hangs_costs_a_prompt(
             with pytest.raises(ConfigError, match=words):
                 drawn.at(count)
         assert drawn.at(0).content == "0+1="
+
+
+def test_a_class_that_derives_from_slimes_own(tmp_path: Path, module: str, tokenizer: Tokenizer, tiny_model: Path) -> None:
+    rows = [{"prompt": f"{number}+{number}=", "label": number * 2} for number in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_source": f"{module}.EveryOther", "prompt_data": [f"{tmp_path}/rows.jsonl"]}
+    config = run_config(tmp_path, data=data, model={"hf_checkpoint": str(tiny_model)})
+    drawn = DrawnPrompts(config, tokenizer)
+    given = [drawn.at(number) for number in range(4)]
+    assert [prompt.content for prompt in given] == ["0+0=", "2+2=", "4+4=", "1+1="], "the second epoch begins in the middle of a pair"
+    assert [prompt.metadata["epoch"] for prompt in given] == [0, 0, 1, 1]
+    assert [(prompt.label, prompt.metadata["index"]) for prompt in given[:2]] == [("0", 0), ("4", 4)]
+    assert [DrawnPrompts(config, tokenizer).at(number).content for number in (4, 5)] == ["3+3=", "0+0="], "as a source that went on"
+
+
+def test_a_source_with_a_buffer_gives_what_it_got_back_first(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{number}+1=", "label": "2"}) + "\n" for number in range(6)))
+    sections = {"data": {"prompt_data": [f"{tmp_path}/rows.jsonl"], "rollout_shuffle": True}, "model": {"hf_checkpoint": str(tiny_model)}}
+    args = Arguments(run := run_config(tmp_path, **sections), run_config=run, save=str(tmp_path), load=str(tmp_path))
+    source = RolloutDataSourceWithBuffer(args)
+    first = source.get_samples(3)
+    source.add_samples(first[1:])
+    assert source.get_buffer_length() == 2
+    again = source.get_samples(3)
+    assert again[:2] == first[1:] and again[2][0].group_index == 3
+    source.save(7)
+    rest = [group[0].prompt for group in source.get_samples(4)]
+    other = RolloutDataSourceWithBuffer(args)
+    other.load(7)
+    assert [group[0].prompt for group in other.get_samples(4)] == rest
+    assert other.epoch_id == 1 and len({group[0].prompt for group in (*first, again[2])} | set(rest[:2])) == 6
+    with pytest.raises(ValueError, match="a list of 2 samples"):
+        source.add_samples([first[0][:1]])

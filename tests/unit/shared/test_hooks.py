@@ -79,7 +79,7 @@ def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) ->
     assert paths(config) == dict.fromkeys(RUN_BY, "my.hooks:f")
     assert set(paths(config, "rollout")) == {"rollout.custom_generate_function_path", "rollout.rollout_function_path"}
     assert set(paths(config, "buffer")) == {"rollout.buffer_filter_path", "data.data_source"}
-    assert set(paths(config, "trainer")) == {field for field in RUN_BY if field.startswith(("algorithm.", "trainer."))}
+    assert set(paths(config, "trainer")) == {field for field in RUN_BY if field.startswith(("algorithm.", "trainer.", "monitoring."))}
     of_services = [set(paths(config, service)) for service in ("buffer", "rollout", "reward", "trainer")]
     assert set().union(*of_services) == set(RUN_BY)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.config import flags, slime_functions
+from shared.config import flags, slime_defaults, slime_functions
 from shared.config.run_config import parse
 from shared.hooks import load
 from shared.runtime.errors import ConfigError
@@ -61,3 +61,11 @@ def test_functions_of_ones_own_stay(tmp_path: Path) -> None:
 def test_a_weight_without_its_correction_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.tis_mode"):
         settled(tmp_path, "--no-use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"), [("", "k1"), ("--preset dapo", "k1"), ("--preset gspo grpo", None), ("--preset grpo --kl-loss-type k2", None)]
+)
+def test_a_preset_comes_before_slimes_defaults(words: str, kind: str | None) -> None:
+    given = flags.parse(f"--use-kl-loss {words}".split())
+    assert slime_defaults.defaults(given).get("algorithm", {}).get("kl_loss_type") == kind

@@ -1,0 +1,80 @@
+"""`myxo train --dry-run`: what it prints and tells, with a model and prompts that are there."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from myxo.main import main
+from tests.support.run_config import write_jsonl
+
+
+@pytest.fixture
+def words(tmp_path: Path, tiny_model: Path) -> list[str]:
+    """A command line as a script of slime's has it."""
+    prompts = write_jsonl(tmp_path / "prompts.jsonl")
+    given = f"""
+        --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --hf-checkpoint {tiny_model}
+        --ref-load {tmp_path}/tiny_torch_dist --load {tmp_path}/saved --save {tmp_path}/saved
+        --prompt-data {prompts}@[-6:] --input-key prompt --label-key label --rollout-shuffle
+        --rm-type math --num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 2 --global-batch-size 2 --rollout-max-response-len 16
+        --balance-data --use-dynamic-batch-size --max-tokens-per-gpu 64 --advantage-estimator grpo --use-kl-loss --kl-loss-type low_var_kl
+        --optimizer adam --lr 1e-6 --lr-decay-style constant --optimizer-cpu-offload --attention-backend flash --wandb-key s3cret --lr 1e-5
+    """
+    return given.split()
+
+
+def test_it_prints_the_config_that_it_stands_for_and_tells_what_became_of_each_flag(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "before")  # so that it is put back
+    assert main(["train", *words, "--dry-run"]) == 0
+    printed, told = capsys.readouterr()
+    values = tomllib.loads(printed)
+    assert values["run"]["dir"] == str(tmp_path / "saved")
+    assert values["data"]["prompt_data"] == [f"{tmp_path}/prompts.jsonl@[-6:]"]
+    assert (values["trainer"]["num_steps_per_rollout"], values["trainer"]["lr"]) == (2, 1e-5)
+    for line in (
+        "--balance-data changes nothing: batches are always balanced",
+        "--optimizer-cpu-offload changes nothing: Adam's moments are float32",
+        "--ref-load",
+        "--lr is given twice: 1e-5 counts, the last",
+        "--wandb-key is WANDB_API_KEY",
+        "slime's defaults hold where they differ",
+    ):
+        assert told.count(line) == 1, told
+    assert "s3cret" not in printed + told
+    file = tmp_path / "printed.toml"
+    file.write_text(printed)
+    for command in (["up", str(file)], ["train", str(file)]):
+        assert main([*command, "--dry-run"]) == 0
+        assert capsys.readouterr().out == printed
+
+
+def test_demonstrations_alone_are_trained_for_their_epochs(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [{"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]} for n in range(9)]
+    data = write_jsonl(tmp_path / "chats.jsonl", chats)
+    model = words[words.index("--hf-checkpoint") + 1]
+    given = f"""
+        --hf-checkpoint {model} --prompt-data {data} --input-key messages --rollout-function-path slime.rollout.sft_rollout.generate_rollout
+        --num-epoch 3 --rollout-batch-size 4 --global-batch-size 4 --loss-type sft_loss --calculate-per-token-loss --debug-train-only
+        --disable-compute-advantages-and-returns --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.5
+        --save {tmp_path}/saved
+    """
+    assert main(["train", *given.split(), "--dry-run"]) == 0, capsys.readouterr().err
+    sft = tomllib.loads(capsys.readouterr().out)["sft"]
+    assert (sft["sft_steps"], sft["sft_batch_size"], sft["sft_warmup_fraction"]) == (6, 4, 0.5)
+
+
+def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--balance-dat", "--actor-num-nodes", "2", "--rollout-max-respons", "3", "--use-routing-replay", "--dry-run"]
+    assert main(["train", *words, *wrong]) == 2
+    told = capsys.readouterr().err
+    for line in (
+        "--balance-dat = '': unknown flag; did you mean --balance-data?",
+        "did you mean --rollout-max-response-len?",
+        "--use-routing-replay = '': a flag of slime's; the router decides anew",
+        "trainer.actor_num_nodes = 2: 1; the ranks of a trainer start on one machine",
+    ):
+        assert line in told
