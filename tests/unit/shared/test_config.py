@@ -93,6 +93,7 @@ MUTABLE = {
     "http_host",
     "logprob_alarm",
     "opd_teacher_concurrency",
+    "opd_teacher_key_variable",
     "opd_teacher_timeout",
     "opd_teachers",
     "save_debug_rollout_data",
