@@ -83,5 +83,5 @@ def write_down(args: Arguments, all_groups: list[list[Sample]], data_source: Non
 
 
 @functools.cache
-def tokenizer(model: Path) -> Tokenizer:
-    return Tokenizer(model)
+def tokenizer(model: str) -> Tokenizer:
+    return Tokenizer(Path(model))

@@ -57,6 +57,7 @@ class Functions:
         name = config.rollout.dynamic_sampling_filter_path
         if name in BUILT_IN:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
+        self.block_s: float | None = None
         of_verb = {"score": [self._functions[field] for field in self._functions if is_scoring(field)]}
         of_verb["select"] = [self._functions[field] for field in self._functions if not is_scoring(field)]
         self.waits = [verb for verb, functions in of_verb.items() if functions and all(map(_is_async, functions))]
@@ -90,8 +91,8 @@ class Functions:
         if self._group_rm and field == SCORE:
             values = await self._list_of(field, samples)
         else:
-            rollouts = [list(several) for _, several in groupby(samples, key=lambda sample: sample.rollout_id)]
-            scoring = (self._of_rollout(field, several) for several in rollouts)
+            pairs = groupby(zip(stored, samples, strict=True), key=lambda pair: pair[0].rollout)
+            scoring = [self._of_rollout(field, [sample for _, sample in several]) for _, several in pairs]
             values = [value for given in await asyncio.gather(*scoring) for value in given]
         return [self._read(field, value, index, key) for index, value in enumerate(values)]
 

@@ -46,6 +46,7 @@ class VerifierCalls:
                 raise ConfigError("reward.rm_type", name, missing)
         load(names)  # now: sympy takes seconds, which no call's deadline should include
         self.waits: list[str] = []
+        self.block_s: float | None = None
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
 

@@ -1,148 +1,253 @@
-"""Generates with the user's own function, ``rollout.custom_generate_function_path``, called once for each rollout of a group.
+"""Generates with functions of the user's: ``rollout.custom_generate_function_path``, or that of a task's own. Each rollout is one call.
 
-The function runs on an event loop in a thread of its own: a call that blocks there delays other calls, but neither heartbeats nor pushes.
-A call's result is discarded if the replica's weights became untrusted meanwhile (a push failed, or the engine died).
+Calls run in worker processes, many in each: one that raises, blocks or ends its process costs its own rollout. A call's result is discarded
+if the replica's weights became untrusted meanwhile (a push failed, or the engine died).
+
+A group that is stopped (too old, or this replica leaves) has its requests ended in the engine; the function comes back with what it has,
+as ABORTED. With ``args.partial_rollout`` it is then called again with this sample, here or at another replica; without, it begins anew.
 """
 
 import asyncio
-import copy
-import functools
-import inspect
-from collections.abc import Callable
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from services.rollout.generate import ENGINE_TRIES, RETRY_PAUSE
+from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.replica import Replica
 from services.rollout.sample_seeds import SampleSeeds
-from shared import hooks
-from shared.hooks import Arguments, HookFailed, Status
-from shared.hooks.sample_conversion import Served, group_index, to_stored
+from shared.config.eval_views import eval_view
+from shared.data.tokenizer import Tokenizer
+from shared.hooks import HookFailed, HookSample, Status, sample_message
+from shared.hooks.loading import GENERATE
+from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
+from shared.hooks.slime_attributes import FOLLOWING
 from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.runtime.failures import SupervisedThread
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
+from shared.workers.worker_pool import CallBlocked, WorkerPool
+from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
 
-FIELD = "rollout.custom_generate_function_path"
+STOP_SECONDS = 2.0
+"""The time that a function has to come back once its requests were ended; then its call is cancelled."""
+
+GRACE_SECONDS = 2 * LOOP_SECONDS
+"""The time beyond a group's deadline in which its late calls are ended."""
+
+_MODULE = "services.rollout.generate_worker"
 
 
 class CustomGenerate:
-    """Generates groups by the function of the run's config.
+    """Generates groups by functions in worker processes, which start with `start` or the first group.
 
-    Raises ConfigError where the function cannot be imported.
+    Attributes:
+        goes_on: an aborted rollout goes on from its tokens.
     """
 
-    def __init__(self, service: Service, replica: Replica) -> None:
-        self._path = hooks.paths(service.config, "rollout")[FIELD]
-        self._function = hooks.load(FIELD, self._path)
-        parameters = inspect.signature(self._function).parameters
-        self._takes_evaluation = "evaluation" in parameters
-        self._plain = not inspect.iscoroutinefunction(self._function)
-        self._service, self._replica, self._config = service, replica, service.config
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
+        self._service, self.replica, self._config, self._tokenizer = service, replica, service.config, tokenizer
+        self.goes_on: bool = FOLLOWING["partial_rollout"](service.config)
         self._seeds = SampleSeeds.of(service.config)
-        self._vocabulary = 0
-        self._loop = asyncio.new_event_loop()
-        SupervisedThread(self._loop.run_forever, "custom-generate").start()
+        rollout = service.config.rollout
+        setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
+        self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
+        self._started: asyncio.Task[None] | None = None
 
-    async def group(self, task: Task) -> list[Sample]:
-        """Returns all samples of the task's n rollouts, in the rollouts' order.
+    def path(self, task: Task) -> str | None:
+        """Returns the function that generates a task: its own, or the run's; None for the engine alone."""
+        return task.generate_function or self._config.rollout.custom_generate_function_path
+
+    async def start(self) -> None:
+        """Starts the processes, once. Raises ConfigError where the run's function cannot be imported."""
+        if self._started is None:
+            self._started = asyncio.create_task(self._pool.start())
+        await asyncio.shield(self._started)
+
+    async def close(self) -> None:
+        """Kills the processes."""
+        await self._pool.close()
+
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
+        """Returns all samples of the task's n rollouts, in the rollouts' order; with why they were stopped, those that there are.
+
+        Args:
+            earlier: what an earlier attempt left. in_flight: may stop the group; None for groups that are never stopped.
 
         Raises DeadlineExceeded (no weights, or no end within `generate_timeout` of having them), HookFailed where the function failed
         `ENGINE_TRIES` times in a row, BadMessage where it returned something other than samples, or no token to train.
         """
         deadline = self._config.rollout.generate_timeout
-        await self._replica.wait_serving(task.min_version, deadline)
-        rollouts = [asyncio.create_task(self._rollout(task, index)) for index in range(task.n)]
+        await self.start()
+        await self.replica.open_proxy()
+        await self.replica.wait_serving(task.min_version, deadline)
+        end = asyncio.get_running_loop().time() + deadline
+        requests = [Requests() for _ in range(task.n)]
+        rollouts = [_Rollout(self, task, index, requests[index], _of_rollout(earlier, index, task), end) for index in range(task.n)]
+        running = [asyncio.create_task(rollout.run(in_flight)) for rollout in rollouts]
         try:
-            async with asyncio.timeout(deadline):
-                finished = await asyncio.gather(*rollouts)
+            async with asyncio.timeout(deadline + GRACE_SECONDS):  # each call has a deadline of its own, which names it
+                await asyncio.gather(*running)
         except TimeoutError:
             next_action = "the group goes back to the queue"
-            raise DeadlineExceeded(f"{task.n} rollouts of {task.group}", f"{FIELD} = {self._path}", deadline, next_action) from None
+            raise DeadlineExceeded(f"{task.n} rollouts of {task.group}", f"{GENERATE} = {self.path(task)}", deadline, next_action) from None
         finally:
-            await cancelled(rollouts)
-        given = [(sample, rollout, served) for rollout, (samples, served) in enumerate(finished) for sample in samples]
-        samples = [
-            to_stored(sample, task.group, index, rollout, served, self._vocabulary) for index, (sample, rollout, served) in enumerate(given)
-        ]
-        if not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
-            raise BadMessage(f"{FIELD} = {self._path}: no token of group {task.group} is trained: the loss mask is 0 on all of them")
-        return samples
+            await cancelled(running)
+        stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
+        ended = [rollout for rollout in rollouts if rollout.stopped is None or self.goes_on]
+        samples = _numbered([sample for rollout in ended for sample in rollout.stored()])
+        if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
+            raise BadMessage(
+                f"{GENERATE} = {self.path(task)}: no token of group {task.group} is trained: the loss mask is 0 on all of them"
+            )
+        return samples, stopped
 
-    async def _rollout(self, task: Task, rollout: int) -> tuple[list[hooks.HookSample], Served]:
-        """Returns the samples that the function made for one rollout, and the versions that were served meanwhile."""
-        failures, replica = 0, self._replica
-        while True:
-            client = await replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)
-            begun, life = replica.version, replica.incarnation
-            self._vocabulary = client.capabilities.vocab_size
-            try:
-                given = self._checked(await self._call(task, rollout))
-            except Exception as error:  # an exception of the user's function fails its group, not this service
-                failures += replica.incarnation == life  # the function did not cause the engine's death
-                self._service.log.warning("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
-                if failures >= ENGINE_TRIES:
-                    reason = str(error) if isinstance(error, HookFailed) else f"{type(error).__name__}: {error}"
-                    raise HookFailed(FIELD, self._path, f"{reason}; it failed {failures} times in a row") from error
-                await asyncio.sleep(RETRY_PAUSE * failures)
-                continue
-            if replica.incarnation == life and not any(sample.status is Status.ABORTED for sample in given):
-                return given, Served(begun, replica.version, client.late_versions)
-            await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still in progress
+    async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float) -> list[HookSample]:
+        """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded."""
+        path, token = self.path(task), uuid.uuid4().hex
+        assert path is not None and self.replica.proxy.address is not None  # it is open from the engine's start on
+        request = {
+            "verb": "generate",
+            "field": GENERATE,
+            "path": path,
+            "sample": sample_message.packed(sample),
+            "sampling_params": parameters(task.sampling) | self._seeds.parameters(index),
+            "evaluation": is_evaluation(task.group),
+            "engine": self.replica.proxy.address,
+            "token": token,
+            "seconds": seconds,
+        }
+        self.replica.proxy.calls[token] = requests
+        try:
+            answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds)
+            return [_checked(fields, path) for fields in answer["samples"]]
+        except (CallBlocked, WorkerDied) as error:
+            raise HookFailed(GENERATE, path, str(error), final=True) from None
+        except WorkerFailed as error:
+            raise HookFailed(GENERATE, path, str(error)) from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise HookFailed(GENERATE, path, f"its process gave an answer that cannot be read ({type(error).__name__}: {error})") from None
+        finally:
+            del self.replica.proxy.calls[token]
 
-    def _checked(self, given: object) -> list[hooks.HookSample]:
-        samples: list[Any] = given if isinstance(given, list) else [given]
-        for sample in samples:
-            if not isinstance(sample, hooks.HookSample):
-                raise self._refusal(f"gave a {type(sample).__name__}; expected a shared.hooks.Sample or a list of them")
-            if sample.status is Status.FAILED:
-                raise self._refusal("gave a sample of status FAILED")
-        if not samples:
-            raise self._refusal("gave an empty list; expected at least one sample")
-        return samples
-
-    async def _call(self, task: Task, rollout: int) -> object:
-        sample = hooks.HookSample(
+    def begun(self, task: Task, index: int) -> HookSample:
+        """Returns the sample of a rollout that has generated nothing yet."""
+        place = group_index(task.group) * task.n + index
+        return HookSample(
             group_index=group_index(task.group),
-            index=rollout,
-            rollout_id=rollout,
-            session_id=f"{task.group}.{task.attempt}.{rollout}",
-            prompt=copy.deepcopy(task.prompt),
+            index=place,
+            rollout_id=place,
+            session_id=f"{task.group}.{task.attempt}.{index}",
+            prompt=self.prompt(task),
             tokens=task.prompt_tokens.tolist(),
             label=Reference(task.label, task.label_json).value,
-            metadata=copy.deepcopy(task.metadata),
+            metadata=task.metadata,
         )
-        assert self._replica.proxy.address is not None  # it is open from the engine's start on
-        host, port = self._replica.proxy.address
-        args = Arguments(self._config, sglang_router_ip=host, sglang_router_port=port)
-        evaluation = {"evaluation": is_evaluation(task.group)} if self._takes_evaluation else {}
-        parameters = _parameters(task.sampling) | self._seeds.parameters(rollout)
-        call = functools.partial(self._function, args, sample, parameters, **evaluation)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(call), self._loop))
 
-    async def _guarded(self, call: Callable[[], Any]) -> object:
-        """Makes the call on the thread's loop; no exception of it may end the loop, or be mistaken for a cancellation by the service."""
-        this = asyncio.current_task()
-        assert this is not None
+    def prompt(self, task: Task) -> Any:
+        """Returns the rendered text where the chat template is applied, as slime has it, else the prompt as it stands in the file."""
+        view = eval_view(self._config, task.group)
+        data = self._config.data if view is None else view.config.data
+        if not data.apply_chat_template:
+            return task.prompt
+        return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
+
+    def warn(self, task: Task, rollout: int, error: Exception) -> None:
+        """Logs a call that is made again."""
+        self._service.log.warning("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
+
+
+class _Rollout:
+    """One rollout of a task, called until it has ended or is stopped.
+
+    Attributes:
+        stopped: why it was stopped, once it was.
+    """
+
+    def __init__(
+        self, functions: CustomGenerate, task: Task, index: int, requests: Requests, earlier: Sequence[Sample], end: float
+    ) -> None:
+        self._functions, self._task, self._index, self._requests, self._end = functions, task, index, requests, end
+        self._ended = list(earlier) if earlier and all(sample.finish != "abort" for sample in earlier) else None
+        self._partial = earlier[0] if len(earlier) == 1 and self._ended is None and functions.goes_on else None
+        self._given: list[HookSample] = []
+        self._served = Served(0, 0)
+        self._vocabulary = 0
+        self.stopped: Stopped | None = None
+
+    async def run(self, in_flight: InFlight | None) -> None:
+        """Generates. Raises as `CustomGenerate.group`."""
+        task, replica, failures = self._task, self._functions.replica, 0
+        sample = None if self._partial is None else _gone_on(self._partial)
+        while self._ended is None:
+            client = await replica.wait_serving(task.min_version, self._left_s())
+            begun, life = replica.version, replica.incarnation
+            oldest = begun if sample is None else min([begun, *_versions(sample)])
+            self._vocabulary = client.capabilities.vocab_size
+            try:
+                with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
+                    given = await self._called(sample or self._functions.begun(task, self._index))
+            except Stopped as stopped:
+                self.stopped = stopped
+                return
+            except HookFailed as error:
+                failures += replica.incarnation == life  # the function did not cause the engine's death
+                self._functions.warn(task, self._index, error)
+                if error.final:  # it would take others' time again
+                    raise
+                if failures >= ENGINE_TRIES:
+                    raise HookFailed(error.field, error.path, f"{error.reason}; it failed {failures} times in a row") from None
+                await asyncio.sleep(RETRY_PAUSE * failures)
+                continue
+            trusted, aborted = replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
+            if trusted:
+                self._given, self._served = given, Served(oldest, replica.version, client.late_versions)
+            if trusted and not aborted:
+                return
+            if self._requests.stopped.is_set():
+                self.stopped = Stopped(task.group, self._requests.stale)
+                return
+            sample = given[0] if trusted and self._functions.goes_on and len(given) == 1 and given[0].response_length else None
+            await asyncio.sleep(RETRY_PAUSE)  # the push that ended the engine's requests is still in progress
+
+    async def _called(self, sample: HookSample) -> list[HookSample]:
+        """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped."""
+        call = asyncio.create_task(self._functions.call(self._task, self._index, sample, self._requests, self._left_s()))
+        stopping = asyncio.create_task(self._requests.stopped.wait())
         try:
-            result = await asyncio.wrap_future(run_in_thread(call, "custom-generate-call")) if self._plain else call()
-            return await result if inspect.isawaitable(result) else result
-        except asyncio.CancelledError:
-            if this.cancelling():
-                raise
-            raise self._refusal("cancelled itself") from None
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise self._refusal(f"{type(error).__name__}: {error}") from error
+            await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                await asyncio.wait((call,), timeout=STOP_SECONDS)
+            if not call.done():
+                raise Stopped(self._task.group, self._requests.stale)
+            return call.result()
+        finally:
+            await cancelled((call, stopping))
 
-    def _refusal(self, reason: str) -> HookFailed:
-        return HookFailed(FIELD, self._path, reason)
+    def _left_s(self) -> float:
+        return max(self._end - asyncio.get_running_loop().time(), 0.1)
+
+    def stored(self) -> list[Sample]:
+        """Returns its samples as they are stored; of one that was stopped those that may be gone on with. Raises BadMessage."""
+        if self._ended is not None:
+            return self._ended
+        unfinished, given = self.stopped is not None, self._given
+        if unfinished:
+            given = [one for one in self._given[:1] if one.status is Status.ABORTED and one.response_length]
+            if not given and self._partial is not None:
+                return [self._partial]
+        group = self._task.group
+        return [
+            to_stored(sample, group, position, self._index, self._served, self._vocabulary, unfinished)
+            for position, sample in enumerate(given)
+        ]
 
 
-def _parameters(sampling: Sampling) -> dict[str, Any]:
+def parameters(sampling: Sampling) -> dict[str, Any]:
     """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens."""
     text = {
         "skip_special_tokens": sampling.skip_special_tokens is True,
@@ -155,3 +260,34 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
     if sampling.repetition_penalty != 1:
         drawn["repetition_penalty"] = sampling.repetition_penalty
     return {**drawn, **text}
+
+
+def _checked(fields: Mapping[str, Any], path: str) -> HookSample:
+    sample = sample_message.unpacked(dict(fields))
+    if sample.status is Status.FAILED:
+        raise HookFailed(GENERATE, path, "gave a sample of status FAILED")
+    return sample
+
+
+def _of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
+    """Returns what an earlier attempt left of a rollout: nothing where it had ended under weights that are too old by now."""
+    found = [sample for sample in earlier if sample.rollout == index]
+    old = [sample for sample in found if all(version < task.renew_below for _, _, version in sample.segments)]
+    return [] if any(sample.finish != "abort" for sample in old) else found
+
+
+def _gone_on(partial: Sample) -> HookSample:
+    """Returns a partial sample as the function gets it again: ABORTED, with its tokens."""
+    sample = from_stored(partial)
+    sample.reward = None
+    return sample
+
+
+def _versions(sample: HookSample) -> list[int]:
+    return [int(version) for version in sample.weight_versions if isinstance(version, int) or str(version).isdigit()]
+
+
+def _numbered(samples: list[Sample]) -> list[Sample]:
+    for index, sample in enumerate(samples):
+        sample.index = index
+    return samples

@@ -18,7 +18,9 @@ from aiohttp import ClientError, ClientResponse, web
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import InvalidRequest
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
+from services.rollout.in_flight import Requests
 from services.rollout.served_version import ServedVersion
+from shared.hooks.call_context import CALL_HEADER
 from shared.runtime.errors import MyxoError
 from shared.runtime.telemetry import Metrics
 
@@ -39,6 +41,19 @@ SHUTDOWN_SECONDS = 0.1
 """The time in which requests may still end when the proxy is closed."""
 
 POLL_INTERVAL_S = 0.05
+
+ABORTED = {
+    "text": "",
+    "output_ids": [],
+    "meta_info": {
+        "finish_reason": {"type": "abort", "message": "the rollout was stopped"},
+        "prompt_tokens": 0,
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "output_token_logprobs": [],
+    },
+}
+"""The answer to a generation of a call that was stopped."""
 
 MODEL_FIELDS = ("id", "object", "created", "owned_by", "max_model_len")
 """What is told of a model. The engine's own answer tells where its files lie, too."""
@@ -77,6 +92,8 @@ class EngineProxy:
 
     Attributes:
         address: host and port, once it is open.
+        calls: requests of the user's generate functions by the token of their call (`shared.hooks.call_context`); a request of a call that
+            was stopped is answered as one that the engine has aborted.
     """
 
     def __init__(
@@ -93,6 +110,7 @@ class EngineProxy:
         self._requests = 0
         self._runner: web.ServerRunner | None = None
         self.address: tuple[str, int] | None = None
+        self.calls: dict[str, Requests] = {}
 
     async def open(self, host: str) -> None:
         """Listens on a free port of ``host``; does nothing if it does so already."""
@@ -153,9 +171,13 @@ class EngineProxy:
         client = await self._serving()
         parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"
         response: web.StreamResponse | None = None
+        call = self.calls.get(request.headers.get(CALL_HEADER, ""))
+        if call is not None and call.stopped.is_set() and kind is GenerateRequest:
+            return web.json_response(ABORTED)
         try:
             async with (
                 asyncio.timeout(self._generate_s),
+                _counted(call, rid),
                 client.transport.stream(request.raw_path, engine_body(parsed, rid, f"v{client.version}")) as answer,
             ):
                 headers = {"Content-Type": answer.content_type}
@@ -209,6 +231,20 @@ class EngineProxy:
             yield
         finally:
             self._requests -= 1
+
+
+@asynccontextmanager
+async def _counted(call: Requests | None, rid: str) -> AsyncIterator[None]:
+    """Counts a request to its call while it is in the engine."""
+    if call is None:
+        yield
+        return
+    own = rid.removesuffix("$")
+    call.rids.add(own)
+    try:
+        yield
+    finally:
+        call.rids.discard(own)
 
 
 async def _whole(answer: ClientResponse) -> bytes:

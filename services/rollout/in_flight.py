@@ -6,6 +6,7 @@ A group that is too old to be trained (`shared.schema.versions.is_lost`) is not 
 import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
@@ -28,12 +29,30 @@ class Stopped(MyxoError):
         super().__init__(f"{group} was stopped {'for its age' if stale else 'because this replica leaves'}")
 
 
+@dataclass(eq=False)
+class Requests:
+    """Requests that the engine holds together.
+
+    Attributes:
+        rids: their ids; a function of the user's sends new ones while it runs. stopped: set when they are to end. stale: why.
+    """
+
+    rids: set[str] = field(default_factory=set)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    stale: bool = False
+
+    def stop(self, stale: bool) -> None:
+        """Has them end with what they have."""
+        self.stale |= stale
+        self.stopped.set()
+
+
 class InFlight:
     """The requests that the engine holds. A group may have two attempts among them: one whose lease expired, and its successor."""
 
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness, self._policy = config.rollout.max_staleness, config.rollout.staleness_policy
-        self._oldest: dict[tuple[str, ...], int] = {}  # a group's request ids → the version that its oldest token may be of
+        self._oldest: dict[Requests, int] = {}  # a group's requests → the version that its oldest token may be of
         self.leaving = False
 
     @contextlib.contextmanager
@@ -43,25 +62,35 @@ class InFlight:
         Raises Stopped where they must not be sent at all.
         """
         oldest = min((partial.segments[0][2] for partial in partials if partial.segments), default=version)
+        with self.tracked(group, Requests({request.rid for request in requests}), oldest, version):
+            yield
+
+    @contextlib.contextmanager
+    def tracked(self, group: str, requests: "Requests", oldest: int, version: int) -> Iterator[None]:
+        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`."""
         if self._is_lost(oldest, version):
             raise Stopped(group, stale=True)
         if self.leaving:
             raise Stopped(group, stale=False)
-        rids = tuple(request.rid for request in requests)
-        self._oldest[rids] = oldest
+        self._oldest[requests] = oldest
         try:
             yield
         finally:
-            del self._oldest[rids]
+            del self._oldest[requests]
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
         """Has the engine abort the requests that are stale once ``version`` is served. Raises as `EngineClient.abort`."""
-        if stale := [rid for rids, oldest in self._oldest.items() if self._is_lost(oldest, version) for rid in rids]:
-            await client.abort(stale)
+        stale = [requests for requests, oldest in self._oldest.items() if self._is_lost(oldest, version)]
+        for requests in stale:
+            requests.stop(stale=True)
+        if rids := [rid for requests in stale for rid in requests.rids]:
+            await client.abort(rids)
 
     async def leave(self, client: EngineClient | None) -> None:
         """Has the engine abort all requests; returns once it has, or after `LEAVE_SECONDS`."""
         self.leaving = True
+        for requests in self._oldest:
+            requests.stop(stale=False)
         with contextlib.suppress(TimeoutError, MyxoError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 while self._oldest and client is not None:

@@ -18,6 +18,7 @@ from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.engine_proxy import EngineProxy
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
+from shared import hooks
 from shared.config import sglang_flags
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
@@ -164,14 +165,18 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        if self._exposed or self._rollout.custom_generate_function_path or self._rollout.rollout_function_path:
-            await self.proxy.open(own_address() if self._exposed else LOOPBACK)
+        if self._exposed or hooks.paths(self._service.config, "rollout"):
+            await self.open_proxy()
         self.served.engine_started()
         self.engine_up.set()
         if self._service.config.debug.debug_rollout_only:
             await self.serve(INITIAL_VERSION)
         else:
             await self.publish()
+
+    async def open_proxy(self) -> None:
+        """Opens the way to the engine for a router or for generate functions, if it is not open."""
+        await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
     async def _start(self) -> EngineProcess:
         service = self._service

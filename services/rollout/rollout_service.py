@@ -10,7 +10,7 @@ from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine_profiler import EngineProfiler
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
-from services.rollout.partial_samples import Partial, restored, samples_of
+from services.rollout.partial_samples import restored, samples_of
 from services.rollout.producer.producer import Producer
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
@@ -26,12 +26,14 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
+from shared.hooks.loading import generate_paths, paths
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
+from shared.schema.sample import Sample
 from shared.store.payload_store import StoreFull
 
 POLL_INTERVAL_S = 0.05
@@ -65,8 +67,8 @@ class Rollout:
         self._seeds = SampleSeeds.of(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
-        custom = self._config.rollout.custom_generate_function_path
-        self._custom = None if custom is None else CustomGenerate(service, self.replica)
+        self._custom = CustomGenerate(service, self.replica, self._tokenizer)
+        self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
         self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._tokenizer, self._count)
@@ -76,6 +78,7 @@ class Rollout:
     async def run(self) -> None:
         """Generates until asked to stop; the groups in progress are then handed on, or go back to the queue."""
         service = self._service
+        await self.start_functions()
         await self.weights.listen()
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
@@ -92,9 +95,19 @@ class Rollout:
                 if self.running:
                     await asyncio.wait(self.running, timeout=HAND_ON_SECONDS)
                 await cancelled(self.running)
+                await self._custom.close()
                 for router in routers:
                     await router.leave()
                 await self._outcomes.close()
+
+    async def start_functions(self) -> None:
+        """Starts the processes of the run's generate functions, if it has some. Raises ConfigError where one cannot be imported."""
+        if generate_paths(self._config):
+            await self._custom.start()
+
+    async def close_functions(self) -> None:
+        """Kills the processes of generate functions."""
+        await self._custom.close()
 
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity for it."""
@@ -170,27 +183,36 @@ class Rollout:
 
     async def _generate(self, task: Task) -> Generated | Interrupted:
         started = time.time()
-        if self._custom is None:
-            partials = restored(await self._outcomes.earlier(task), task)
-            for index, partial in enumerate(partials):
-                partial.seed = self._seeds.of_sample(index)
-            in_flight = None if is_evaluation(task.group) else self.in_flight
-            try:
-                await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
-            except Stopped as stopped:
-                return await self._interrupted(task, partials, stopped)
-            samples = samples_of(task, partials, self._tokenizer)
-        else:
-            samples = await self._custom.group(task)
+        in_flight = None if is_evaluation(task.group) else self.in_flight
+        earlier = await self._outcomes.earlier(task)
+        by_function = self._custom.path(task) is not None
+        samples, stopped = await (self._custom.group if by_function else self._by_engine)(task, earlier, in_flight)
+        if stopped is not None:
+            return await self._interrupted(task, samples, stopped)
         generated = await self._outcomes.generated(task, samples, started, time.time())
         self.tokens += sum(sample.tokens for sample in generated.samples)
         return generated
 
-    async def _interrupted(self, task: Task, partials: list[Partial], stopped: Stopped) -> Interrupted:
+    async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
+        """Returns the task's samples; with why they were stopped, as far as they have come."""
+        partials, why = restored(earlier, task), None
+        for index, partial in enumerate(partials):
+            partial.seed = self._seeds.of_sample(index)
+        try:
+            await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
+        except Stopped as stopped:
+            why = stopped
+        samples = samples_of(task, partials, self._tokenizer)
+        if self._hooks:  # functions of the user's see the prompt as it was rendered
+            text = self._custom.prompt(task)
+            for sample in samples:
+                sample.attributes["prompt"] = text
+        return samples, why
+
+    async def _interrupted(self, task: Task, samples: list[Sample], stopped: Stopped) -> Interrupted:
         """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""
-        kept = not stopped.stale and any(len(partial.tokens) for partial in partials)
-        samples = samples_of(task, partials, self._tokenizer) if kept else []
-        return await self._outcomes.interrupted(task, samples, stale=stopped.stale)
+        kept = not stopped.stale and any(len(sample.response) for sample in samples)
+        return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)
 
     async def stop_stale(self) -> None:
         """Aborts, while new weights are served, the generations that these have made too old to be trained.
@@ -215,7 +237,7 @@ class Rollout:
             tokens = await drawn.read(self.replica.client, self.tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
-            metrics.set("running_groups", len(self.running))
+            metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
             await asyncio.sleep(RATE_SECONDS)
 

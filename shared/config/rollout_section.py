@@ -84,6 +84,9 @@ class RolloutSection(Section):
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
     )
+    generate_workers: int = Field(
+        default=2, gt=0, description="processes for custom_generate_function_path in a rollout service, each with many rollouts", **MUTABLE
+    )
     rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
     rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
@@ -97,6 +100,10 @@ class RolloutSection(Section):
         description="a sample of more tokens than max_tokens_per_gpu x context_parallel_size, as an agent may make: truncate trains the "
         "beginning of its response, mask nothing of it (its reward counts in the group), drop gives its group up, alone trains it "
         "whole, in a micro-batch of its own, as slime does",
+    )
+    rollout_skip_special_tokens: bool | None = Field(
+        default=None,
+        description="leave special tokens out of responses' text; default: yes, but for functions of one's own, as slime has it",
     )
     rollout_stop: list[str] = Field(default=[], description="stop strings")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")

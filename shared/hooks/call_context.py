@@ -13,13 +13,11 @@ class CallContext:
 
     Attributes:
         token: names it to the engine's door. engine: ``host:port`` of this. end: `time.monotonic` at which the call is late.
-        stopping: the call should come back with what it has, as ABORTED.
     """
 
     token: str
     engine: str
     end: float
-    stopping: bool = False
 
 
 current_call: ContextVar[CallContext | None] = ContextVar("current_call", default=None)

@@ -10,8 +10,10 @@ from shared.config.run_config import RunConfig
 from shared.hooks import slime_names
 from shared.runtime.errors import ConfigError, MyxoError
 
+GENERATE = "rollout.custom_generate_function_path"
+
 RUN_BY = {
-    "rollout.custom_generate_function_path": "rollout",
+    GENERATE: "rollout",
     "rollout.rollout_function_path": "rollout",
     "reward.custom_rm_path": "reward",
     "rollout.dynamic_sampling_filter_path": "reward",
@@ -38,11 +40,11 @@ class HookFailed(MyxoError):
     """A custom function raised, or returned a value that cannot be used.
 
     Args:
-        field, path: which one. reason: what happened, on one line.
+        field, path: which one. reason: what happened, on one line. final: it should not be tried again.
     """
 
-    def __init__(self, field: str, path: str, reason: str) -> None:
-        self.field, self.path, self.reason = field, path, reason
+    def __init__(self, field: str, path: str, reason: str, final: bool = False) -> None:
+        self.field, self.path, self.reason, self.final = field, path, reason, final
         super().__init__(f"{field} = {path}: {reason}")
 
 
@@ -60,6 +62,11 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
     for runs_in, own in (("reward", reward_functions(config)), ("rollout", generate_functions(config))):
         found |= dict(own) if service in (None, runs_in) else {}
     return found
+
+
+def generate_paths(config: RunConfig) -> dict[str, str]:
+    """Returns the functions that generate samples, the run's and those of evaluation sets, by field."""
+    return {field: path for field, path in paths(config, "rollout").items() if field.endswith("custom_generate_function_path")}
 
 
 def split_path(path: str) -> tuple[str, str]:

@@ -36,7 +36,7 @@ MODULES = {
     "slime.rollout.rm_hub.ifbench": "shared.rewards.ifbench",
     "slime.rollout.rm_hub.math_dapo_utils": "shared.rewards.dapo",
     "slime.rollout.rm_hub.math_utils": f"{_OURS}.math_rewards",
-    "slime.rollout.sglang_rollout": f"{_OURS}.generation",
+    "slime.rollout.sglang_rollout": f"{_OURS}.sample_generation",
 }
 """slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""
 

@@ -30,11 +30,11 @@ def remove_boxed(boxed: str | None) -> str | None:
     return boxed[len(BOX) : -1] if boxed is not None and boxed.startswith(BOX) and boxed.endswith("}") else None
 
 
-def extract_boxed_answer(text: str) -> str | None:
+def extract_boxed_answer(solution: str) -> str | None:
     """Returns what stands in the last box; None where there is none, or another box than ``\\boxed{…}``."""
-    return remove_boxed(last_boxed_only_string(text))
+    return remove_boxed(last_boxed_only_string(solution))
 
 
-def extract_answer(text: str) -> str | None:
+def extract_answer(passage: str) -> str | None:
     """Returns what stands in the last ``\\boxed{…}`` of a text that has one, else None."""
-    return extract_boxed_answer(text) if "\\boxed" in text else None
+    return extract_boxed_answer(passage) if "\\boxed" in passage else None

@@ -13,14 +13,14 @@ REMEMBERED = 200
 _THOUGHT, _RESPONSE = "</think>", "###Response"
 
 
-def grade_answer_verl(response: str, truth: Any) -> bool:
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     """Returns whether the answer in the response's last box is right (``math``). A response without a box is wrong."""
-    if not truth:
+    if not ground_truth:
         return False
-    expected: str | None = str(truth)
-    if "\\boxed" in str(truth):
-        expected = extract_answer(str(truth))
-    given = extract_answer(response)
+    expected: str | None = str(ground_truth)
+    if "\\boxed" in str(ground_truth):
+        expected = extract_answer(str(ground_truth))
+    given = extract_answer(solution_str)
     return given is not None and same_answer(given, expected)
 
 

@@ -57,13 +57,13 @@ _REWRITTEN = tuple(
 
 
 def compute_score(
-    response: str, truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
     """Returns ``score``, 1.0 or -1.0; ``acc``, whether the answer is right; ``pred``, the answer as it was read.
 
-    Raises ValueError for a ``truth`` that is no number.
+    Raises ValueError for a ``ground_truth`` that is no number.
     """
-    right, found = verify(response[-LAST_CHARACTERS:], truth, strict_box_verify, pause_tokens_index)
+    right, found = verify(solution_str[-LAST_CHARACTERS:], ground_truth, strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": found}
 
 

@@ -10,11 +10,11 @@ _WHOLE = ("yes", "no", "noanswer")
 """Answers that are right as a whole or wrong."""
 
 
-def f1_score(response: str | None, label: str) -> tuple[float, float, float]:
-    """Returns F1, precision and recall of the response's words; all 0 where none is the label's."""
-    if response is None:
+def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
+    """Returns F1, precision and recall of the prediction's words; all 0 where none is the truth's."""
+    if prediction is None:
         return 0, 0, 0
-    given, expected = normalize_answer(response), normalize_answer(label)
+    given, expected = normalize_answer(prediction), normalize_answer(ground_truth)
     if given != expected and (given in _WHOLE or expected in _WHOLE):
         return 0, 0, 0
     given_words, expected_words = given.split(), expected.split()
@@ -25,6 +25,6 @@ def f1_score(response: str | None, label: str) -> tuple[float, float, float]:
     return (2 * precision * recall) / (precision + recall), precision, recall
 
 
-def normalize_answer(text: str) -> str:
+def normalize_answer(s: str) -> str:
     """Returns the words in small letters, without punctuation and articles, one space between them."""
-    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLE.sub(" ", s.lower().translate(_PUNCTUATION)).split())

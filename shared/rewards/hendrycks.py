@@ -26,9 +26,9 @@ class _Unreadable(Exception):
     """A text that the rewritings do not fit; it is compared as it stands."""
 
 
-def grade_answer_mathd(given: str | None, truth: str | None) -> bool:
+def grade_answer_mathd(given_answer: str | None, ground_truth: str | None) -> bool:
     """Returns whether both are the same text after the rewritings."""
-    return mathd_normalize_answer(truth) == mathd_normalize_answer(given)
+    return mathd_normalize_answer(ground_truth) == mathd_normalize_answer(given_answer)
 
 
 def mathd_normalize_answer(answer: str | None) -> str | None:

@@ -46,9 +46,9 @@ _ENDLESS = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
 _WHOLE = 1e-7
 
 
-def grade_answer_sympy(given: str | None, truth: str | None) -> bool:
+def grade_answer_sympy(given_answer: str | None, ground_truth: str | None) -> bool:
     """Returns whether both mean the same. An integer has to be given as one, and a fraction as it stands, not reduced otherwise."""
-    expected, found = normalize(truth), normalize(given)
+    expected, found = normalize(ground_truth), normalize(given_answer)
     if expected is None:
         return False
     if expected == found:

@@ -7,12 +7,16 @@ answered at once.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
+from contextvars import copy_context
+from pathlib import Path
 from typing import Any, Protocol
 
 from shared.runtime.errors import ConfigError
-from shared.workers import frames
+from shared.workers import frames, running_call
 from shared.workers.frames import FrameStream
+from shared.workers.running_call import BlockedCall, RunningCall
 
 FIRST_STEPS_SECONDS = 0.001
 """The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting
@@ -20,9 +24,11 @@ then ends before the next call's deadline begins."""
 
 
 class Calls(Protocol):
-    """What a worker answers calls with. ``waits``: the verbs of calls that give way to others."""
+    """What a worker answers calls with. ``waits``: the verbs of calls that give way to others. ``block_s``: the seconds for which a call
+    may block the loop before it is ended alone; None: the service sees to it."""
 
     waits: list[str]
+    block_s: float | None
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]: ...
 
@@ -47,6 +53,8 @@ def serve_calls(opened: Callable[[dict[str, Any]], Calls]) -> None:
 async def _serve(channel: FrameStream, calls: Calls) -> None:
     """Serves calls. Raises EOFError when the service is gone; an exception of a call ends the process."""
     requests, tasks = await channel.stream(), dict[int, asyncio.Task[None]]()
+    if path := os.environ.get(running_call.VARIABLE):
+        RunningCall(Path(path), calls.block_s).follow(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as running:
         while True:
             call_id, request = await frames.read(requests)
@@ -56,7 +64,9 @@ async def _serve(channel: FrameStream, calls: Calls) -> None:
                 channel.send([call_id, {"error": "cancelled"}])
                 continue
             channel.send([call_id, None])
-            tasks[call_id] = running.create_task(_call(channel, calls, call_id, request))
+            context = copy_context()
+            context.run(running_call.CALL_ID.set, call_id)
+            tasks[call_id] = running.create_task(_call(channel, calls, call_id, request), context=context)
             tasks[call_id].add_done_callback(lambda _, call_id=call_id: tasks.pop(call_id))  # type: ignore[misc]
             if request.get("verb") in calls.waits:
                 await asyncio.sleep(FIRST_STEPS_SECONDS)
@@ -67,4 +77,6 @@ async def _call(channel: FrameStream, calls: Calls, call_id: int, request: dict[
         answer = await calls.answer(request)
     except asyncio.CancelledError:  # late, or the function's own doing
         answer = {"error": "the call was cancelled"}
+    except BlockedCall as blocked:
+        answer = {"error": str(blocked), "blocked": True}
     channel.send([call_id, answer])

@@ -1,7 +1,8 @@
 """Worker processes that answer calls within a deadline or are killed and replaced.
 
 A process has at most one call that blocks its event loop, and besides any number of calls that only wait (``waits``). If a process with
-several calls dies, each of them is made once more, alone in a process, so that no call fails because of another.
+several calls dies, those that were not the cause are made once more, each alone in a process where nobody knows the cause; so no call fails
+because of another.
 """
 
 import asyncio
@@ -15,6 +16,10 @@ from shared.workers.worker_process import Worker, WorkerBlocked, WorkerDied, Wor
 
 class CallLate(DeadlineExceeded):
     """A call was not answered in time; it was cancelled, or its process was killed."""
+
+
+class CallBlocked(WorkerFailed):
+    """A call held up its process for too long and was interrupted."""
 
 
 class WorkerPool:
@@ -64,23 +69,31 @@ class WorkerPool:
         """
         waits = request.get("verb") in self._waits
         try:
-            answer = await self._once(request, deadline, waits, exclusive=False)
-            if answer is None:
-                answer = await self._once(request, deadline, waits, exclusive=True)
+            answer = await self._answered(request, deadline, waits)
         except TimeoutError as late:
             raise CallLate(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
-        if answer is None:  # alone in its process a call has an answer or an error of its own, unless the pool was closed
-            raise WorkerFailed(f"{self._name}'s process was ended")
         if "error" in answer:
-            raise WorkerFailed(str(answer["error"]))
+            raise (CallBlocked if answer.get("blocked") else WorkerFailed)(str(answer["error"]))
         return answer
 
     async def close(self) -> None:
         """Kills every worker."""
         await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._leaving)))
 
-    async def _once(self, request: object, deadline: float, waits: bool, exclusive: bool) -> dict[str, Any] | None:
-        """Returns an answer, None where its process ended with several calls in hand. Raises TimeoutError that says what was done."""
+    async def _answered(self, request: object, deadline: float, waits: bool) -> dict[str, Any]:
+        exclusive = False
+        while True:
+            try:
+                return await self._once(request, deadline, waits, exclusive)
+            except WorkerGone as gone:
+                if gone.cause:
+                    raise WorkerDied(str(gone)) from None
+                if exclusive and gone.cause is None:  # alone it has an answer or an error of its own, unless the pool was closed
+                    raise WorkerFailed(f"{self._name}'s process was ended") from None
+                exclusive |= gone.cause is None
+
+    async def _once(self, request: object, deadline: float, waits: bool, exclusive: bool) -> dict[str, Any]:
+        """Returns an answer. Raises TimeoutError that says what was done, and WorkerGone where another call ended the process."""
         worker = await self._place(waits, exclusive)
         ended = True
         try:
@@ -96,16 +109,12 @@ class WorkerPool:
             raise
         except TimeoutError:
             raise TimeoutError("its call was cancelled") from None
-        except WorkerBlocked:
+        except WorkerBlocked as blocked:
             alone = worker.calls == 1 and not worker.retired
             await worker.kill()
             if alone:
                 raise TimeoutError("its process was killed") from None
-            return None
-        except WorkerGone as error:
-            if error.alone:
-                raise WorkerDied(str(error)) from None
-            return None
+            raise WorkerGone(str(blocked), cause=None) from None
         finally:
             worker.retired |= ended  # threads and children that a late call has left behind end with its process
             worker.calls -= 1

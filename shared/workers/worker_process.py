@@ -3,15 +3,17 @@
 import asyncio
 import os
 import sys
+import tempfile
 from asyncio.streams import FlowControlMixin
 from collections.abc import Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
-from shared.workers import frames
+from shared.workers import frames, running_call
 
 START_SECONDS = 120.0
 """The deadline for a fresh process to load its libraries; a call's own deadline begins after that."""
@@ -57,10 +59,10 @@ class WorkerBlocked(MyxoError):
 
 
 class WorkerGone(WorkerFailed):
-    """The process of a call has ended. ``alone``: it had no other call, so that this call is the cause."""
+    """The process of a call has ended. ``cause``: this call is why, None where nobody knows."""
 
-    def __init__(self, text: str, alone: bool) -> None:
-        self.alone = alone
+    def __init__(self, text: str, cause: bool | None) -> None:
+        self.cause = cause
         super().__init__(text)
 
 
@@ -84,6 +86,7 @@ class Worker:
         self.calls, self.blocking, self.exclusive, self.retired = 0, False, False, False
         self.process: ChildProcess | None = None
         self.ready: dict[str, Any] = {}
+        self._running_call: Path | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._starting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -112,15 +115,15 @@ class Worker:
         self._open[call_id] = answers
         try:
             if self._reading is None or self._reading.done():
-                raise self._gone("process ended before it was asked")
-            await self._exchange(data, answers, deadline * len(self._open), "takes up no call")
+                raise self._gone("process ended before it was asked", call_id)
+            await self._exchange(data, answers, call_id, deadline * len(self._open), "takes up no call")
             try:
                 async with asyncio.timeout(deadline):
                     return await _next(answers) or {}
             except TimeoutError:
                 if not waits:
                     raise WorkerBlocked(f"{self._name}'s process is held up") from None
-                await self._exchange(frames.frame([call_id, None]), answers, LOOP_SECONDS, "is held up")
+                await self._exchange(frames.frame([call_id, None]), answers, call_id, LOOP_SECONDS, "is held up")
                 raise
         except asyncio.CancelledError:
             if waits and self._requests is not None:
@@ -139,8 +142,12 @@ class Worker:
             self._requests.close()
 
     async def _start(self) -> None:
+        scratch = Path(tempfile.mkdtemp(prefix="myxo-worker-"))
+        self._running_call = scratch / "running-call"
+        running_call.write_empty(self._running_call)
+        environment = {**self._environment, running_call.VARIABLE: str(self._running_call)}
         # under the watchdog: what a function starts is killed with it
-        self.process = ChildProcess(self._name, [sys.executable, *self._command], None, self._environment, watchdog=True)
+        self.process = ChildProcess(self._name, [sys.executable, *self._command], None, environment, watchdog=True, scratch=scratch)
         answers, self._requests = await process_streams(self.process)
         self._reading = asyncio.create_task(self._read(answers))
         try:
@@ -153,7 +160,7 @@ class Worker:
         if isinstance(refused := self.ready.get("refused"), list):
             raise ConfigError(*refused)
 
-    async def _exchange(self, data: bytes, answers: _Answers, deadline: float, problem: str) -> None:
+    async def _exchange(self, data: bytes, answers: _Answers, call_id: int, deadline: float, problem: str) -> None:
         """Sends data and returns when the process responds to it. Raises WorkerBlocked, which says the problem, and WorkerGone."""
         assert self._requests is not None  # it was started
         try:
@@ -164,7 +171,7 @@ class Worker:
         except TimeoutError:
             raise WorkerBlocked(f"{self._name}'s process {problem}") from None
         except ConnectionError as error:
-            raise self._gone(f"process broke off: {error}") from error
+            raise self._gone(f"process broke off: {error}", call_id) from error
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         reason = "process ended in the middle of a call"
@@ -180,13 +187,16 @@ class Worker:
         except ConnectionError as error:
             reason = f"process broke off: {error}"
         finally:  # whatever ended it: nobody waits for answers that do not come
-            gone = self._gone(reason)
+            open_calls = [(answers, self._gone(reason, call_id)) for call_id, answers in self._open.items()]
             self.retired = True
-            for answers in self._open.values():
+            for answers, gone in open_calls:
                 answers.put_nowait(gone)
 
-    def _gone(self, reason: str) -> WorkerGone:
-        return WorkerGone(f"{self._name}'s {reason}", alone=self.calls <= 1 and not self.retired)
+    def _gone(self, reason: str, call_id: int) -> WorkerGone:
+        """Returns the error of a call whose process has ended: it is the cause if it was executed then, or was the only one."""
+        executed = 0 if self._running_call is None else running_call.read(self._running_call)
+        cause = executed == call_id if executed else True if self.calls <= 1 and not self.retired else None
+        return WorkerGone(f"{self._name}'s {reason}", cause)
 
 
 async def _next(answers: _Answers) -> dict[str, Any] | None:

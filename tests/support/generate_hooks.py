@@ -1,13 +1,23 @@
-"""Functions for ``rollout.custom_generate_function_path``: good ones, and ones that misbehave."""
+"""Functions for ``rollout.custom_generate_function_path``: good ones, and ones that misbehave.
+
+They run in processes of their own; files in the directory of the variable `DIRECTORY` are what they and the tests tell each other.
+"""
 
 import asyncio
+import ctypes
+import json
+import os
 import threading
 import time
+import uuid
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from shared.hooks import Arguments, HookSample, Status
+from shared.hooks.slime.http_requests import post
 
 TOOL = [20, 21, 22]
 """What a tool answers, as tokens."""
@@ -15,11 +25,32 @@ TOOL = [20, 21, 22]
 FIRST_TURN, SECOND_TURN = 5, 7
 """Tokens of each."""
 
-between, go_on = threading.Event(), threading.Event()
-"""A function is between its turns; it may go on."""
+DIRECTORY = "HOOK_DIRECTORY"
 
-calls: list[HookSample] = []
-"""What `recorded` and those that fail were called with."""
+
+def told(word: str) -> bool:
+    """Whether somebody has said so: ``between`` (a function is between its turns), ``go_on`` (it may go on)."""
+    return (Path(os.environ[DIRECTORY]) / word).exists()
+
+
+def tell(word: str) -> None:
+    (Path(os.environ[DIRECTORY]) / word).touch()
+
+
+def noted(sample: HookSample) -> int:
+    """Notes a call. Returns how many calls its rollout had by now."""
+    directory = Path(os.environ[DIRECTORY])
+    note = directory / f"call-{time.monotonic_ns():020d}-{uuid.uuid4().hex}.json"
+    names = ("group_index", "index", "rollout_id", "session_id", "prompt", "tokens", "label", "response_length")
+    fields = {**{name: getattr(sample, name) for name in names}, "status": sample.status.value, "pid": os.getpid()}
+    note.with_suffix(".part").write_text(json.dumps(fields))
+    note.with_suffix(".part").rename(note)
+    return sum(call["session_id"] == sample.session_id for call in calls())
+
+
+def calls() -> list[dict[str, Any]]:
+    """What `recorded` and those that fail were called with, in order."""
+    return [json.loads(path.read_text()) for path in sorted(Path(os.environ[DIRECTORY]).glob("call-*.json"))]
 
 
 async def ask(args: Arguments, sample: HookSample, sampling_params: dict[str, Any], count: int) -> dict[str, Any]:
@@ -71,8 +102,8 @@ async def two_turns(args: Arguments, sample: HookSample, sampling_params: dict[s
 async def two_turns_with_a_break(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """As `two_turns`; between them it waits to be told to go on."""
     await turn(args, sample, sampling_params, FIRST_TURN)
-    between.set()
-    while not go_on.is_set():
+    tell("between")
+    while not told("go_on"):
         await asyncio.sleep(0.02)
     await turn(args, sample, sampling_params, SECOND_TURN)
     return sample
@@ -104,33 +135,91 @@ def written(sample: HookSample) -> HookSample:
 
 def recorded(args: Arguments, sample: HookSample, sampling_params: dict[str, Any], evaluation: bool = False) -> HookSample:
     """A plain function; says what it was called with."""
-    calls.append(sample)
+    noted(sample)
     sample.metadata |= {"evaluation": evaluation, "parameters": sampling_params, "thread": threading.current_thread().name}
     return written(sample)
 
 
 async def blocking(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """Blocks the loop that it runs on until it is told to go on."""
-    between.set()
-    if not go_on.wait(60):
-        raise TimeoutError("nobody could say so")
+    tell("between")
+    while not told("go_on"):
+        time.sleep(0.02)
     return written(sample)
 
 
+async def misbehaving(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """Does what its label says, but for the others in its process nothing comes of it; those wait a moment."""
+    noted(sample)
+    match sample.label:
+        case "sleep":
+            time.sleep(3600)
+        case "spin":
+            while True:
+                pass
+        case "swallow":
+            while True:
+                try:
+                    time.sleep(3600)
+                except Exception:
+                    continue
+        case "spin in a task":
+            await asyncio.create_task(spinning())
+        case "leave":
+            os._exit(3)
+        case "crash":
+            ctypes.string_at(0)
+    for _ in range(40):
+        await asyncio.sleep(0.1)
+    return written(sample)
+
+
+async def spinning() -> None:
+    while True:
+        pass
+
+
+async def of_partial_rollouts(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """As slime's own: one generation, gone on with where the sample comes back."""
+    noted(sample)
+    parameters = {**sampling_params, "max_new_tokens": sampling_params["max_new_tokens"] - sample.response_length}
+    output = await post(
+        f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
+        {"input_ids": sample.tokens, "sampling_params": parameters, "return_logprob": True},
+    )
+    drawn = output["meta_info"].get("output_token_logprobs") or []
+    sample.append_response_tokens(
+        args, tokens=[one[1] for one in drawn], log_probs=[one[0] for one in drawn], meta_info=output["meta_info"], text=output["text"]
+    )
+    sample.parts = getattr(sample, "parts", 0) + 1
+    return sample
+
+
+async def of_other_enums(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """Gives what users of slime give: a reward, attributes of its own, a status in words, arrays."""
+    sample = written(sample)
+    sample.status, sample.reward = "truncated", {"score": np.float32(0.5), "pred": "42"}
+    sample.tool_call_count, sample.payload_text, sample.lock = 3, "a payload", threading.Lock()
+    sample.tokens, sample.rollout_log_probs = np.asarray(sample.tokens), np.asarray(sample.rollout_log_probs)
+    sample.train_metadata, sample.non_generation_time = {"loss": "own"}, 1.5
+    args.of_this_process = args.rollout_batch_size
+    return sample
+
+
 async def hanging(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    calls.append(sample)
+    noted(sample)
     await asyncio.sleep(3600)
     raise AssertionError
 
 
 def hanging_plainly(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    calls.append(sample)
+    noted(sample)
     time.sleep(3600)
     raise AssertionError
 
 
 async def raising(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    calls.append(sample)
+    noted(sample)
     raise ValueError("the tool is broken")
 
 
@@ -144,8 +233,7 @@ async def cancelling(args: Arguments, sample: HookSample, sampling_params: dict[
 
 async def failing_once(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """Fails each rollout's first call, and aborts its second."""
-    calls.append(sample)
-    count = sum(one.session_id == sample.session_id for one in calls)
+    count = noted(sample)
     if count == 1:
         sample.status = Status.FAILED
         return sample

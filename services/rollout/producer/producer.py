@@ -22,6 +22,7 @@ from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
+from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
@@ -314,7 +315,7 @@ class Producer:
             "attempt": task.attempt,
             "prompt": self._rendered(task),
             "tokens": task.prompt_tokens.tolist(),
-            "label": task.label,
+            "label": Reference(task.label, task.label_json).value,
             "metadata": task.metadata,
             "partial": sample_codec.encode(kept, self._config.store.blob_bytes) if kept else [],
         }

@@ -49,7 +49,8 @@ async def async_rm(args: Any, sample: HookSample, **more: Any) -> Any:
     response = extract_boxed_answer(sample.response) or "" if name.startswith(BOXED) else sample.response
     scored = _BY_NAME.get(name.removeprefix(BOXED))
     if scored is None:
-        raise NotImplementedError(f"no reward is named {name!r}; there are {', '.join(_BY_NAME)} and remote_rm")
+        there = f"there are {', '.join(_BY_NAME)} and remote_rm"
+        raise NotImplementedError(f"no reward is named {name!r} outside of the reward service; {there}, or leave sample.reward to it")
     return await asyncio.to_thread(scored, response, sample.label, metadata)
 
 

@@ -39,9 +39,14 @@ class Bench:
             n=n,
             prompt="40+2=",
             prompt_tokens=PROMPT,
-            label="42",
             environment="math",
-            **{"sampling": Sampling(temperature=1.0, max_new_tokens=20), "min_version": 0, "metadata": {"level": 3}, **changes},
+            **{
+                "label": "42",
+                "metadata": {"level": 3},
+                "sampling": Sampling(temperature=1.0, max_new_tokens=20),
+                "min_version": 0,
+                **changes,
+            },
         )
         await self.service.bus.publish(self.service.subjects.task(EVAL if group.startswith("eval.") else TRAIN), task)
 

@@ -128,6 +128,7 @@ async def new_bench(
         await runs.create(bus, config, valkey.url)
         service = Service("rollout", "rollout-1", run_name, bus, config, valkey.url)
         rollout = Rollout(service)
+        await rollout.start_functions()
         await rollout.weights.listen()
         await rollout.replica.attach(client)
         await rollout.replica.serve(0)
@@ -137,6 +138,8 @@ async def new_bench(
     yield make
     for one in made:
         await cancelled(one.working)
+        await cancelled(one.rollout.running)
+        await one.rollout.close_functions()
         await one.service.store.close()
     await store.close()
     await bus.close()

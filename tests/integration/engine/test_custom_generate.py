@@ -1,7 +1,7 @@
 """The rollout service with a function of the user's own, over real servers and a real engine."""
 
+import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,14 @@ import pytest
 
 from examples.hooks import arithmetic
 from shared.runtime.errors import ConfigError
+from shared.schema import sample
+from shared.schema.messages import Interrupted, Sampling
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.load import load
 from tests.integration.engine.reference import log_probs
 from tests.support import generate_hooks
-from tests.support.generate_hooks import FIRST_TURN, SECOND_TURN, TOOL
+from tests.support.generate_hooks import FIRST_TURN, SECOND_TURN, TOOL, calls, tell, told
 from tests.support.service_process import ROOT
 from tests.support.waiting import until
 
@@ -24,13 +27,10 @@ EXACT = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def told() -> Iterator[None]:
-    """Each test's own events; at its end nothing waits for them any longer."""
-    generate_hooks.between.clear()
-    generate_hooks.go_on.clear()
-    generate_hooks.calls.clear()
-    yield
-    generate_hooks.go_on.set()
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a test and its functions tell each other what they do."""
+    monkeypatch.setenv(generate_hooks.DIRECTORY, str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
@@ -40,6 +40,8 @@ def bench(new_bench: NewBench) -> NewBench:
     async def make(function: str, **sections: dict[str, Any]) -> Bench:
         path = function if ":" in function else f"tests.support.generate_hooks:{function}"
         sections.setdefault("rollout", {})["custom_generate_function_path"] = path
+        sections["rollout"].setdefault("generate_workers", 1)
+        sections.setdefault("reward", {}).setdefault("worker_environment", [generate_hooks.DIRECTORY])
         return await new_bench(**sections)
 
     return make
@@ -84,7 +86,7 @@ async def test_the_function_of_the_documentation(bench: NewBench, tmp_path: Path
     page = (ROOT / "docs" / "hooks.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "documented_hook.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     desk = await bench("documented_hook:generate")
     await desk.task()
     _, samples = await desk.generated()
@@ -131,9 +133,9 @@ async def test_one_rollout_may_give_several_samples(bench: NewBench) -> None:
 async def test_a_push_between_two_turns(bench: NewBench, function: str, segments: list[tuple[int, int, int]]) -> None:
     desk = await bench(function)
     await desk.task(n=1)
-    await until(generate_hooks.between.is_set, "the end of the first turn")
+    await until(lambda: told("between"), "the end of the first turn")
     await desk.serve(1)
-    generate_hooks.go_on.set()
+    tell("go_on")
     group, [one] = await desk.generated()
     assert one.segments == segments
     assert group.samples[0].oldest == 0
@@ -142,12 +144,12 @@ async def test_a_push_between_two_turns(bench: NewBench, function: str, segments
 async def test_what_was_generated_before_a_fence_is_thrown_away(bench: NewBench) -> None:
     desk = await bench("two_turns_with_a_break")
     await desk.task(n=1)
-    await until(generate_hooks.between.is_set, "the end of the first turn")
+    await until(lambda: told("between"), "the end of the first turn")
     await desk.replica.fence("a push failed")
-    await desk.serve(2)
-    generate_hooks.go_on.set()
+    await desk.serve(1)  # within the bound: nobody stops it for its age
+    tell("go_on")
     _, [one] = await desk.generated()
-    assert one.segments == [(0, FIRST_TURN + SECOND_TURN, 2)]
+    assert one.segments == [(0, FIRST_TURN + SECOND_TURN, 1)]
 
 
 async def test_a_plain_function_gets_what_slimes_get(bench: NewBench) -> None:
@@ -158,9 +160,9 @@ async def test_a_plain_function_gets_what_slimes_get(bench: NewBench) -> None:
     assert one.metadata["thread"] != "MainThread"
     parameters = one.metadata["parameters"]
     assert (parameters["temperature"], parameters["max_new_tokens"], parameters["no_stop_trim"]) == (1.0, 20, True)
-    [given] = generate_hooks.calls
-    assert (given.group_index, given.index, given.rollout_id, given.prompt, given.label) == (12, 0, 0, "40+2=", "42")
-    assert given.tokens[: len(PROMPT)] == PROMPT.tolist()
+    [given] = calls()
+    assert [given[name] for name in ("group_index", "index", "rollout_id", "prompt", "label")] == [12, 12, 12, "40+2=", "42"]
+    assert given["tokens"][: len(PROMPT)] == PROMPT.tolist()
     await desk.task("g00000008", n=1)
     _, [one] = await desk.generated()
     assert one.metadata["evaluation"] is False
@@ -169,9 +171,9 @@ async def test_a_plain_function_gets_what_slimes_get(bench: NewBench) -> None:
 async def test_a_function_that_blocks_holds_up_nothing_else(bench: NewBench) -> None:
     desk = await bench("blocking")
     await desk.task(n=1)
-    await until(generate_hooks.between.is_set, "the call")
+    await until(lambda: told("between"), "the call")
     assert desk.replica.serving
-    generate_hooks.go_on.set()  # by the service's own loop: on the same one nobody could
+    tell("go_on")
     _, [one] = await desk.generated()
     assert one.text == "ok"
 
@@ -181,7 +183,7 @@ async def test_failures_and_aborts_are_tried_again(bench: NewBench) -> None:
     await desk.task()
     _, samples = await desk.generated()
     assert [one.response.tolist() for one in samples] == [[7, 8], [7, 8]], "from the beginning"
-    assert len(generate_hooks.calls) == 6
+    assert len(calls()) == 6
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ async def test_failures_and_aborts_are_tried_again(bench: NewBench) -> None:
         ("raising", "ValueError: the tool is broken; it failed 5 times in a row"),
         ("leaving", "SystemExit: 3"),
         pytest.param("cancelling", "cancelled itself", marks=pytest.mark.extra),
-        pytest.param("nothing", "gave a NoneType; expected a shared.hooks.Sample", marks=pytest.mark.extra),
+        pytest.param("nothing", "gave a NoneType; expected a slime.utils.types.Sample", marks=pytest.mark.extra),
         ("without_log_probs", "sample g00000007/0: rollout_log_probs is missing"),
     ],
 )
@@ -202,12 +204,105 @@ async def test_a_function_that_fails_costs_its_group_with_the_reason(bench: NewB
     assert function == "without_log_probs" or f"generate_hooks:{function}" in reason
 
 
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ("sleep", "it held up its process for"),
+        ("spin", "it held up its process for"),
+        pytest.param("swallow", "it held up its process for", marks=pytest.mark.extra),
+        pytest.param("spin in a task", "it held up its process for", marks=pytest.mark.extra),
+        ("leave", "process ended in the middle of a call"),
+        pytest.param("crash", "process ended in the middle of a call", marks=pytest.mark.extra),
+    ],
+)
+async def test_a_rollout_that_misbehaves_costs_itself(bench: NewBench, label: str, words: str) -> None:
+    desk = await bench("misbehaving", rollout={"generate_timeout": 40.0})
+    await desk.task("g00000007", n=3)
+    await until(lambda: len(calls()) == 3, "the other rollouts' calls")
+    await desk.task("g00000008", n=1, label=label)
+    assert words in await desk.failure()
+    group, _ = await desk.generated()
+    assert group.group == "g00000007"
+    others = [call for call in calls() if call["group_index"] == 7]
+    assert len(others) == (6 if label in ("leave", "crash") else 3), "a process that ended took them along; else they went on"
+
+
 @pytest.mark.parametrize("function", ["hanging_plainly", pytest.param("hanging", marks=pytest.mark.extra)])
 async def test_a_function_that_hangs_loses_its_group_at_its_deadline(bench: NewBench, function: str) -> None:
     desk = await bench(function, rollout={"generate_timeout": 1.0}, bus={"max_deliver": 2})
     await desk.task(n=1)
     assert await desk.failure() == "given up after 2 deliveries"
-    assert len(generate_hooks.calls) == 2
+    assert len(calls()) == 2
+
+
+async def test_what_users_of_slime_give_is_kept(bench: NewBench) -> None:
+    desk = await bench("of_other_enums")
+    await desk.task(n=1)
+    _, [one] = await desk.generated()
+    assert (one.finish, one.given_reward, one.response.tolist()) == ("length", {"score": 0.5}, [7, 8])
+    kept = {"tool_call_count": 3, "payload_text": "a payload", "train_metadata": {"loss": "own"}, "non_generation_time": 1.5}
+    assert kept.items() <= one.attributes.items() and "lock" not in one.attributes
+
+
+async def test_the_prompt_is_the_rendered_text_where_the_template_is_applied(bench: NewBench) -> None:
+    desk = await bench("recorded", data={"apply_chat_template": True})
+    await desk.task(n=1)
+    await desk.generated()
+    [given] = calls()
+    assert given["prompt"] == desk.rollout._tokenizer.decode(PROMPT, skip_special_tokens=False) != "40+2="
+
+
+LONG_TASK: dict[str, Any] = {"n": 2, "sampling": Sampling(temperature=1.0, max_new_tokens=400, stop_token_ids=[], stop=[])}
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_rollout_goes_on_from_its_tokens_at_another_replica(bench: NewBench, goes_on: bool, checkpoint: Checkpoints) -> None:
+    desk = await bench("of_partial_rollouts", rollout={"staleness_policy": "continue" if goes_on else "drop"})
+    group = await in_the_middle(desk)
+    await desk.rollout.in_flight.leave(desk.client)
+    left = await desk.outcome()
+    assert isinstance(left, Interrupted) and not left.stale
+    parts = [] if left.payload is None else sample.decode(await desk.service.store.read(left.payload))
+    assert any(one.finish == "abort" for one in parts) == goes_on
+    desk.rollout.in_flight.leaving = False  # as in the next replica
+    before = len(calls())
+    await desk.task(group=group, attempt=1, partial=left.payload, **LONG_TASK)
+    _, samples = await desk.generated()
+    again = calls()[before:]
+    if not goes_on:
+        assert [(call["status"], call["response_length"]) for call in again] == [("pending", 0)] * len(again)
+        return
+    of_rollout = {part.rollout: part for part in parts}
+    assert {call["status"] for call in again} == {"aborted"}
+    for one in samples:
+        part = of_rollout[one.rollout]
+        assert one.finish in ("stop", "length")
+        assert one.response[: len(part.response)].tolist() == part.response.tolist()
+        assert np.abs(log_probs(checkpoint(0).model, PROMPT, one.response) - one.log_probs).max() < EXACT
+        assert one.attributes["parts"] == (2 if part.finish == "abort" else 1)
+
+
+async def test_a_rollout_that_is_too_old_is_stopped(bench: NewBench) -> None:
+    desk = await bench("of_partial_rollouts", rollout={"max_staleness": 0, "staleness_policy": "drop"})
+    group = await in_the_middle(desk)
+    await desk.client.pause("in_place")
+    await desk.client.set_weight_version(1)
+    await desk.client.resume()
+    await desk.replica.serve(1)
+    outcome = await desk.outcome()
+    assert outcome == Interrupted(group=group, attempt=0, stale=True, replica="rollout-1")
+
+
+async def in_the_middle(desk: Bench) -> str:
+    """Has a group generated until both of its rollouts have requests in the engine. Returns its id."""
+    await desk.task("g00000007", **LONG_TASK)
+
+    async def seen() -> bool:
+        asked = [len(requests.rids) for requests in desk.replica.proxy.calls.values()]
+        return asked == [1, 1] and (await load(desk.client)).used_tokens > len(PROMPT) + 8
+
+    await until(seen, "requests in the engine", 120)
+    return "g00000007"
 
 
 async def test_a_path_that_cannot_be_imported_is_refused_at_the_start(bench: NewBench) -> None:

@@ -56,8 +56,9 @@ async def test_groups_come_with_their_rewards_log_probs_and_versions(bench: NewB
             assert one.prompt.tolist() == PROMPT.tolist() and one.mask.all() and one.problem() is None
             assert np.abs(log_probs(checkpoint(0).model, PROMPT, one.response) - one.log_probs).max() < EXACT
     await desk.serve(1)
-    await given(desk, 6, 7, min_version=1)
+    await given(desk, 6, 7, min_version=1, label="[1, 2]", label_json=True)
     later = await generated(desk, 2)
+    assert {(one.label, one.label_json) for _, samples in later.values() for one in samples} == {("[1, 2]", True)}
     assert {one.segments[0][2] for _, samples in later.values() for one in samples} == {1}
     await until(lambda: desk.rollout.producer.held == 0, "all leases ended")
 
