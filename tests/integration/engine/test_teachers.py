@@ -23,7 +23,7 @@ from services.trainer.packing import pack, places, spread
 from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import free_port
-from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema import sample as sample_codec
 from shared.schema.messages import Failed
 from shared.schema.sample import Sample
@@ -41,16 +41,21 @@ Spoil = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @asynccontextmanager
-async def opened(engine: EngineProcess, first: tuple[int, ...] = (), spoil: Spoil = lambda answer: answer) -> AsyncIterator[str]:
+async def opened(
+    engine: EngineProcess, first: tuple[int, ...] = (), spoil: Spoil = lambda answer: answer, headers: list[str | None] | None = None
+) -> AsyncIterator[str]:
     """The address on loopback of an engine, whose server listens on a socket of its own.
 
     Args:
         first: statuses of the first answers in place of the engine's; 0 breaks the connection off. spoil: changes what the engine answers.
+        headers: gets the Authorization of each request.
     """
     left = list(first)
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.read()
+        if headers is not None:
+            headers.append(request.headers.get("Authorization"))
         if left:
             if status := left.pop(0):
                 return web.json_response({"error": {"message": "not now"}}, status=status)
@@ -227,6 +232,18 @@ async def test_a_teacher_that_is_away_is_named_at_the_deadline() -> None:
     assert "the log-probs of sample g/0" in str(error.value)
     assert "ClientConnectorError" in str(error.value)
     assert "hush" not in str(error.value)
+
+
+async def test_a_key_comes_from_the_environment(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setenv("TEACHERS", "hush")
+    async with opened(engine, headers=seen) as url:
+        await ask(objective({"one": url}, opd_teacher_key_variable="TEACHERS"), train_sample(PROMPT.tolist(), [5]))
+        await ask(objective({"one": url}), train_sample(PROMPT.tolist(), [5]))
+    assert seen == ["Bearer hush", None]
+    monkeypatch.delenv("TEACHERS")
+    with pytest.raises(ConfigError, match=r"opd_teacher_key_variable.*TEACHERS"):
+        await ask(objective({"one": url}, opd_teacher_key_variable="TEACHERS"), train_sample(PROMPT.tolist(), [5]))
 
 
 @pytest.mark.parametrize("named", [[], {}, {"a": 0}, {"a": True}, {"a": float("nan")}, {"b": 1}, 7, ["a", None]])
