@@ -6,6 +6,7 @@ from typing import Any
 
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
+from shared.hooks.slime_eval_datasets import eval_datasets, eval_prompt_data
 from shared.model.families import read_architecture
 from shared.runtime.errors import ConfigError
 
@@ -51,12 +52,16 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
     "rollout_num_gpus": lambda config: config.rollout.rollout_replicas * config.rollout.rollout_num_gpus_per_engine,
     "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency * config.rollout.n_samples_per_prompt,
+    "eval_datasets": eval_datasets,
+    "eval_prompt_data": eval_prompt_data,
+    "eval_max_context_len": lambda config: config.rollout.rollout_max_context_len,
     "save": lambda config: str(config.run.root / "checkpoints"),
     "load": lambda config: str(config.run.root / "checkpoints"),
 }
 """What follows from fields of other names."""
 
 SAID_OTHERWISE: dict[str, Callable[[Any], Any]] = {
+    "eval_prompt_data": lambda _: None,  # it follows from all sets
     "rollout_skip_special_tokens": lambda given: bool(given),
     "rollout_stop": lambda given: given or None,
     "rollout_stop_token_ids": lambda given: given or None,
