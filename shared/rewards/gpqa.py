@@ -8,6 +8,9 @@ from typing import Any
 LETTERS = list(string.ascii_uppercase[:10])
 """The letters of a question that says neither its letters nor its choices."""
 
+ANSWERS = ("correct_letter", "correct_answer", "answer_text")
+"""The fields of a question's metadata that say what is right."""
+
 _NAMED = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -37,9 +40,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
     choices = _choices(metadata.get("choices"))
     letters = _letters(metadata.get("valid_letters"), choices)
     text = label.strip() if isinstance(label, str) else None
-    right = _right_letter(label, text, metadata.get("correct_letter"), letters)
-    if not right and text:
-        right = _letter_of(text, choices or [], letters) or right
+    right = _right_letter(label, text, metadata.get("correct_letter"), letters) or _letter_of(text, choices or [], letters)
     given = extract_letter(response, letters)
     if given and right:
         return float(given == right)
@@ -85,8 +86,9 @@ def _right_letter(label: Any, text: str | None, named: Any, letters: list[str]) 
     return right
 
 
-def _letter_of(text: str, choices: list[Any], letters: list[str]) -> str | None:
-    return next((letters[index] for index, choice in enumerate(choices) if _words(str(choice)) == _words(text)), None)
+def _letter_of(text: str | None, choices: list[Any], letters: list[str]) -> str | None:
+    named = (letters[index] for index, choice in enumerate(choices) if _words(str(choice)) == _words(text or ""))
+    return next(named, None) if text else None
 
 
 def _words(text: str) -> str:
