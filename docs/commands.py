@@ -24,6 +24,8 @@ _INLINE = re.compile(r"`((?:make|myxo|python -m|\.venv/bin/\w+)[^`]*)`")
 _PATH = re.compile(r"(?<![\w/.-])((?:examples|docs|tests|services|shared|deploy|benchmarks|configs)/[\w./-]+)")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
+_OWN = ("benchmarks", "docs", "examples", "myxo", "services", "shared", "tests")
+
 
 def main() -> int:
     """The command line. Returns the exit code."""
@@ -52,7 +54,9 @@ def _problems(line: str, targets: set[str], help_text: str) -> list[str]:
         found.append(f"the Makefile has no target {words[1]}")
     if program == "myxo" and len(words) > 1:
         found += [f"myxo has no command {name}" for name in words[1].split("|") if not name.startswith("-") and name not in help_text]
-    if program.startswith("python") and words[1:2] == ["-m"] and len(words) > 2 and importlib.util.find_spec(words[2]) is None:
+    # of a package that is not ours only itself is looked for: to look inside would import it
+    module = words[2] if len(words) > 2 and words[2].split(".")[0] in _OWN else " ".join(words[2:3]).split(".")[0]
+    if program.startswith("python") and words[1:2] == ["-m"] and module and importlib.util.find_spec(module) is None:
         found.append(f"there is no module {words[2]}")
     found += [f"{path} is not there" for path in _PATH.findall(line) if not (ROOT / path).exists()]
     return found

@@ -9,9 +9,11 @@ from rich.console import Console
 
 from myxo.commands.up import take_flags, up
 from myxo.display.text import figure_table
+from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
+from myxo.run.run_summary import EvaluationSummary
 from myxo.run.run_versions import chosen_version, materialized
 from shared.bus import runs
 from shared.config import flags
@@ -56,7 +58,8 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     if code == exit_codes.DONE:
         figures = _figures(own, item.version)
         replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())
-        rows = [(f"eval/{found['dataset']}", _line(found)) for found in figures["evaluations"]]
+        found = [EvaluationSummary(**fields) for fields in figures["evaluations"]]
+        rows = [(f"eval/{one.dataset}", f"{one.mean_reward:.3f} over {one.samples} samples{evaluation_details(one)}") for one in found]
         console.print(figure_table(rows, f"Version {item.version} of {config.run.name}"))
     return code
 
@@ -94,11 +97,3 @@ def _figures(own: RunConfig, version: int) -> dict[str, Any]:
     summary = json.loads(RunDirectory(own.run.root).summary.read_text())
     evaluations = [{**found, "version": version, "newest": version} for found in summary["evaluations"]]
     return {"version": version, "evaluations": evaluations}
-
-
-def _line(found: dict[str, Any]) -> str:
-    rates = "".join(f", {name} {value:.3f}" for name, value in found["rates"].items() if not name.endswith("1"))
-    lengths = f", {found['lengths']['mean']:.1f} tokens" if found["lengths"] else ""
-    missing = found["failed"] + found["late"]
-    parts = f", {found['prompts'] - missing} of {found['prompts']} prompts" if missing else ""
-    return f"{found['mean_reward']:.3f} over {found['samples']} samples{rates}{lengths}, {100 * found['truncated']:.0f} % truncated{parts}"

@@ -13,7 +13,7 @@ from rich.text import Text
 from myxo.display import reward_chart
 from myxo.display.text import duration, figure_table, json_text, shortened_line
 from myxo.run.run_directory import RunDirectory
-from myxo.run.run_summary import Summary, SummaryTally, collect
+from myxo.run.run_summary import EvaluationSummary, Summary, SummaryTally, collect
 from shared.bus.connection import TRANSIENT, Bus
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
@@ -119,8 +119,19 @@ def _evaluations(summary: Summary) -> list[tuple[str, str]]:
         found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]
         first, last = found[0], found[-1]
         end = f" → {last.mean_reward:.3f} (v{first.version} → v{last.version})" if len(found) > 1 else f" (v{first.version})"
-        lines.append((f"eval/{name}", f"{first.mean_reward:.3f}{end}, mean reward"))
+        lines.append((f"eval/{name}", f"{first.mean_reward:.3f}{end}, mean reward{evaluation_details(last)}"))
     return lines
+
+
+def evaluation_details(found: EvaluationSummary) -> str:
+    """Returns what an evaluation tells besides its mean reward, each part behind a comma; nothing of what is as usual."""
+    rates = [f"{name} {value:.3f}" for name, value in found.rates.items() if not name.endswith(("@1", "^1"))]
+    lengths = [f"{found.lengths['mean']:.1f} tokens"] if found.lengths else []
+    truncated = [f"{100 * found.truncated:.0f} % truncated"] if found.truncated else []
+    missing = found.failed + found.late
+    parts = [f"{found.prompts - missing} of {found.prompts} prompts"] if missing else []
+    later = [f"drawn up to v{found.newest}"] if found.newest > found.version else []
+    return "".join(f", {part}" for part in (*rates, *lengths, *truncated, *parts, *later))
 
 
 def _number(value: float | None, form: str = ".3f") -> str:

@@ -59,6 +59,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     machine_checks.check_functions,
     dump_checks.check_dumps,
     objective_checks.check_presets,
+    objective_checks.check_teachers,
 )
 """Checks of what a config names, but for its rows of data."""
 

@@ -19,6 +19,9 @@ from shared.schema.messages import Trained, WarmStartEnded
 EDGE = 0.1
 """The part of the steps that "first" and "last" reward are means of."""
 
+LATE = "had not come back at eval_timeout"
+"""Why a held-out prompt has no rewards although nothing has failed."""
+
 DIFF_SUM, DIFF_COUNT = "agreement_abs_diff", "agreement_tokens"
 """Metrics of a `Trained`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number."""
 
@@ -136,7 +139,10 @@ class SummaryTally:
                 self._trained(step, changed)
             case EvalScored(rewards=[], reason=reason):
                 self._eval_failed[reason] += 1
-            case EvalEnded() if record.samples:
+            case EvalEnded():
+                self._eval_failed[LATE] += record.late
+                if not record.samples:
+                    return
                 step = min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout)
                 names = [item.name for item in fields(EvaluationSummary) if item.name != "step"]
                 found = EvaluationSummary(step=step, **{name: getattr(record, name) for name in names})
@@ -174,7 +180,7 @@ class SummaryTally:
             trained_tokens=self._tokens,
             wall_seconds=self._times[1] - self._times[0] if self._times is not None else 0.0,
             groups=GroupCounts(report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight),
-            eval_failed=dict(self._eval_failed),
+            eval_failed=dict(+self._eval_failed),
             restarts=dict(self.failures.restarts),
             errors=dict(self.failures.errors),
             finished=report.finished,

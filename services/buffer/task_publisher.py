@@ -101,8 +101,9 @@ class TaskPublisher:
         )
 
 
-def _sampling(rollout: RolloutSection, stop_ids: Sequence[int], **own: Any) -> Sampling:
+def _sampling(rollout: RolloutSection, stop_ids: Sequence[int], skip_special_tokens: bool | None = None, **own: Any) -> Sampling:
     return Sampling(
+        skip_special_tokens=rollout.rollout_skip_special_tokens if skip_special_tokens is None else skip_special_tokens,
         temperature=rollout.rollout_temperature,
         top_p=rollout.rollout_top_p,
         top_k=rollout.rollout_top_k,

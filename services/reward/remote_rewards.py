@@ -7,7 +7,6 @@ from services.reward.http_calls import HttpCalls
 from services.reward.scorer import Scorer
 from shared.config.reward_section import REMOTE, RewardSection
 from shared.config.run_config import RunConfig
-from shared.data.tokenizer import Tokenizer
 from shared.environment.environment_url import without_credentials
 from shared.environment.protocol import EnvironmentFailed
 from shared.hooks import reward_values
@@ -54,5 +53,7 @@ def prompt_text(config: RunConfig) -> Callable[[Sample], object]:
     """
     if not config.data.apply_chat_template:
         return lambda sample: sample.prompt_text
+    from shared.data.tokenizer import Tokenizer  # tokenizers and jinja2 are for runs that need them
+
     tokenizer = Tokenizer(config.model.hf_checkpoint)
     return lambda sample: tokenizer.decode(sample.prompt, skip_special_tokens=False)

@@ -237,7 +237,7 @@ class Rollout:
             tokens = await drawn.read(self.replica.client, self.tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
-            metrics.set("running_groups", len(self.running))
+            metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
             await asyncio.sleep(RATE_SECONDS)
 

@@ -8,6 +8,7 @@ the teachers' weights in ``teacher_top_shares``, [M].
 """
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from shared.config.algorithm import AlgorithmSection
 from shared.environment import environment_url
-from shared.runtime.errors import BadMessage, DeadlineExceeded, nearest
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, nearest
 from shared.schema.sample import LOG_PROBS, Sample
 
 ATTRIBUTE, IDS, ENTRIES, SHARES = "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
@@ -67,13 +68,23 @@ def weights_of(objective: AlgorithmSection, metadata: Mapping[str, Any]) -> dict
     return {name: weight / total for name, weight in given.items()}
 
 
+def _authorization(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    if not (key := os.environ.get(variable)):
+        raise ConfigError("algorithm.opd_teacher_key_variable", variable, "a variable that is set where the rollout service starts")
+    return {"Authorization": f"Bearer {key}"}
+
+
 class Teachers:
-    """The teachers of a run. Must be made, used and closed in one event loop."""
+    """The teachers of a run. Must be made, used and closed in one event loop. Raises ConfigError for a key that is not set."""
 
     def __init__(self, objective: AlgorithmSection) -> None:
         self._objective = objective
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Content-Type": "application/json", **_authorization(objective.opd_teacher_key_variable)},
         )
         self._teachers = {
             name: _Teacher(name, url, self._session, objective.opd_teacher_concurrency) for name, url in objective.opd_teachers.items()
@@ -144,7 +155,7 @@ class _Teacher:
     async def _answer(self, body: bytes, sample: Sample) -> bytes:
         """Raises TeacherFailed where it refuses the request, _Again where it cannot be reached or fails."""
         try:
-            async with self._session.post(self._url, data=body, headers={"Content-Type": "application/json"}) as response:
+            async with self._session.post(self._url, data=body) as response:
                 answer = await response.read()
         except aiohttp.ClientError as error:
             raise _Again(f"{type(error).__name__}: {error}") from error

@@ -181,6 +181,10 @@ class Actor:
         """Zeroes Adam's moments and starts a schedule, by default the run's, as between a supervised warm start and RL."""
         self.optimizer.reset(schedule or self.settings.schedule)
 
+    def reset_moments(self) -> None:
+        """Zeroes Adam's moments; the learning rate's schedule goes on."""
+        self.optimizer.reset_moments()
+
     def export(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[Bucket]:
         """Yields the weights under their Hugging Face names, bucket by bucket; tied embeddings come once.
 

@@ -32,6 +32,9 @@ LOOP_TOKENS = 64
 LOOP_LONGEST = 256
 """The most tokens that the phrase itself has."""
 
+ROUND_NUMBER = "round_number"
+"""The key of a sample's metadata with the number of its turns, where its function counts them."""
+
 TOKEN_MEANS = {
     "advantages": "advantages",
     "log_probs": "proximal_log_probs",
@@ -51,7 +54,7 @@ RENAMED = {"reward": "raw_reward", "truncated": "truncated_ratio"}
 class StatColumn(IntEnum):
     """trained: tokens with mask 1. masked: tokens masked for their age. response: tokens. rollout: the sample's, in its group.
     oldest: version of the oldest trained token, 0 where there is none. truncated: 1 where generation ran into its limit.
-    looping: 1 where the response ends in a loop."""
+    looping: 1 where the response ends in a loop. rounds: its metadata's ``round_number``, 0 where there is none."""
 
     TRAINED = 0
     MASKED = 1
@@ -60,6 +63,7 @@ class StatColumn(IntEnum):
     OLDEST = 4
     TRUNCATED = 5
     LOOPING = 6
+    ROUNDS = 7
 
 
 def empty_table(samples: int) -> Table:
@@ -76,7 +80,9 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
     trained = int(np.count_nonzero(sample.mask))
     oldest = int(sample.versions()[sample.mask != 0].min()) if trained else 0
     masked = max(trainable - trained, 0)
-    return trained, masked, len(sample.response), sample.rollout, oldest, sample.finish == "length", loops(sample.response)
+    length, rounds = len(sample.response), sample.metadata.get(ROUND_NUMBER)
+    known = rounds if isinstance(rounds, int | float) and np.isfinite(rounds) else 0
+    return trained, masked, length, sample.rollout, oldest, sample.finish == "length", loops(sample.response), known
 
 
 def metrics_of_batch(batch: Batch, stats: Table) -> dict[str, float]:
@@ -113,6 +119,27 @@ def rollout_metrics(batch: Batch, stats: Table, shaped: Sequence[float] | None) 
     if shaped is not None:
         found["rewards"] = float(np.mean(shaped))
     return found | zero_std([group.rewards for group in batch.groups])
+
+
+def multi_turn(stats: Table, longest: int) -> dict[str, float]:
+    """Returns the metrics of conversations, without the prefix ``multi_turn/``: response lengths as a whole, and of their trained tokens
+    alone (``wo_obs``: without what tools and environments gave); rounds where the samples count them.
+
+    Args:
+        longest: the most tokens of a response; those that have as many count as clipped.
+    """
+    whole, rounds = stats[:, StatColumn.RESPONSE], stats[:, StatColumn.ROUNDS]
+    found = {f"raw_response_length/response_length_{name}": value for name, value in _spread(whole).items()}
+    found["raw_response_length/response_length_clip_ratio"] = float((whole >= longest).mean())
+    trained = _spread(stats[:, StatColumn.TRAINED])
+    found |= {f"wo_obs_response_length/response_length_{name}": value for name, value in trained.items()}
+    if rounds.any():
+        found |= {f"multi_turn_metric/round_number_{name}": value for name, value in _spread(rounds).items()}
+    return found
+
+
+def _spread(values: NDArray[np.float64]) -> dict[str, float]:
+    return {"mean": float(values.mean()), "max": float(values.max()), "min": float(values.min())}
 
 
 def zero_std(groups: Sequence[Sequence[float]]) -> dict[str, float]:

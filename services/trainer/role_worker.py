@@ -146,6 +146,8 @@ class RoleWorker:
 
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
         """Takes the batch's optimizer steps in order."""
+        if self._config.trainer.reset_optimizer_states:
+            self._actor.reset_moments()
         results: list[StepResult] = []
         for index, step in enumerate(batch.steps):
             packed = [micro_batch.packed for micro_batch in step]

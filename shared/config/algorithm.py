@@ -92,6 +92,9 @@ class AlgorithmSection(Section):
     opd_teacher_key: str = Field(
         default="opd_teacher", min_length=1, description="key of a prompt's metadata: its teacher, a list of them, or their weights by name"
     )
+    opd_teacher_key_variable: str | None = Field(
+        default=None, description="the environment variable of the rollout service that holds the teachers' API key", **MUTABLE
+    )
     opd_top_k: int = Field(
         default=0,
         ge=0,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from math import exp
 from typing import Any
 
+from shared.config.environment_variables import VARIABLE
 from shared.config.section import Rule
 from shared.environment import environment_url
 
@@ -125,7 +126,14 @@ EFFECTS: tuple[Rule, ...] = (
     *_where(
         lambda a: a.opd_teachers,
         "needs opd_teachers",
-        *("opd_teacher_weights", "opd_teacher_key", "opd_teacher_timeout", "opd_teacher_concurrency", "opd_top_k"),
+        *(
+            "opd_teacher_weights",
+            "opd_teacher_key",
+            "opd_teacher_timeout",
+            "opd_teacher_concurrency",
+            "opd_teacher_key_variable",
+            "opd_top_k",
+        ),
     ),
     *_where(lambda a: a.opd_top_k, "needs opd_top_k", "opd_top_k_coef"),
     *_where(lambda a: a.loss_type == "policy_loss", "is part of loss_type = policy_loss", "opd_top_k"),
@@ -165,6 +173,11 @@ CONTRADICTIONS: tuple[Rule, ...] = (
         "opd_teachers",
         lambda a, given: any(_address_problem(url) for url in given.values()),
         "expected name = http://host:port of an SGLang server",
+    ),
+    Rule(
+        "opd_teacher_key_variable",
+        lambda a, given: given is not None and not VARIABLE.match(given),
+        "expected the name of an environment variable, not its value",
     ),
     Rule(
         "opd_teacher_weights",

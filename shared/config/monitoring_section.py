@@ -11,6 +11,9 @@ from shared.config.section import MUTABLE, Section, hook
 class MonitoringSection(Section):
     """Measurements, and their destinations besides TensorBoard and Prometheus."""
 
+    log_multi_turn: bool = Field(
+        default=False, description="multi_turn/*: response lengths with and without tokens of tools, and rounds of each batch", **MUTABLE
+    )
     log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
     passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)
     custom_rollout_log_function_path: str | None = hook("that logs a batch's samples; if it returns true, Myxo does not")

@@ -101,6 +101,10 @@ class RolloutSection(Section):
         "beginning of its response, mask nothing of it (its reward counts in the group), drop gives its group up, alone trains it "
         "whole, in a micro-batch of its own, as slime does",
     )
+    rollout_skip_special_tokens: bool | None = Field(
+        default=None,
+        description="leave special tokens out of responses' text; default: yes, but for functions of one's own, as slime has it",
+    )
     rollout_stop: list[str] = Field(default=[], description="stop strings")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
     rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)

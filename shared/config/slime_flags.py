@@ -119,9 +119,6 @@ NO_OPS: dict[str, NoOp] = {
     "prefill_num_servers": NoOp("int", "every engine prefills and decodes; the samples are the same"),
     "rollout_data_transport": NoOp("text", "trainer ranks fetch samples from the run's store", ("object-store", "nixl")),
     "use_distributed_post": NoOp("switch", "each rollout service talks to its own engine"),
-    "rollout_skip_special_tokens": NoOp(
-        "switch", "what is trained on are the engine's token ids; the text beside them has no special tokens"
-    ),
     "disable_compute_advantages_and_returns": NoOp("switch", "--loss-type sft_loss uses none; other losses need them"),
     "keep_old_actor": NoOp("switch", "log-probs before a step are computed where --off-policy asks for them"),
     "get_mismatch_metrics": NoOp("switch", "the distance of trainer and rollout is always measured, see docs/metrics.md"),
@@ -145,7 +142,6 @@ _REASONS = {
     "ref_ckpt_step": "the reference policy starts from --hf-checkpoint",
     "opd_teacher_ckpt_step": "the teacher is the checkpoint of --opd-teacher-load",
     "start_rollout_id": "a run goes on after its last checkpoint by itself",
-    "reset_optimizer_states": "Adam keeps its moments from step to step",
     "use_stateless_adam": "Adam keeps its moments",
     "eval_function_path": "use --custom-generate-function-path, which evaluation uses, too",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
@@ -163,7 +159,6 @@ _REASONS = {
     "fetch_trajectory_retry_times": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
     "freeze_indexer": "no model family of Myxo has an indexer; use --freeze-params-name-list for other parameters",
     "log_correct_samples": "`myxo samples RUN` filters samples by their reward",
-    "log_multi_turn": "`myxo samples RUN` shows the turns of a sample",
     "log_reward_category": "give named rewards: each is logged under its name",
     "megatron_deepgemm_forward_layers": "training computes in train_dtype, by torch or Transformer Engine",
     "megatron_deepgemm_forward_modules": "training computes in train_dtype, by torch or Transformer Engine",

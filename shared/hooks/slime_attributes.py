@@ -6,25 +6,23 @@ from typing import Any
 
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
+from shared.hooks.slime_eval_datasets import eval_datasets, eval_prompt_data
 from shared.model.families import read_architecture
 from shared.runtime.errors import ConfigError
 
 NOT_SET = """
-    custom_eval_rollout_log_function_path custom_model_provider_path
-    custom_update_weight_post_write_path dump_details eval_config eval_function_path eval_input_key eval_label_key eval_max_context_len
-    eval_max_prompt_len eval_min_new_tokens eval_reward_key eval_tool_key eval_top_k eval_top_p http_proxy load_debug_rollout_data
-    load_debug_rollout_data_subsample load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path
-    memory_snapshot_num_steps model_name multimodal_keys opd_teacher_ckpt_step ref_ckpt_step ref_load rollout_buffer_url
-    rollout_external_engine_addrs rollout_max_context_len router_policy sglang_config sglang_model_routers sglang_speculative_algorithm
-    start_rollout_id tb_experiment_name tb_project_name update_weight_local_checkpoint_dir wandb_key wandb_run_id
+    custom_eval_rollout_log_function_path custom_model_provider_path custom_update_weight_post_write_path eval_function_path
+    http_proxy load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path model_name
+    multimodal_keys opd_teacher_ckpt_step ref_ckpt_step rollout_buffer_url rollout_external_engine_addrs router_policy
+    sglang_model_routers sglang_speculative_algorithm start_rollout_id tb_experiment_name tb_project_name
+    update_weight_local_checkpoint_dir wandb_key wandb_run_id
 """
 
 OFF = """
-    allgather_cp balance_by_flops ci_disable_kl_checker ci_test debug_rollout_only debug_train_only enable_mtp_training
-    get_mismatch_metrics keep_old_actor log_correct_samples log_multi_turn offload release_train reset_optimizer_states
-    rollout_skip_special_tokens sglang_enable_deterministic_inference update_weight_disk_keep_files use_distributed_post
-    use_fault_tolerance use_rollout_entropy use_rollout_routing_replay use_routing_replay use_stateless_adam use_tensorboard
-    wandb_always_use_train_step
+    allgather_cp balance_by_flops ci_disable_kl_checker ci_test enable_mtp_training get_mismatch_metrics keep_old_actor
+    log_correct_samples offload release_train sglang_enable_deterministic_inference update_weight_disk_keep_files
+    use_distributed_post use_fault_tolerance use_rollout_entropy use_rollout_routing_replay use_routing_replay use_stateless_adam
+    use_tensorboard wandb_always_use_train_step
 """
 
 ON = """
@@ -54,12 +52,17 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
     "rollout_num_gpus": lambda config: config.rollout.rollout_replicas * config.rollout.rollout_num_gpus_per_engine,
     "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency * config.rollout.n_samples_per_prompt,
+    "eval_datasets": eval_datasets,
+    "eval_prompt_data": eval_prompt_data,
+    "eval_max_context_len": lambda config: config.rollout.rollout_max_context_len,
     "save": lambda config: str(config.run.root / "checkpoints"),
     "load": lambda config: str(config.run.root / "checkpoints"),
 }
 """What follows from fields of other names."""
 
 SAID_OTHERWISE: dict[str, Callable[[Any], Any]] = {
+    "eval_prompt_data": lambda _: None,  # it follows from all sets
+    "rollout_skip_special_tokens": lambda given: bool(given),
     "rollout_stop": lambda given: given or None,
     "rollout_stop_token_ids": lambda given: given or None,
 }

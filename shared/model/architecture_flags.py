@@ -106,6 +106,7 @@ def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterato
     own = flags_of(architecture)
     if architecture.experts is not None and architecture.experts.score == "sigmoid":
         own["moe_router_pre_softmax"] = given.get("moe_router_pre_softmax")  # means nothing to a sigmoid router
+    own |= {name: given[name] for name in _without_effect(given, architecture) if name in given}
     for name, value in given.items():
         if name in own:
             wanted = own[name]
@@ -114,6 +115,17 @@ def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterato
                 yield ConfigError(f"trainer.megatron.{name}", given[name], f"{wanted!r}, as the checkpoint has")
         elif value is not None and value != default_of(name):
             yield ConfigError(f"trainer.megatron.{name}", value, f"not given; the checkpoint's {architecture.model_type} has none")
+
+
+def _without_effect(given: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
+    """Returns the flags of latent attention that mean nothing to this model, whatever their value: scripts set them all the same.
+
+    Heads are as wide as their parts say, and a context that YaRN stretches by 1 stays as it is.
+    """
+    if architecture.latent is None:
+        return ()
+    unscaled = architecture.rope.scaling is None and given.get("rotary_scaling_factor") == 1
+    return ("kv_channels", *(("rotary_scaling_factor", "mscale", "mscale_all_dim") if unscaled else ()))
 
 
 def default_of(name: str) -> Any:

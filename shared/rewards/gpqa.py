@@ -8,6 +8,9 @@ from typing import Any
 LETTERS = list(string.ascii_uppercase[:10])
 """The letters of a question that says neither its letters nor its choices."""
 
+ANSWERS = ("correct_letter", "correct_answer", "answer_text")
+"""The fields of a question's metadata that say what is right."""
+
 _NAMED = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -37,14 +40,12 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
     choices = _choices(metadata.get("choices"))
     letters = _letters(metadata.get("valid_letters"), choices)
     text = label.strip() if isinstance(label, str) else None
-    right = _right_letter(label, text, metadata.get("correct_letter"), letters)
-    texts = [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
-    if not right and text:
-        right = next((letters[index] for index, choice in enumerate(choices or []) if _words(str(choice)) == _words(text)), right)
+    right = _right_letter(label, text, metadata.get("correct_letter"), letters) or _letter_of(text, choices or [], letters)
     given = extract_letter(response, letters)
     if given and right:
         return float(given == right)
-    texts += [str(choice) for letter, choice in zip(letters, choices or [], strict=False) if letter == right][:1]
+    texts = [str(choice) for letter, choice in zip(letters, choices or [], strict=False) if letter == right][:1]
+    texts += [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
     return _by_text(response, [*texts, *([text] if text else [])], given, right, text)
 
 
@@ -83,6 +84,11 @@ def _right_letter(label: Any, text: str | None, named: Any, letters: list[str]) 
     if isinstance(label, int | float) and 0 <= int(label) < len(letters):
         return letters[int(label)]
     return right
+
+
+def _letter_of(text: str | None, choices: list[Any], letters: list[str]) -> str | None:
+    named = (letters[index] for index, choice in enumerate(choices) if _words(str(choice)) == _words(text or ""))
+    return next(named, None) if text else None
 
 
 def _words(text: str) -> str:

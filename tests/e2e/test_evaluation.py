@@ -22,6 +22,7 @@ def without(config: Path, *sections: str) -> Path:
     return config
 
 
+@pytest.mark.extra  # the run of `myxo eval`, below, is one without steps as well
 @pytest.mark.timeout(RUN_SECONDS + 120)
 def test_a_run_without_steps_evaluates_the_model_as_it_is(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """Without trainer, training prompts and warm start; three sets of different settings, one scored by the user's own function."""
@@ -97,7 +98,7 @@ path = "{heldout}@[:3]"
 temperature = 0.7
 top_p = 0.9
 n_samples_per_eval_prompt = 4
-rm_type = "exact"
+custom_rm_path = "tests.support.reward_hooks:length"
 """
 
 
@@ -117,6 +118,8 @@ def test_sets_are_evaluated_beside_training_and_a_version_after_the_fact(small_r
     assert all(one["version"] <= one["newest"] and one["lag"] >= 0 for one in found.values())
     assert set(found["several", 2]["rates"]) == {f"pass{sign}{k}" for sign in "@^" for k in (1, 2, 4)}
     assert found["several", 2]["lengths"]["max"] <= 4
+    lengths = [len(text) for texts in kept(root, "several", 2).values() for text in texts]
+    assert found["several", 2]["mean_reward"] == pytest.approx(sum(lengths) / 12)  # by the set's own function
     greedy, door = found["greedy", 2], found["door", 2]
     assert (greedy["newest"], greedy["lag"]) == (door["newest"], door["lag"]) == (2, 0)  # no push follows the last version
     for figure in ("mean_reward", "lengths", "truncated", "rates"):

@@ -122,7 +122,8 @@ def written(directory: Path) -> dict[str, list[str]]:
     """Writes the files that a script names; returns the values of its flags for them."""
     for name, text in USERS_FILES.items():
         (directory / name).write_text(text)
-    rows = [json.dumps({"prompt": [{"role": "user", "content": f"{a}+{b}="}], "label": str(a + b)}) + "\n" for a, b in SUMS]
+    asked = [([{"role": "user", "content": f"{a}+{b}="}], str(a + b)) for a, b in SUMS]
+    rows = [json.dumps({"prompt": prompt, "messages": prompt, "label": label}) + "\n" for prompt, label in asked]
     (directory / "train.jsonl").write_text("".join(rows[:16]))
     (directory / "heldout.jsonl").write_text("".join(rows[16:18]))
     model, saved = [str(directory / "model")], [str(directory / "saved")]

@@ -18,7 +18,7 @@ SMALL: dict[str, float] = {
     **{"num-layers": 2, "hidden-size": 32, "ffn-hidden-size": 48, "num-attention-heads": 4, "num-query-groups": 2, "kv-channels": 16},
     **{"vocab-size": VOCABULARY, "max-position-embeddings": 1024},
     **{"num-experts": 4, "moe-router-topk": 2, "moe-ffn-hidden-size": 24, "moe-shared-expert-intermediate-size": 24},
-    **{"moe-router-num-groups": 2, "moe-router-group-topk": 1},
+    **{"moe-router-num-groups": 2, "moe-router-group-topk": 1, "rollout-stop-token-ids": VOCABULARY - 1},
     **{"q-lora-rank": 24, "kv-lora-rank": 16, "qk-head-dim": 12, "qk-pos-emb-head-dim": 8, "v-head-dim": 16},
     **{"actor-num-nodes": 1, "actor-num-gpus-per-node": 1, "rollout-num-gpus": 1, "rollout-num-gpus-per-engine": 1},
     **{"tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1, "context-parallel-size": 1},
@@ -31,8 +31,9 @@ SMALL: dict[str, float] = {
 """The most that a number may be, by flag."""
 
 GPU_ONLY = {
-    *("attention-backend", "transformer-impl", "moe-permute-fusion", "moe-enable-deepep", "decoder-last-pipeline-num-layers"),
-    *("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer", "sequence-parallel"),
+    *("attention-backend", "transformer-impl", "moe-permute-fusion", "moe-enable-deepep"),
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+    *("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer"),
     *("fp8-format", "fp8-recipe", "fp8-param-gather", "bf16"),
 }
 """Flags of Megatron's whose kernels need a GPU, or several of them, or Transformer Engine."""
@@ -74,11 +75,12 @@ def shrunk(script: Sequence[str], places: Mapping[str, Sequence[str]]) -> dict[s
 
 def _flags(script: Sequence[str]) -> dict[str, list[str]]:
     flags: dict[str, list[str]] = {}
+    values: list[str] = []
     for word in script:
         if word.startswith("--"):
-            flags[word.removeprefix("--")] = []  # a later one holds
+            values = flags[word.removeprefix("--")] = []  # a later one holds
         else:
-            flags[next(reversed(flags))].append(word)
+            values.append(word)
     return flags
 
 
@@ -138,7 +140,7 @@ def model_config(flags: Mapping[str, Sequence[str]]) -> Any:
         "num_attention_heads": heads,
         "max_position_embeddings": int(SMALL["max-position-embeddings"]),
         "rms_norm_eps": float(flags.get("norm-epsilon", ["1e-5"])[0]),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(flags.get("rotary-base", ["10000"])[0])},
+        "rope_parameters": _rope(flags),
         "tie_word_embeddings": "untie-embeddings-and-output-weights" not in flags,
         "initializer_range": 0.1,
         **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
@@ -184,3 +186,13 @@ def model_config(flags: Mapping[str, Sequence[str]]) -> Any:
         del attention["head_dim"]
         return transformers.Qwen2Config(**shape, **attention)
     return transformers.LlamaConfig(**shape, **attention)
+
+
+def _rope(flags: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The rotary embedding; YaRN's where a factor above 1 stretches the context."""
+    base = {"rope_theta": float(flags.get("rotary-base", ["10000"])[0])}
+    factor = float(flags.get("rotary-scaling-factor", ["1"])[0])
+    if factor == 1 or "multi-latent-attention" not in flags:
+        return {"rope_type": "default", **base}
+    scales = {name.replace("-", "_"): float(flags[name][0]) for name in ("mscale", "mscale-all-dim") if name in flags}
+    return {"rope_type": "yarn", **base, "factor": factor, "original_max_position_embeddings": 4096, **scales}

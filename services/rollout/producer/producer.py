@@ -22,6 +22,7 @@ from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
+from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
@@ -47,6 +48,9 @@ TRIES = 5
 RETRY_PAUSE = 0.5
 
 POLL_INTERVAL_S = 0.05
+
+MOST_METRICS = 64
+"""The most names of the function's own metrics that are shown: each is a time series that is never removed."""
 
 REPEAT_SECONDS = 20.0
 """The time after which the buffer is told again that more groups are wanted."""
@@ -100,6 +104,7 @@ class Producer:
         self._drawn: dict[str, DrawnTask] = {}
         self._next_rollout: int | None = None
         self._failures = 0
+        self._shown: set[str] = set()  # the function's metrics that are gauges
         self._moved = 0.0  # when the function last got prompts, handed something in, or was found waiting
         self._wanted_at = float("-inf")
         self._drawing = asyncio.Lock()
@@ -268,7 +273,11 @@ class Producer:
         self._failures = 0
         for problem in refused:
             self._service.log.error("rollout_group_refused", rollout_id=rollout_id, error=problem)
-        self._service.log.info("rollout_function_ended", rollout_id=rollout_id, still_out=len(self._drawn), **metrics)
+        self._service.log.info("rollout_function_ended", rollout_id=rollout_id, still_out=len(self._drawn), metrics=metrics)
+        for name, value in metrics.items():
+            if name in self._shown or len(self._shown) < MOST_METRICS:
+                self._shown.add(name)
+                self._service.metrics.set("rollout_function", value, in_status=False, metric=name)
 
     async def _on_failed(self, error: str) -> None:
         self._last_words = error
@@ -314,7 +323,7 @@ class Producer:
             "attempt": task.attempt,
             "prompt": self._rendered(task),
             "tokens": task.prompt_tokens.tolist(),
-            "label": task.label,
+            "label": Reference(task.label, task.label_json).value,
             "metadata": task.metadata,
             "partial": sample_codec.encode(kept, self._config.store.blob_bytes) if kept else [],
         }

@@ -175,6 +175,10 @@ class Optimizer:
     def reset(self, schedule: LearningRateSchedule) -> None:
         """Starts over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
         self.schedule, self.updates = schedule, 0
+        self.reset_moments()
+
+    def reset_moments(self) -> None:
+        """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule goes on."""
         for part in self.parts().values():
             for group in part.optimizer.param_groups:
                 group.pop("step", None)

@@ -180,6 +180,9 @@ class MetricsLogger:
         if self._config.monitoring.log_passrate:
             rates = batch_metrics.passrate([group.rewards for group in batch.groups], self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
+        if self._config.monitoring.log_multi_turn:
+            turns = batch_metrics.multi_turn(sample_stats, self._config.rollout.rollout_max_response_len)
+            self._write(batch.step, "multi_turn", turns)
 
     def _write(self, step: int, prefix: str, values: Mapping[str, float]) -> None:
         named = {f"{prefix}/{name}": float(value) for name, value in values.items()}

@@ -16,6 +16,7 @@ from shared.data.prompts import PromptFile
 from shared.data.tokenizer import Tokenizer
 from shared.hooks.hook_sample import HookSample
 from shared.hooks.slime.function_loading import load_function
+from shared.rewards.reference import Reference
 
 Group = list[HookSample]
 
@@ -56,7 +57,7 @@ class PromptSamples:
         self._origin = [
             HookSample(
                 prompt=tokenizer.decode(prompt.tokens, skip_special_tokens=False) if render else prompt.content,
-                label=json.loads(prompt.label) if prompt.label_json and prompt.label is not None else prompt.label,
+                label=Reference(prompt.label, prompt.label_json).value,
                 metadata=prompt.metadata,
             )
             for prompt in prompts

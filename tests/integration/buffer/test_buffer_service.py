@@ -132,7 +132,7 @@ async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(se
         player = await served(
             data={"prompt_data": [f"{mixed}@[:3]", mixed], "overlong_prompts": "filter", "bad_prompts": "skip"},
             rollout={"rollout_max_prompt_len": 8},
-            eval={"eval_prompt_data": f"{mixed}@[:-1]", "skip_eval_before_train": True},
+            eval={"eval_prompt_data": f"{mixed}@[:-1]", "skip_eval_before_train": True, "eval_max_prompt_len": 8},
         )
     await player.live(0)
     await settled(player, 4)
@@ -140,14 +140,14 @@ async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(se
     assert prompts == [PROMPTS[row]["prompt"] for row in (0, 0, 1, 2)], "of the first file one is left, of the second three"
     text = await answer_of(player, "/metrics")
     run = player.config.run.name
-    for of, kept, overlong, bad in (("training", 4, 2, 3), ("heldout", 3, 1, 1)):
+    for of, kept, overlong, bad in (("training", 4, 2, 3), ("eval/heldout", 3, 1, 1)):
         assert f'myxo_prompts{{instance="buffer-1",of="{of}",run="{run}"}} {kept}.0' in text
         for reason, count in (("overlong", overlong), ("bad", bad)):
             assert f'myxo_prompts_left_out{{instance="buffer-1",of="{of}",reason="{reason}",run="{run}"}} {count}.0' in text
     logged = [line for line in lines if line["event"] == "prompts"]
     assert [(line["of"], line["count"], line["left_out"]) for line in logged] == [
         ("training", 4, {"overlong": 2, "bad": 3}),
-        ("heldout", 3, {"overlong": 1, "bad": 1}),
+        ("eval/heldout", 3, {"overlong": 1, "bad": 1}),
     ]
     assert "mixed.jsonl:2" in logged[0]["first_left_out"]
 

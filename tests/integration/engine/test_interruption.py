@@ -1,6 +1,7 @@
 """Groups that are stopped in the middle: for their age, and because their replica leaves; and those that go on where another ended."""
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG, load
 from tests.integration.engine.reference import log_probs
 from tests.integration.engine.source import Source
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -73,6 +75,24 @@ async def test_a_generation_over_the_bound_is_stopped_where_nothing_of_it_would_
     assert set(groups) == ({"eval.heldout.0.0"} if stopped else {"eval.heldout.0.0", trained})
     for samples in groups.values():
         assert {version for one in samples for _, _, version in one.segments} <= {0, 1}
+
+
+async def test_an_evaluation_is_given_up_at_its_deadline_and_holds_nothing_back(new_bench: NewBench) -> None:
+    desk = await new_bench()
+    await desk.client.pause("in_place")  # so that nothing ends
+    await desk.task(group="eval.heldout.0.0", **LONG_TASK, deadline=time.time() + 2)
+    await desk.task(group="eval.heldout.0.1", **LONG_TASK, deadline=time.time() - 1)
+    await until(lambda: [task.group for task in desk.rollout.running.values()] == ["eval.heldout.0.0"], "the one that is not late yet")
+    await until(lambda: not desk.rollout.running, "its deadline", 60)
+    await desk.client.resume()
+    await until(lambda: no_load(desk), "the engine without requests", 60)
+    await desk.task(group="g00000003")
+    group, _ = await desk.generated()
+    assert group.group == "g00000003"  # of the two others nobody heard anything
+
+
+async def no_load(desk: Bench) -> bool:
+    return (await load(desk.client)).running == 0
 
 
 async def test_what_is_within_the_bound_goes_on(new_bench: NewBench) -> None:

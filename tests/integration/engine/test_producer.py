@@ -1,10 +1,12 @@
 """A rollout function in slime's manner as a producer, over real servers and a real engine: tasks in, groups and outcomes out."""
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
@@ -56,10 +58,17 @@ async def test_groups_come_with_their_rewards_log_probs_and_versions(bench: NewB
             assert one.prompt.tolist() == PROMPT.tolist() and one.mask.all() and one.problem() is None
             assert np.abs(log_probs(checkpoint(0).model, PROMPT, one.response) - one.log_probs).max() < EXACT
     await desk.serve(1)
-    await given(desk, 6, 7, min_version=1)
+    await given(desk, 6, 7, min_version=1, label="[1, 2]", label_json=True)
     later = await generated(desk, 2)
+    assert {(one.label, one.label_json) for _, samples in later.values() for one in samples} == {("[1, 2]", True)}
     assert {one.segments[0][2] for _, samples in later.values() for one in samples} == {1}
     await until(lambda: desk.rollout.producer.held == 0, "all leases ended")
+
+    def shown() -> bool:
+        exposed = generate_latest(desk.service.metrics.registry).decode()
+        return re.search(r'myxo_rollout_function\{.*metric="rollouts".*\} 4.0', exposed) is not None
+
+    await until(shown, "the metrics of the last call")
 
 
 async def test_the_older_form_and_samples_that_are_scored_later(bench: NewBench) -> None:
@@ -69,8 +78,9 @@ async def test_the_older_form_and_samples_that_are_scored_later(bench: NewBench)
     assert all(one.given_reward is None for _, samples in found.values() for one in samples)
 
 
-async def test_what_a_function_filters_out_is_dropped_and_replaced(bench: NewBench) -> None:
-    desk = await bench("particular")
+@pytest.mark.parametrize("function", ["particular", "particular_on_a_loop"])
+async def test_what_a_function_filters_out_is_dropped_and_replaced(bench: NewBench, function: str) -> None:
+    desk = await bench(function)
     await given(desk, 0, 1)
     wanted = await desk.outcome()
     assert isinstance(wanted, Wanted) and wanted.count == 1, "it cannot end, for it has finished all that it drew"

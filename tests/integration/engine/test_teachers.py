@@ -1,6 +1,5 @@
 """Teachers of on-policy distillation: a real engine, asked by the rollout service for log-probs of what its own engine drew."""
 
-import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from services.trainer.packing import pack, places, spread
 from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import free_port
-from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema import sample as sample_codec
 from shared.schema.messages import Failed
 from shared.schema.sample import Sample
@@ -41,16 +40,21 @@ Spoil = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @asynccontextmanager
-async def opened(engine: EngineProcess, first: tuple[int, ...] = (), spoil: Spoil = lambda answer: answer) -> AsyncIterator[str]:
+async def opened(
+    engine: EngineProcess, first: tuple[int, ...] = (), spoil: Spoil = lambda answer: answer, headers: list[str | None] | None = None
+) -> AsyncIterator[str]:
     """The address on loopback of an engine, whose server listens on a socket of its own.
 
     Args:
         first: statuses of the first answers in place of the engine's; 0 breaks the connection off. spoil: changes what the engine answers.
+        headers: gets the Authorization of each request.
     """
     left = list(first)
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.read()
+        if headers is not None:
+            headers.append(request.headers.get("Authorization"))
         if left:
             if status := left.pop(0):
                 return web.json_response({"error": {"message": "not now"}}, status=status)
@@ -100,7 +104,7 @@ async def test_a_teacher_that_is_the_policy_differs_by_nothing(new_bench: NewBen
     async with opened(engine) as url:
         bench = await new_bench(algorithm={"use_opd": True, "opd_type": "sglang", "opd_teachers": {"itself": url}})
         await bench.task(n=3)
-        group, samples = await asyncio.wait_for(bench.generated(), 60)
+        group, samples = await bench.generated()
     assert group.payload.tokens == tuple(sample.length for sample in samples)
     for sample in samples:
         found = sample.attributes["teacher_log_probs"]
@@ -112,7 +116,7 @@ async def test_a_teacher_that_is_the_policy_differs_by_nothing(new_bench: NewBen
 async def test_held_out_groups_are_asked_of_nobody(new_bench: NewBench) -> None:
     bench = await new_bench(algorithm={"use_opd": True, "opd_type": "sglang", "opd_teachers": {"nobody": "http://127.0.0.1:1"}})
     await bench.task("eval.heldout.1.0")
-    _, samples = await asyncio.wait_for(bench.generated(), 60)
+    _, samples = await bench.generated()
     assert all("teacher_log_probs" not in sample.attributes for sample in samples)
 
 
@@ -208,25 +212,37 @@ async def test_a_teacher_that_refuses_costs_the_group_alone(new_bench: NewBench,
     async with opened(engine, first=(400,)) as url:
         bench = await new_bench(algorithm={"use_opd": True, "opd_type": "sglang", "opd_teachers": {"strict": url}})
         await bench.task(n=1)
-        outcome = await asyncio.wait_for(bench.outcome(), 60)
+        outcome = await bench.outcome()
         assert isinstance(outcome, Failed)
         assert f"teacher strict at {url}: HTTP 400" in outcome.reason
         await bench.task("g00000008", n=1, metadata={"opd_teacher": "lenient"})
-        outcome = await asyncio.wait_for(bench.outcome(), 60)
+        outcome = await bench.outcome()
         assert isinstance(outcome, Failed)
         assert "no teacher 'lenient' in algorithm.opd_teachers; " in outcome.reason
         await bench.task("g00000009", n=1)
-        group, _ = await asyncio.wait_for(bench.generated(), 60)
+        group, _ = await bench.generated()
         assert group.group == "g00000009"
 
 
 async def test_a_teacher_that_is_away_is_named_at_the_deadline() -> None:
-    config = objective({"away": f"http://user:hush@127.0.0.1:{free_port()}"}, opd_teacher_timeout=0.5)
+    config = objective({"away": f"http://user:hush@127.0.0.1:{free_port()}"}, opd_teacher_timeout=3)
     with pytest.raises(DeadlineExceeded, match="teacher away at http://127") as error:
         await ask(config, train_sample(PROMPT.tolist(), [5, 6]))
     assert "the log-probs of sample g/0" in str(error.value)
     assert "ClientConnectorError" in str(error.value)
     assert "hush" not in str(error.value)
+
+
+async def test_a_key_comes_from_the_environment(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setenv("TEACHERS", "hush")
+    async with opened(engine, headers=seen) as url:
+        await ask(objective({"one": url}, opd_teacher_key_variable="TEACHERS"), train_sample(PROMPT.tolist(), [5]))
+        await ask(objective({"one": url}), train_sample(PROMPT.tolist(), [5]))
+    assert seen == ["Bearer hush", None]
+    monkeypatch.delenv("TEACHERS")
+    with pytest.raises(ConfigError, match=r"opd_teacher_key_variable.*TEACHERS"):
+        await ask(objective({"one": url}, opd_teacher_key_variable="TEACHERS"), train_sample(PROMPT.tolist(), [5]))
 
 
 @pytest.mark.parametrize("named", [[], {}, {"a": 0}, {"a": True}, {"a": float("nan")}, {"b": 1}, 7, ["a", None]])

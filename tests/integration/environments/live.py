@@ -68,12 +68,12 @@ def node_example(port: int, log: Path) -> EnvironmentProcess:
 
 
 def page_example(nats_url: str, run: str, folder: Path) -> EnvironmentProcess:
-    """The responder of docs/environments.md, as it stands there. Its name is judge."""
+    """The responder of docs/environments.md, as it stands there. Its name is grader."""
     page = (ROOT / "docs" / "environments.md").read_text()
     [source] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    script = folder / "judge.py"
+    script = folder / "grader.py"
     script.write_text(source)
-    return EnvironmentProcess([sys.executable, str(script)], folder / "judge.log", {"NATS_URL": nats_url, "MYXO_RUN": run})
+    return EnvironmentProcess([sys.executable, str(script)], folder / "grader.log", {"NATS_URL": nats_url, "MYXO_RUN": run})
 
 
 def odd_app() -> FastAPI:

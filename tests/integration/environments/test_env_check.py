@@ -101,10 +101,10 @@ async def test_the_responder_of_the_page_keeps_the_protocol(bus: Bus, nats: Embe
     secret = tmp_path / "nats-url"
     secret.write_text(nats.url + "\n")
     with page_example(nats.url, run_name, tmp_path):
-        await answering("nats:judge", bus, run_name)
-        code, out, err = await asyncio.to_thread(command, "nats:judge", "--run", run_name, NATS_URL_FILE=str(secret))
+        await answering("nats:grader", bus, run_name)
+        code, out, err = await asyncio.to_thread(command, "nats:grader", "--run", run_name, NATS_URL_FILE=str(secret))
     assert (code, err) == (0, ""), out
-    assert "nats:judge keeps the protocol (checks: 12, failed: 0, warnings: 0)" in out
+    assert "nats:grader keeps the protocol (checks: 12, failed: 0, warnings: 0)" in out
 
 
 async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys: pytest.CaptureFixture[str], odd: str) -> None:
@@ -177,9 +177,9 @@ async def test_nobody_there_and_nobody_who_answers(capsys: pytest.CaptureFixture
     [
         (["ftp://judge"], "URL = 'ftp://judge': expected http://host:port"),
         (["http://me:hush@169.254.169.254"], "URL = '169.254.169.254': 169.254.169.254 is a link-local address"),
-        (["nats:judge"], "--run = None: required for nats:NAME"),
-        (["nats:judge", "--run", "Upper"], "--run = 'Upper'"),
-        (["nats:judge", "--run", "tiny"], "NATS_URL = None: required"),
+        (["nats:grader"], "--run = None: required for nats:NAME"),
+        (["nats:grader", "--run", "Upper"], "--run = 'Upper'"),
+        (["nats:grader", "--run", "tiny"], "NATS_URL = None: required"),
         (["http://judge", "--timeout", "0"], "more than 0 seconds"),
         (["http://judge", "--timeout", "soon"], "invalid"),
         ([], "URL"),

@@ -112,7 +112,7 @@ async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: Embed
         await desk.serve()
         for name in table:
             await desk.card(name, "ready")
-        for name in ("exact", "math", *table):
+        for name in ("exact", "f1", *table):
             await desk.generated(f"of-{name}", *CARRIES, "\u2028 \U0001f9ee", environment=name)
         outcomes = await desk.outcomes(4)
     got = {}
@@ -121,7 +121,7 @@ async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: Embed
         got[outcome.environment] = outcome.rewards
     assert got == {
         "exact": [0.0, 0.0, 1.0, 0.0],
-        "math": [1.0, 0.0, 1.0, 0.0],
+        "f1": [0.0, 0.0, 1.0, 0.0],
         "node": [1.0, 0.0, 1.0, 0.0],
         "on-the-bus": [0.0, 0.0, 1.0, 0.0],
     }

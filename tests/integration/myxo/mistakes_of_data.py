@@ -15,7 +15,7 @@ Change = Callable[[Input], object]
 GOOD = b"".join(json.dumps(row).encode() + b"\n" for row in PROMPTS)
 RATIONALE = "He has three baskets with a dozen eggs each and sells half of them on the market in the morning, so he keeps some."
 SHAREGPT = {"messages": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]}
-MATH = ("--rm-type", "math")
+MATH = ("--rm-type", "math_verify")
 
 
 def rows(*entries: object, name: str = "prompts.jsonl") -> Change:
@@ -107,6 +107,9 @@ MISTAKES = [
     Mistake("empty labels", ("data.prompt_data:label", "prompts.jsonl:1", "3 of 3 labels", "is empty"), MATH, change=labels("", " ", "\n")),
     Mistake("rationales for math", ("3 of 3 labels", "words and no number", "the final answer alone"), MATH,
             change=labels(*[RATIONALE] * 3)),
+    Mistake("labels that dapo would cut off",
+            ("data.prompt_data:label", "prompts.jsonl:1", "3 of 4 labels", "'12.5' is no integer that dapo can compare"),
+            ("--rm-type", "dapo"), change=labels("12.5", "2 1/2", "1e-05", "7")),
     Mistake("labels that are longer than a response",
             ("eval.eval_prompt_data:label", "exact compares all of a response", "rollout_max_response_len = 20"),
             ("--rollout-max-response-len", "20"), change=rows({"prompt": "9+9=", "label": RATIONALE}, name="heldout.jsonl")),

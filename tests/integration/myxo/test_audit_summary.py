@@ -114,7 +114,7 @@ def stopped_run(tmp_path: Path) -> Callable[[Sequence[LedgerRecord]], RunConfig]
     """Makes a run that once ran and does not any more."""
 
     def make(ledger: Sequence[LedgerRecord]) -> RunConfig:
-        config = run_config(tmp_path, rollout={"num_rollout": 2})
+        config = run_config(tmp_path, rollout={"num_rollout": 2}, eval={"eval_prompt_data": "heldout.jsonl"})
 
         async def fill() -> None:
             async with embedded(config) as bus:

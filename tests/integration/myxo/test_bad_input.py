@@ -156,11 +156,11 @@ def test_an_environment_that_the_run_does_not_have(myxo: Myxo, config_file: Conf
     line = refused(myxo, "up", config, "--rm-type", "graderr", "--environments", "{'grader': 'nats:grader'}")
     assert "reward.rm_type = 'graderr': no such verifier or environment; did you mean grader?" in line
     assert "reward.environment_url = None: required with rm_type = environment" in refused(myxo, "up", config, "--rm-type", "environment")
-    write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {**PROMPTS[2], "metadata": {"rm_type": "deepscaler"}}])
+    write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {**PROMPTS[2], "metadata": {"rm_type": "deep_scaler"}}])
     line = refused(myxo, "up", config)
     assert "data.prompt_data:metadata.rm_type" in line
     assert f"{tmp_path}/prompts.jsonl:3" in line
-    assert "valid are exact, math" in line
+    assert "did you mean deepscaler?" in line
 
 
 def test_a_config_that_is_not_there(myxo: Myxo, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from myxo.commands import train
-from myxo.preflight import inspect
+from myxo.preflight import inspect, length_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
 from shared.bus import runs
@@ -225,3 +225,12 @@ def test_what_is_required_is_asked_for_by_name() -> None:
 def test_a_misspelt_flag_of_slimes_is_refused_with_the_nearest() -> None:
     (problem,) = train.source(None, [*shlex.split(LEAST), "--balance-dat"]).given.problems
     assert "did you mean --balance-data?" in str(problem)
+
+
+def test_a_sample_may_be_longer_than_a_micro_batch_as_for_slime() -> None:
+    words = [*shlex.split(LEAST), "--max-tokens-per-gpu", "64", "--rollout-max-response-len", "512"]
+    alone, masked = config_of(words), config_of([*words, "--overlong-samples", "mask"])
+    assert (alone.longest_sample > 512, masked.longest_sample) == (True, 64)
+    assert not list(length_checks.check(Inspection(alone)))
+    (problem,) = length_checks.check(Inspection(masked))
+    assert isinstance(problem, ConfigError) and problem.field == "trainer.max_tokens_per_gpu"

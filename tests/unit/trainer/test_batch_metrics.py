@@ -12,6 +12,7 @@ from services.trainer import batch_metrics
 from services.trainer.batch_metrics import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, StatColumn, Table, empty_table, token_means
 from services.trainer.packing import PackedBatch, pack, spread
 from shared.schema.messages import Batch, BatchGroup, Payload
+from shared.schema.sample import Sample
 from tests.support.train_samples import train_sample
 
 
@@ -125,3 +126,30 @@ def test_sums_of_ranks_give_the_means_of_all_tokens() -> None:
 
 def test_where_nothing_is_trained_there_is_no_mean() -> None:
     assert token_means([micro_batch(0, [0, 0, 0])], lambda table: table) == {}
+
+
+def test_conversations_are_measured_with_and_without_what_tools_gave() -> None:
+    stats = empty_table(3)
+    stats[:, StatColumn.RESPONSE], stats[:, StatColumn.TRAINED] = [10, 20, 60], [10, 5, 30]
+    found = batch_metrics.multi_turn(stats, 20)
+    assert found == {
+        "raw_response_length/response_length_mean": 30.0,
+        "raw_response_length/response_length_max": 60.0,
+        "raw_response_length/response_length_min": 10.0,
+        "raw_response_length/response_length_clip_ratio": pytest.approx(2 / 3),
+        "wo_obs_response_length/response_length_mean": 15.0,
+        "wo_obs_response_length/response_length_max": 30.0,
+        "wo_obs_response_length/response_length_min": 5.0,
+    }
+    stats[:, StatColumn.ROUNDS] = [1, 2, 6]
+    rounds = {name: value for name, value in batch_metrics.multi_turn(stats, 20).items() if name not in found}
+    assert rounds == {f"multi_turn_metric/round_number_{name}": value for name, value in {"mean": 3.0, "max": 6.0, "min": 1.0}.items()}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "rounds"), [({"round_number": 3}, 3), ({}, 0), ({"round_number": "many"}, 0), ({"round_number": None}, 0)]
+)
+def test_rounds_are_those_that_a_sample_counts(metadata: dict[str, object], rounds: int) -> None:
+    arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
+    sample = Sample(group="g", index=0, segments=[(0, 1, 0)], finish="stop", text="", metadata=metadata, **arrays)
+    assert batch_metrics.stats_row(sample, 1)[StatColumn.ROUNDS] == rounds

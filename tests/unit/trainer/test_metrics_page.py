@@ -50,3 +50,13 @@ def test_names_of_rewards_are_made_legal_and_bounded() -> None:
     assert set(parts.metrics({"is it short?\n": one})) == {f"is_it_short__/{what}" for what in ("mean", "std", "min", "max")}
     assert len(parts.metrics({str(number): one for number in range(100)})) == 4 * 63, "with the one before 64"
     assert len(parts.metrics({"5": one, "99": one})) == 4
+
+
+def test_conversations_have_their_lines() -> None:
+    """A line names the metric of the mean, and the endings of the others."""
+    stats, named = empty_table(2), set[str]()
+    stats[:, batch_metrics.StatColumn.ROUNDS] = 1
+    for cell in re.findall(r"^\| (`multi_turn/[^|]*`) \|", PAGE, re.MULTILINE):
+        first, *endings = re.findall("`([^`]+)`", cell)
+        named |= {first, *(first.removesuffix("_mean") + ending for ending in endings)}
+    assert {name.removeprefix("multi_turn/") for name in named} == set(batch_metrics.multi_turn(stats, 8))

@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.partition import partition_batch, parts
+from services.trainer.untrainable import Untrainable
 from shared.schema.messages import Batch, BatchGroup, Payload
+from shared.schema.overlong import NO_LIMIT
 
 few = settings(max_examples=60, deadline=None)
 
@@ -41,6 +43,21 @@ def test_every_sample_is_dealt_once(lengths: list[list[int]], steps: int, ranks:
         assert all(sum(dealt.items[number].tokens for number in micro) <= 64 for rank in placement for micro in rank)
     for rank in range(ranks):
         assert {dealt.items[number].group for number in dealt.samples_of(rank)} == set(dealt.groups_of(rank))
+
+
+@few
+@given(lengths=groups_of_lengths, ranks=st.integers(1, 4), budget=st.integers(8, 64))
+def test_a_sample_longer_than_a_micro_batch_is_one_by_itself(lengths: list[list[int]], ranks: int, budget: int) -> None:
+    dealt = partition_batch(batch(lengths), 1, ranks, budget, longest=NO_LIMIT)
+    assert sorted(number for rank in range(ranks) for number in dealt.samples_of(rank)) == list(range(sum(map(len, lengths))))
+    for micro in (micro for placement in dealt.steps for rank in placement for micro in rank):
+        tokens = [dealt.items[number].tokens for number in micro]
+        assert sum(tokens) <= budget or len(tokens) == 1
+
+
+def test_a_sample_longer_than_the_longest_is_refused() -> None:
+    with pytest.raises(Untrainable, match="has 60 tokens, a micro-batch holds at most 59"):
+        partition_batch(batch([[60, 2]]), 1, 1, 30, longest=59)
 
 
 @few

@@ -168,3 +168,15 @@ def test_flags_of_no_known_shape_are_refused(change, names):
     with pytest.raises(ConfigError) as error:
         architecture_of(flags | change)
     assert all(name in str(error.value) for name in names), str(error.value)
+
+
+def test_what_scripts_say_without_effect_is_accepted(hf):
+    """Published scripts of Moonlight stretch by 1, those of Kimi-K2 give key channels that latent attention does not have."""
+    flags = {"multi_latent_attention": True, "kv_channels": 64, "rotary_scaling_factor": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    check(flags, read_architecture(hf("moonlight")))
+    with pytest.raises(ConfigError, match="rotary_scaling_factor = 40"):
+        check({**flags, "rotary_scaling_factor": 40}, read_architecture(hf("moonlight")))
+    with pytest.raises(ConfigError, match="rotary_scaling_factor"):
+        check(flags, read_architecture(hf("deepseek_v3")))
+    with pytest.raises(ConfigError, match="kv_channels"):
+        check({"kv_channels": 64}, read_architecture(hf("qwen3")))

@@ -153,3 +153,15 @@ def test_metrics_must_have_the_same_names_in_every_micro_batch(make_actor):
 
     with pytest.raises(BadLoss, match="same metrics"):
         actor.train_step(share(actor, 0), changing)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_without_its_moments_an_optimizer_is_one_that_has_just_begun(distributed, make_actor, tmp_path):
+    actor = make_actor("qwen3", use_distributed_optimizer=distributed)
+    steps(actor, 2)
+    actor.save_hf(tmp_path / "between")
+    actor.reset_moments()
+    begun = rank_steps.actor(tmp_path / "between", use_distributed_optimizer=distributed)
+    assert steps(actor, 1, first=2) == steps(begun, 1, first=2)
+    for name, tensor in exported(begun).items():
+        torch.testing.assert_close(exported(actor)[name], tensor, atol=1e-7, rtol=0)

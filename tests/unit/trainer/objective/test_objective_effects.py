@@ -52,6 +52,7 @@ ELSEWHERE = {
     "opd_top_k": "services.trainer.loss_inputs adds the distillation's loss",
     "opd_top_k_coef": "services.trainer.loss_inputs adds the distillation's loss",
     "opd_teacher_weights": "which teachers a prompt has",
+    "opd_teacher_key_variable": "where the teachers' key is",
     "opd_teacher_key": "which teachers a prompt has",
     "opd_teacher_timeout": "how long a teacher is waited for",
     "opd_teacher_concurrency": "how many samples a teacher has in hand",

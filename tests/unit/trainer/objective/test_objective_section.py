@@ -30,6 +30,9 @@ def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, 
     assert config.algorithm.correction == correction
 
 
+TAUGHT = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "http://a:1"}}
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
@@ -64,6 +67,15 @@ def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, 
         ({"use_opd": True, "opd_type": "megatron"}, "opd_teacher_load"),
         ({"use_opd": True, "opd_type": "sglang", "opd_teacher_load": "teacher"}, "opd_teacher_load"),
         ({"opd_type": "sglang"}, "opd_type"),
+        ({"opd_teachers": {"a": "http://a:1"}}, "opd_teachers"),
+        ({"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "nats:a"}}, "opd_teachers"),
+        ({"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "a:1"}}, "opd_teachers"),
+        ({"use_opd": True, "opd_type": "sglang", "opd_top_k": 8}, "opd_top_k"),
+        ({**TAUGHT, "opd_top_k_coef": 2.0}, "opd_top_k_coef"),
+        ({**TAUGHT, "opd_teacher_weights": {"b": 1.0}}, "opd_teacher_weights"),
+        ({**TAUGHT, "opd_teacher_weights": {"a": 0.0}}, "opd_teacher_weights"),
+        ({**TAUGHT, "opd_teacher_key_variable": "sk-hush"}, "opd_teacher_key_variable"),
+        ({**TAUGHT, "opd_top_k": 8, "loss_type": "custom_loss", "custom_loss_function_path": "m:f"}, "opd_top_k"),
         ({"custom_advantage_function_path": "m:f", "advantage_estimator": "ppo"}, "custom_advantage_function_path"),
         ({"loss_type": "custom_loss"}, "custom_loss_function_path"),
         ({"custom_loss_function_path": "m:f"}, "custom_loss_function_path"),
