@@ -15,6 +15,9 @@ def check_dumps(inspection: Inspection) -> Findings:
         yield Note("debug.debug_rollout_only: nothing is trained: the warm start of [sft] is left out")
     if template is None:
         return
+    if config.algorithm.has_critic:
+        expected = "an estimator without a critic: its values are not in the dumps"
+        yield ConfigError("algorithm.advantage_estimator", config.algorithm.advantage_estimator, expected)
     for step in range(config.rollout.num_rollout):
         path = Path(template.replace(STEP, str(step)))
         if not path.is_file():

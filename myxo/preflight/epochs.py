@@ -22,8 +22,8 @@ def settled(inspection: Inspection) -> RolloutSection:
         raise ConfigError(FIELD, epochs, "num_rollout instead: a source of prompts (data_source) does not say how many it has")
     if (prompts := inspection.training) is None:
         return rollout
-    if not (steps := len(prompts) // rollout.rollout_batch_size):
-        expected = f"enough prompts for a batch: {len(prompts)} are fewer than rollout_batch_size = {rollout.rollout_batch_size}"
+    if not (steps := prompts.epoch_size // rollout.rollout_batch_size):
+        expected = f"enough prompts for a batch: {prompts.epoch_size} are fewer than rollout_batch_size = {rollout.rollout_batch_size}"
         raise ConfigError(FIELD, epochs, expected)
     return rollout.model_copy(update={"num_rollout": epochs * steps, "num_rollout_per_epoch": steps})
 

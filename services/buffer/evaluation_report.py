@@ -17,7 +17,8 @@ def log_evaluation(service: Service, record: EvalEnded) -> None:
     log = service.log.warning if record.late else service.log.info
     counted = {"samples": record.samples, "failed": record.failed, "late": record.late, "prompts": record.prompts}
     versions = {"version": record.version, "newest": record.newest, "lag": record.lag}
-    log("evaluated", dataset=record.dataset, mean_reward=round(record.mean_reward, 4), **versions, **counted)
+    figures = {"mean_reward": record.mean_reward, **record.rates, "truncated": record.truncated, "response_len": record.lengths}
+    log("evaluated", dataset=record.dataset, **figures, **versions, **counted)
     show_evaluations(service, [record])
 
 

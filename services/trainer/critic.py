@@ -42,7 +42,8 @@ class Critic(RoleWorker):
         self._valued: TrainBatch | None = None
         self._reported = 0
         if control is not None:
-            self._scheduler = CriticStepScheduler(control, config.trainer.batch_timeout, exchange, with_kl=self._with_kl)
+            timeouts = {"batch_timeout": config.trainer.batch_timeout, "evaluation": config.eval.eval_timeout}
+            self._scheduler = CriticStepScheduler(control, exchange=exchange, with_kl=self._with_kl, **timeouts)
 
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""

@@ -43,7 +43,7 @@ class RolloutRecorder:
         vocabulary = read_architecture(config.model.hf_checkpoint).vocab_size
         self._reader = ShardReader(store, 0, vocabulary)
         self._metrics = MetricsLogger(control, config, None)
-        self._requests = BatchRequester(control, None, config.trainer.batch_timeout)
+        self._requests = BatchRequester(control, None, config.trainer.batch_timeout, config.eval.eval_timeout)
         self._progress: Path = config.trained / "checkpoints" / "recorded.json"
         self._serving: frozenset[str] = frozenset()
         self._log: Any = structlog.get_logger()

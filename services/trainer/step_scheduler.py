@@ -33,10 +33,11 @@ class BatchRequester:
 
     Args:
         timeout: seconds of the longest wait for one batch, or for the other role, before the error that names the awaited service.
+        evaluation: seconds that an evaluation may last besides, where nothing is left to train.
     """
 
-    def __init__(self, control: ControlClient, exchange: ActorCriticExchange | None, timeout: float) -> None:
-        self._control, self._exchange, self._timeout = control, exchange, timeout
+    def __init__(self, control: ControlClient, exchange: ActorCriticExchange | None, timeout: float, evaluation: float = 0.0) -> None:
+        self._control, self._exchange, self._timeout, self._evaluation = control, exchange, timeout, evaluation
         self._awaited, self._since, self._logged = "", 0.0, 0.0  # the newest wait: for what, and when it began and was logged
         self._log: Any = structlog.get_logger()
 
@@ -53,7 +54,10 @@ class BatchRequester:
                 self._log.warning("run_failed", reason=answer.reason)
             return Leave(done=not answer.reason)
         assert isinstance(answer, BatchPending)  # the third and last kind of answer
-        self._go_on_waiting(f"the batch of step {answer.step}", answer.waiting_for, have=answer.have, need=answer.need)
+        if answer.need:
+            self._go_on_waiting(f"the batch of step {answer.step}", answer.waiting_for, have=answer.have, need=answer.need)
+        else:
+            self._go_on_waiting("the run's end", answer.waiting_for, self._evaluation)
         return Wait(save=answer.store_full)
 
     def has(self, kind: Kind, step: int, awaited_from: str) -> bool:
@@ -67,13 +71,13 @@ class BatchRequester:
             time.sleep(POLL_INTERVAL_S)
         return True
 
-    def _go_on_waiting(self, what: str, awaited_from: str, **known: int) -> None:
+    def _go_on_waiting(self, what: str, awaited_from: str, longer: float = 0.0, **known: int) -> None:
         """Logs a long wait, which began when this was first called for ``what``. Raises DeadlineExceeded."""
         now = time.monotonic()
         if what != self._awaited:
             self._awaited, self._since, self._logged = what, now, now
         waited = now - self._since
-        if waited > self._timeout:
+        if waited > self._timeout + longer:
             raise DeadlineExceeded(what, awaited_from, waited, "the trainer stops")
         if now - self._logged > LOG_INTERVAL_S:
             self._logged = now
@@ -95,7 +99,7 @@ class StepScheduler:
         self._control, self._pusher, self._snapshots, self._colocation = control, pusher, snapshots, colocation
         self._steps, self._interval = config.rollout.num_rollout, config.weights.update_weights_interval
         self._has_critic = exchange is not None
-        self._batches = BatchRequester(control, exchange, config.trainer.batch_timeout)
+        self._batches = BatchRequester(control, exchange, config.trainer.batch_timeout, config.eval.eval_timeout)
 
     def next(self, step: int, version: int) -> Command:
         """Returns the next command. ``step``: the next to train. ``version``: that of the trainer's weights. Raises DeadlineExceeded."""
@@ -142,12 +146,15 @@ class CriticStepScheduler:
     """Gives the critic's next command.
 
     Args:
-        batch_timeout: see `BatchRequester`. exchange: that with the actor. with_kl: whether the actor's KL is needed to train a batch.
+        batch_timeout, evaluation: see `BatchRequester`. exchange: that with the actor. with_kl: whether the actor's KL is needed to train
+            a batch.
     """
 
-    def __init__(self, control: ControlClient, batch_timeout: float, exchange: ActorCriticExchange, *, with_kl: bool) -> None:
+    def __init__(
+        self, control: ControlClient, batch_timeout: float, exchange: ActorCriticExchange, *, with_kl: bool, evaluation: float
+    ) -> None:
         self._control, self._with_kl = control, with_kl
-        self._batches = BatchRequester(control, exchange, batch_timeout)
+        self._batches = BatchRequester(control, exchange, batch_timeout, evaluation)
         self._valued: Batch | None = None
 
     def next(self, step: int, version: int) -> Command:

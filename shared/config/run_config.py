@@ -216,7 +216,8 @@ def _without_steps(config: RunConfig) -> RunConfig:
         return config
     half = {"debug_rollout_only": True} if config.sft.sft_data is None else {} if config.eval.named else {"debug_train_only": True}
     trainer = config.trainer.model_copy(update={"lr_decay_style": "constant"})  # over no steps nothing decays
-    return config.model_copy(update={"debug": config.debug.model_copy(update=half), "trainer": trainer})
+    rollout = config.rollout.model_copy(update={"rollout_function_path": None})  # nothing is drawn
+    return config.model_copy(update={"debug": config.debug.model_copy(update=half), "trainer": trainer, "rollout": rollout})
 
 
 def _with_own_gpus(config: RunConfig) -> RunConfig:

@@ -278,6 +278,11 @@ class TrainingPrompts(PromptFile):
         except ValueError as error:
             raise ConfigError(self.rows.field, ", ".join(map(str, files)), str(error)) from None
 
+    @property
+    def epoch_size(self) -> int:
+        """Returns how many prompts an epoch has: those of each file as often as its weight says."""
+        return self._order.epoch_size
+
     def at(self, index: int) -> Prompt:
         """Returns the prompt of the group that was admitted as ``index``. Raises ConfigError."""
         return self[self._order.row(index)]

@@ -8,6 +8,9 @@ from typing import Any
 LETTERS = list(string.ascii_uppercase[:10])
 """The letters of a question that says neither its letters nor its choices."""
 
+ANSWERS = ("correct_letter", "correct_answer", "answer_text")
+"""The fields of a question's metadata that say what is right."""
+
 _NAMED = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (

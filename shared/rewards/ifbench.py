@@ -6,6 +6,8 @@ The checkers are the Allen Institute's own package: ``pip install ifbench``, or 
 from collections.abc import Mapping
 from typing import Any
 
+from shared.runtime.errors import nearest
+
 
 def compute_ifbench_reward(response: str | None, label: Any = None, metadata: Mapping[str, Any] | None = None) -> float:
     """Returns 1.0 where the response keeps all instructions, strictly; else 0.0, and where the metadata name no instruction.
@@ -30,10 +32,21 @@ def instructions(metadata: Mapping[str, Any]) -> list[str]:
     return [name for name in named if name]
 
 
-def _kept(name: str, arguments: dict[str, Any], prompt: str, response: str) -> bool:
+def check_instructions(metadata: Mapping[str, Any]) -> None:
+    """Raises ValueError for an instruction that IFBench does not have, ImportError where that is not installed."""
+    if unknown := [name for name in instructions(metadata) if name not in _checkers()]:
+        raise ValueError(f"metadata.instruction_id_list names {unknown[0]!r}; {nearest(unknown[0], sorted(_checkers()))}")
+
+
+def _checkers() -> Mapping[str, Any]:
     from ifbench.instructions_registry import INSTRUCTION_DICT
 
-    instruction = INSTRUCTION_DICT[name](name)
+    found: Mapping[str, Any] = INSTRUCTION_DICT
+    return found
+
+
+def _kept(name: str, arguments: dict[str, Any], prompt: str, response: str) -> bool:
+    instruction = _checkers()[name](name)
     instruction.build_description(**arguments)
     if "prompt" in (instruction.get_instruction_args() or {}):
         instruction.build_description(prompt=prompt)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from shared.rewards.names import VERIFIERS, needs_label
+from shared.rewards.gpqa import ANSWERS
+from shared.rewards.ifbench import instructions
+from shared.rewards.names import VERIFIERS, base, needs_label
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ def label_problem(environment: str, reference: Reference) -> str | None:
     """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is."""
     if environment not in VERIFIERS:
         return None
+    if base(environment) == "ifbench" and not instructions(reference.metadata):
+        return f"expected the ids of instructions in metadata.instruction_id_list, which {environment} checks, found none"
+    if base(environment) == "gpqa" and reference.label is None and not any(map(reference.metadata.get, ANSWERS)):
+        return f"expected the right letter, number or text for {environment}, or one of {', '.join(ANSWERS)} in the metadata, found none"
     if reference.label is None:
         return f"expected the answer that {environment} compares with: text or a number, found None" if needs_label(environment) else None
     if isinstance(reference.value, str | int | float) and not isinstance(reference.value, bool):

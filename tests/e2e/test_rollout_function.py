@@ -19,6 +19,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_a_fully_asynchronous_rollout_function_trains(small_run: Callable[..., Path], tmp_path: Path) -> None:
     config = small_run("pool", steps=3, staleness=1)

@@ -15,7 +15,7 @@ from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_an
 from shared.rewards.dapo import compute_score
 from shared.rewards.f1 import f1_score
 from shared.rewards.gpqa import compute_gpqa_reward
-from shared.rewards.ifbench import compute_ifbench_reward
+from shared.rewards.ifbench import check_instructions, compute_ifbench_reward
 from shared.rewards.labels import integer_label, math_label, math_labels
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference
@@ -94,6 +94,8 @@ def pattern_answer(response: str, pattern: str | None) -> str:
 
 
 def read_label(name: str, reference: Reference) -> str:
-    """Returns what the verifier ``name`` reads in the label. Raises ValueError as `READ_LABEL` says."""
+    """Returns what the verifier ``name`` reads in the label. Raises ValueError as `READ_LABEL` says, and for an unknown instruction."""
     name = name.removeprefix(BOXED)
+    if name == "ifbench":
+        check_instructions(reference.metadata)
     return READ_LABEL[name](reference.text) if name in READ_LABEL else reference.label or ""

@@ -49,6 +49,9 @@ RETRY_PAUSE = 0.5
 
 POLL_INTERVAL_S = 0.05
 
+MOST_METRICS = 64
+"""The most names of the function's own metrics that are shown: each is a time series that is never removed."""
+
 REPEAT_SECONDS = 20.0
 """The time after which the buffer is told again that more groups are wanted."""
 
@@ -101,6 +104,7 @@ class Producer:
         self._drawn: dict[str, DrawnTask] = {}
         self._next_rollout: int | None = None
         self._failures = 0
+        self._shown: set[str] = set()  # the function's metrics that are gauges
         self._moved = 0.0  # when the function last got prompts, handed something in, or was found waiting
         self._wanted_at = float("-inf")
         self._drawing = asyncio.Lock()
@@ -269,7 +273,11 @@ class Producer:
         self._failures = 0
         for problem in refused:
             self._service.log.error("rollout_group_refused", rollout_id=rollout_id, error=problem)
-        self._service.log.info("rollout_function_ended", rollout_id=rollout_id, still_out=len(self._drawn), **metrics)
+        self._service.log.info("rollout_function_ended", rollout_id=rollout_id, still_out=len(self._drawn), metrics=metrics)
+        for name, value in metrics.items():
+            if name in self._shown or len(self._shown) < MOST_METRICS:
+                self._shown.add(name)
+                self._service.metrics.set("rollout_function", value, in_status=False, metric=name)
 
     async def _on_failed(self, error: str) -> None:
         self._last_words = error

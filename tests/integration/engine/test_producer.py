@@ -1,10 +1,12 @@
 """A rollout function in slime's manner as a producer, over real servers and a real engine: tasks in, groups and outcomes out."""
 
 import asyncio
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
@@ -61,6 +63,12 @@ async def test_groups_come_with_their_rewards_log_probs_and_versions(bench: NewB
     assert {(one.label, one.label_json) for _, samples in later.values() for one in samples} == {("[1, 2]", True)}
     assert {one.segments[0][2] for _, samples in later.values() for one in samples} == {1}
     await until(lambda: desk.rollout.producer.held == 0, "all leases ended")
+
+    def shown() -> bool:
+        exposed = generate_latest(desk.service.metrics.registry).decode()
+        return re.search(r'myxo_rollout_function\{.*metric="rollouts".*\} 4.0', exposed) is not None
+
+    await until(shown, "the metrics of the last call")
 
 
 async def test_the_older_form_and_samples_that_are_scored_later(bench: NewBench) -> None:

@@ -1,6 +1,5 @@
 """Teachers of on-policy distillation: a real engine, asked by the rollout service for log-probs of what its own engine drew."""
 
-import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -105,7 +104,7 @@ async def test_a_teacher_that_is_the_policy_differs_by_nothing(new_bench: NewBen
     async with opened(engine) as url:
         bench = await new_bench(algorithm={"use_opd": True, "opd_type": "sglang", "opd_teachers": {"itself": url}})
         await bench.task(n=3)
-        group, samples = await asyncio.wait_for(bench.generated(), 60)
+        group, samples = await bench.generated()
     assert group.payload.tokens == tuple(sample.length for sample in samples)
     for sample in samples:
         found = sample.attributes["teacher_log_probs"]
@@ -117,7 +116,7 @@ async def test_a_teacher_that_is_the_policy_differs_by_nothing(new_bench: NewBen
 async def test_held_out_groups_are_asked_of_nobody(new_bench: NewBench) -> None:
     bench = await new_bench(algorithm={"use_opd": True, "opd_type": "sglang", "opd_teachers": {"nobody": "http://127.0.0.1:1"}})
     await bench.task("eval.heldout.1.0")
-    _, samples = await asyncio.wait_for(bench.generated(), 60)
+    _, samples = await bench.generated()
     assert all("teacher_log_probs" not in sample.attributes for sample in samples)
 
 
@@ -213,20 +212,20 @@ async def test_a_teacher_that_refuses_costs_the_group_alone(new_bench: NewBench,
     async with opened(engine, first=(400,)) as url:
         bench = await new_bench(algorithm={"use_opd": True, "opd_type": "sglang", "opd_teachers": {"strict": url}})
         await bench.task(n=1)
-        outcome = await asyncio.wait_for(bench.outcome(), 60)
+        outcome = await bench.outcome()
         assert isinstance(outcome, Failed)
         assert f"teacher strict at {url}: HTTP 400" in outcome.reason
         await bench.task("g00000008", n=1, metadata={"opd_teacher": "lenient"})
-        outcome = await asyncio.wait_for(bench.outcome(), 60)
+        outcome = await bench.outcome()
         assert isinstance(outcome, Failed)
         assert "no teacher 'lenient' in algorithm.opd_teachers; " in outcome.reason
         await bench.task("g00000009", n=1)
-        group, _ = await asyncio.wait_for(bench.generated(), 60)
+        group, _ = await bench.generated()
         assert group.group == "g00000009"
 
 
 async def test_a_teacher_that_is_away_is_named_at_the_deadline() -> None:
-    config = objective({"away": f"http://user:hush@127.0.0.1:{free_port()}"}, opd_teacher_timeout=0.5)
+    config = objective({"away": f"http://user:hush@127.0.0.1:{free_port()}"}, opd_teacher_timeout=3)
     with pytest.raises(DeadlineExceeded, match="teacher away at http://127") as error:
         await ask(config, train_sample(PROMPT.tolist(), [5, 6]))
     assert "the log-probs of sample g/0" in str(error.value)

@@ -43,6 +43,12 @@ def test_prompts_that_are_left_out_do_not_count(given: Input, capsys: pytest.Cap
     assert settled(given, capsys, "--num-epoch", "2")["num_rollout"] == 8
 
 
+def test_an_epoch_has_each_files_prompts_as_often_as_its_weight_says(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [f"{given.directory / 'prompts.jsonl'}@[:4]*2", f"{given.directory / 'prompts.jsonl'}@[4:]*1"]  # 4 twice, 3 once
+    rollout = settled(given, capsys, "--num-epoch", "2", "--prompt-data", *files)
+    assert (rollout["num_rollout"], rollout["num_rollout_per_epoch"]) == (10, 5)
+
+
 def test_a_number_of_steps_wins(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
     rollout = settled(given, capsys, "--num-epoch", "3", "--num-rollout", "5")
     assert rollout["num_rollout"] == 5

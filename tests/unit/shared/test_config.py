@@ -41,6 +41,7 @@ MUTABLE = {
     "custom_config_path",
     "engine_start_timeout",
     "generate_timeout",
+    "generate_workers",
     "max_dead_in_a_row",
     "environment_concurrency",
     "worker_environment",

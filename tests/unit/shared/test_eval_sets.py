@@ -203,3 +203,32 @@ def test_what_is_wrong_in_slimes_file_is_named(tmp_path: Path, content: object, 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval.eval_config = .*gone.yaml.*: not a readable file"):
         load(toml(tmp_path, tmp_path / "gone.yaml"))
+
+
+# --- without steps
+
+
+@pytest.mark.parametrize(
+    ("sections", "half"),
+    [
+        ({"eval": {"eval_prompt_data": "h.jsonl"}}, (True, False)),
+        ({"sft": {"sft_data": "s.jsonl"}}, (False, True)),
+        ({"sft": {"sft_data": "s.jsonl"}, "eval": {"eval_prompt_data": "h.jsonl"}}, (False, False)),
+    ],
+)
+def test_a_run_without_steps_is_the_half_that_it_needs(tmp_path: Path, sections: dict[str, Any], half: tuple[bool, bool]) -> None:
+    nested = {**values(tmp_path, rollout={"num_rollout": 0, "n_samples_per_prompt": 1}), **sections}
+    del nested["data"]
+    config = parse(nested)
+    assert not config.has_steps and (config.debug.debug_rollout_only, config.debug.trains_only) == half
+    assert parse(tomllib.loads(config_toml.dump(config))) == config
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_run_with_nothing_to_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.num_rollout = 0: 0, with neither prompts to evaluate on .* nor demonstrations"):
+        run_config(tmp_path, rollout={"num_rollout": 0})
+    nested = values(tmp_path)
+    del nested["data"]
+    with pytest.raises(ConfigError, match=r"data.prompt_data = None: required"):
+        parse(nested)

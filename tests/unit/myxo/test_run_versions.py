@@ -1,0 +1,63 @@
+"""Which weight versions of a run lie on disk, and the config of the run that evaluates one."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxo.commands.evaluate import evaluating
+from myxo.run import config_toml
+from myxo.run.run_versions import chosen_version, versions_on_disk
+from shared.config.run_config import RunConfig, parse
+from shared.runtime.errors import ConfigError
+from tests.support.run_config import run_config
+
+
+def stored(directory: Path, *steps: int, sft: bool = False, **weights: Any) -> RunConfig:
+    """A run of four steps with checkpoints of these."""
+    warm: dict[str, Any] = {"sft_data": "s.jsonl"} if sft else {}
+    trainer = {"save_hf": str(directory / "exports" / "{rollout_id}")}
+    config = run_config(directory, rollout={"num_rollout": 4}, weights=weights, sft=warm, trainer=trainer)
+    for step in steps:
+        (config.trained / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    return config
+
+
+def found(config: RunConfig) -> dict[int, str]:
+    return {version: item.what.split()[1] for version, item in versions_on_disk(config).items()}
+
+
+def test_versions_come_from_the_model_checkpoints_and_exports(tmp_path: Path) -> None:
+    config = stored(tmp_path, 0, 2, 4)
+    assert found(config) == {0: "initial", 2: "checkpoint", 4: "checkpoint"}
+    (tmp_path / "exports" / "1").mkdir(parents=True)
+    (tmp_path / "exports" / "1" / "config.json").write_text("{}")
+    (config.trained / "hf").mkdir()
+    assert found(config) == {0: "initial", 2: "export", 4: "checkpoint"}, "an export that is not complete is none"
+    (config.trained / "hf" / "config.json").write_text("{}")
+    assert found(config)[4] == "export"
+    assert chosen_version(config, None).version == 4 and chosen_version(config, 2).make(tmp_path) == tmp_path / "exports" / "1"
+
+
+def test_after_a_warm_start_version_0_is_a_checkpoint(tmp_path: Path) -> None:
+    assert found(stored(tmp_path, 0, sft=True)) == {0: "checkpoint"}
+
+
+def test_steps_between_two_versions_are_none(tmp_path: Path) -> None:
+    assert found(stored(tmp_path, 1, 2, 3, 4, update_weights_interval=3)) == {0: "initial", 1: "checkpoint", 2: "checkpoint"}
+
+
+def test_a_version_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--version = 7: one that lies on disk: 0, 2"):
+        chosen_version(stored(tmp_path, 2), 7)
+    with pytest.raises(ConfigError, match=r"a run with weights on disk"):
+        chosen_version(run_config(tmp_path / "none", sft={"sft_data": "s.jsonl"}), None)
+
+
+def test_a_version_is_evaluated_by_a_run_of_its_own_without_a_trainer(tmp_path: Path) -> None:
+    held_out = {"eval_prompt_data": ["a", "/a.jsonl"], "sets": [{"name": "b", "path": "/b.jsonl", "top_k": 3}], "eval_interval": 2}
+    config = run_config(tmp_path, sft={"sft_data": "/s.jsonl"}, eval=held_out)
+    own = parse(tomllib.loads(config_toml.dump(evaluating(config, 3, tmp_path / "v3"))))
+    assert (own.run.name, own.model.hf_checkpoint, own.rollout.num_rollout) == ("test-eval-v3", tmp_path / "v3", 0)
+    assert own.debug.debug_rollout_only and own.sft.sft_data is None and own.eval == config.eval

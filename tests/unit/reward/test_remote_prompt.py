@@ -1,0 +1,24 @@
+"""A remote reward gets prompts as slime has them: as they stand in the file, or rendered by the chat template."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from services.reward.remote_rewards import prompt_text
+from shared.data.tokenizer import Tokenizer
+from shared.schema.sample import Sample
+from tests.support.run_config import run_config
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+
+
+def test_a_prompt_is_rendered_where_the_run_does_so(tmp_path: Path, tiny_model: Path) -> None:
+    tokenizer = Tokenizer(tiny_model)
+    rendered = tokenizer.render(MESSAGES, {})
+    nothing = np.empty(0, np.int32)
+    sample = Sample("g0", 0, tokenizer.encode(rendered), nothing, np.empty(0, np.float32), np.empty(0, np.uint8), [], "stop", "2", "1+1=")
+    model = {"hf_checkpoint": str(tiny_model)}
+    as_rendered = prompt_text(run_config(tmp_path, model=model, data={"apply_chat_template": True}))
+    assert as_rendered(sample) == as_rendered(replace(sample, prompt_text=MESSAGES)) == rendered
+    assert prompt_text(run_config(tmp_path, model=model))(sample) == "1+1="

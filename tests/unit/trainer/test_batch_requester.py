@@ -1,0 +1,42 @@
+"""How long the trainer waits: for a batch, and at the run's end for an evaluation."""
+
+import time
+from typing import Any
+
+import pytest
+
+from services.trainer.commands import Wait
+from services.trainer.step_scheduler import BatchRequester
+from shared.runtime.errors import DeadlineExceeded
+from shared.schema.messages import BatchAnswer, BatchPending
+
+
+class Pending:
+    """A buffer that has no batch yet; at the run's end it needs none."""
+
+    def __init__(self, need: int) -> None:
+        self._answer = BatchPending(step=3, have=0, need=need, waiting_for="the evaluation of aime")
+
+    def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
+        return self._answer
+
+
+def requester(need: int, timeout: float, evaluation: float) -> BatchRequester:
+    control: Any = Pending(need)
+    return BatchRequester(control, None, timeout, evaluation)
+
+
+def test_an_evaluation_at_the_end_has_its_own_time_besides() -> None:
+    waiting = requester(0, 0.0, 1000.0)
+    assert waiting.next(3, 3) == Wait(save=False)
+    time.sleep(0.01)
+    assert waiting.next(3, 3) == Wait(save=False)
+
+
+@pytest.mark.parametrize(("need", "evaluation"), [(8, 1000.0), (0, 0.0)])
+def test_a_wait_that_is_too_long_names_what_is_awaited(need: int, evaluation: float) -> None:
+    waiting = requester(need, 0.0, evaluation)
+    waiting.next(3, 3)
+    time.sleep(0.01)
+    with pytest.raises(DeadlineExceeded, match="the evaluation of aime"):
+        waiting.next(3, 3)
