@@ -33,7 +33,7 @@ SMALL: dict[str, float] = {
 GPU_ONLY = {
     *("attention-backend", "transformer-impl", "moe-permute-fusion", "moe-enable-deepep"),
     *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
-    *("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer", "sequence-parallel"),
+    *("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer"),
     *("fp8-format", "fp8-recipe", "fp8-param-gather", "bf16"),
 }
 """Flags of Megatron's whose kernels need a GPU, or several of them, or Transformer Engine."""

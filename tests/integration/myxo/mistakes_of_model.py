@@ -133,8 +133,6 @@ MISTAKES = [
             sections=ranks(4, pipeline_model_parallel_size=4)),
     Mistake("virtual stages of no pipeline", ("virtual_pipeline_model_parallel_size = '2'", "pipeline_model_parallel_size above 1"),
             flags=("--virtual-pipeline-model-parallel-size", "2")),
-    Mistake("sequence parallelism without tensor parallelism", ("trainer.sequence_parallel", "tensor_model_parallel_size above 1"),
-            flags=("--sequence-parallel",)),
     Mistake("expert parallelism of a dense model", ("expert_model_parallel_size = 2", "qwen3 has no experts"),
             sections=ranks(2, expert_model_parallel_size=2)),
     Mistake("an engine over GPUs that cannot share its heads", ("rollout.rollout_num_gpus_per_engine = 8", "4 attention heads"),

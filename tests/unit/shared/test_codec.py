@@ -137,3 +137,15 @@ def test_lists_of_numbers_beside_the_arrays_have_room() -> None:
     """What a generate function may put into the metadata: a number for each of a sample's tokens."""
     value = {"metadata": {"teacher_log_probs": [-0.5] * 500_000, "mask": [1, 0] * 100_000}}
     assert codec.unpack(codec.pack(value)) == value
+
+
+def test_what_is_not_counted_could_not_take_more_than_its_room() -> None:
+    """Of a byte nothing takes more than an empty map in a list: a list of those, of the most bytes that are not counted, has room."""
+
+    def maps(size: int) -> bytes:
+        return b"\xdd" + (size - 5).to_bytes(4, "big") + b"\x80" * (size - 5)
+
+    room = codec._Room(codec.COUNTED_FROM)
+    assert msgpack.unpackb(maps(codec.COUNTED_FROM), object_hook=room.map, list_hook=room.list) == codec.unpack(maps(codec.COUNTED_FROM))
+    with pytest.raises(BadMessage, match="far more memory"):
+        codec.unpack(maps(2 * codec.COUNTED_FROM))
