@@ -38,7 +38,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["--layers", "16", "--hidden-size", "2048", "--demonstrations", "256", "--train", "1024", "--heldout", "32"],
         [
             *("--num-rollout", "5", "--train-dtype", "bfloat16", "--lr", "1e-6", "--save-interval", "100"),
-            *("--sft-steps", "2", "--sft-lr", "1e-6", "--no-save-hf", "--sglang-dtype", "bfloat16"),
+            *("--sft-steps", "2", "--sft-lr", "1e-6", "--no-save-final-hf", "--sglang-dtype", "bfloat16"),
         ],
     ),
 }

@@ -64,6 +64,34 @@ def particular(args: Any, rollout_id: int, data_source: Any, evaluation: bool = 
     return accepted
 
 
+def particular_on_a_loop(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The same on an event loop, which it does not let run while it asks for prompts, as slime's own loop does not."""
+
+    async def finish(group: list[Any]) -> list[Any]:
+        await asyncio.gather(*(asyncio.to_thread(generate, args, sample) for sample in group))
+        return group
+
+    async def work() -> list[Any]:
+        pending: set[asyncio.Task[list[Any]]] = set()
+        accepted: list[Any] = []
+        everything: list[Any] = []
+        remaining = 0
+        while len(accepted) < args.rollout_batch_size:
+            while remaining < args.rollout_batch_size:
+                groups = data_source.get_samples(1)
+                pending |= {asyncio.create_task(finish(group)) for group in groups}
+                remaining += len(groups)
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                everything.append(task.result())
+                fits = task.result()[0].group_index % 2 == 0
+                accepted += [task.result()] if fits else []
+                remaining -= not fits
+        return accepted
+
+    return asyncio.run(work())
+
+
 def gives_one_back(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """The first group; of the second, which goes back, one sample has some tokens. One that comes again is generated to its end."""
     first, *others = data_source.get_samples(args.rollout_batch_size)

@@ -78,8 +78,9 @@ async def test_the_older_form_and_samples_that_are_scored_later(bench: NewBench)
     assert all(one.given_reward is None for _, samples in found.values() for one in samples)
 
 
-async def test_what_a_function_filters_out_is_dropped_and_replaced(bench: NewBench) -> None:
-    desk = await bench("particular")
+@pytest.mark.parametrize("function", ["particular", "particular_on_a_loop"])
+async def test_what_a_function_filters_out_is_dropped_and_replaced(bench: NewBench, function: str) -> None:
+    desk = await bench(function)
     await given(desk, 0, 1)
     wanted = await desk.outcome()
     assert isinstance(wanted, Wanted) and wanted.count == 1, "it cannot end, for it has finished all that it drew"
