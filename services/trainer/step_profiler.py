@@ -104,7 +104,8 @@ class MemoryHistory:
 
     def __init__(self, debug: DebugSection, directory: Path, rank: int) -> None:
         self._left, self._recorder = debug.memory_snapshot_num_steps, debug.memory_recorder
-        self._path = directory / f"memory_snapshot_rank_{rank}.{'pickle' if self._recorder == 'torch' else 'memray'}"
+        end = debug.memory_snapshot_path or ("snapshot.pickle" if self._recorder == "torch" else "snapshot.memray")
+        self._path = directory / f"memory_snapshot_rank{rank}_{end}"
         self._tracker: Any = None
         self._log: Any = structlog.get_logger()
         directory.mkdir(parents=True, exist_ok=True)

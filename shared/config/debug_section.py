@@ -96,6 +96,12 @@ class DebugSection(Section):
     memory_snapshot_num_steps: int | None = Field(
         default=None, gt=0, description="steps of this process after which they are written", **MUTABLE
     )
+    memory_snapshot_path: str | None = Field(
+        default=None,
+        pattern=r"^[^/]+$",
+        description="end of the files' names, after the rank; default: snapshot.pickle, snapshot.memray",
+        **MUTABLE,
+    )
     memory_snapshot_dir: Path | None = Field(
         default=None, description="where they are written; default: profile/ in the run's directory", **MUTABLE
     )

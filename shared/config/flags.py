@@ -118,12 +118,14 @@ def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list
         words = ["true"]
     else:
         words = own or _following(rest, None if slime_flags.takes_several(entry) else 1)
+    if not words and not slime_flags.takes_several(entry):
+        raise ConfigError(flag, "", "needs a value")
     value: Any = words if len(words) > 1 else "".join(words)
     try:
         found = slime_flags.translate(name, entry, value)
     except ValueError as error:
         raise ConfigError(flag, " ".join(words), str(error)) from None
-    given.renamed |= found.fields
+    given.renamed = found.over(given.renamed)
     given.notes += [note for note in found.notes if note not in given.notes]
     given.environment |= found.environment
 

@@ -21,8 +21,10 @@ class MonitoringSection(Section):
     wandb_project: str = Field(default="myxo", min_length=1, description="W&B project", **MUTABLE)
     wandb_group: str | None = Field(default=None, description="W&B group; default: the run's name", **MUTABLE)
     wandb_team: str | None = Field(default=None, description="W&B team; default: your own", **MUTABLE)
-    wandb_mode: Literal["online", "offline"] = Field(
-        default="online", description="send at once, by WANDB_API_KEY in the trainer's environment, or write files to sync", **MUTABLE
+    wandb_mode: Literal["online", "offline", "disabled"] = Field(
+        default="online",
+        description="send at once, by WANDB_API_KEY in the trainer's environment, write files to sync, or turn use_wandb off",
+        **MUTABLE,
     )
     wandb_dir: Path | None = Field(default=None, description="where W&B's files lie; default: the run's directory", **MUTABLE)
     wandb_host: str | None = Field(default=None, description="URL of a W&B server of your own", **MUTABLE)
@@ -44,3 +46,7 @@ class MonitoringSection(Section):
     keep_rollouts_tokens: bool = Field(
         default=False, description="keep token ids, masks and log-probs there, too: about 20 bytes a token more", **MUTABLE
     )
+
+    def _complete(self) -> None:
+        if self.wandb_mode == "disabled":
+            self.use_wandb = False

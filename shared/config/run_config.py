@@ -439,7 +439,8 @@ def _translate(path: str, name: str, entry: slime_flags.Entry, value: Any, found
     except ValueError as error:
         found.problems.append(ConfigError(path, value, str(error)))
         return
-    found.values.update(translation.fields)
+    merged = translation.over(found.values)
+    found.values.update(merged)
     found.notes.extend(note for note in translation.notes if note not in found.notes)
 
 

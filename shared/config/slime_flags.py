@@ -24,6 +24,7 @@ class Renamed:
     Args:
         kind: of its value, as in `Flag`. fields: takes the value and returns the fields that it stands for. meaning: them in words.
         choices: of a text. variable: the environment variable that is set in the place of fields: what no config may hold.
+        yields: whether what another such flag sets stands over it.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class Renamed:
     fields: Callable[[Any], Fields] = lambda _: {}
     choices: tuple[str, ...] = ()
     variable: str = ""
+    yields: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Translation:
     fields: Fields = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    yields: bool = False
+
+    def over(self, fields: Fields) -> Fields:
+        """Returns these fields laid over those of other flags, or under them."""
+        return {**self.fields, **fields} if self.yields else {**fields, **self.fields}
 
 
 OWN_SOURCES = {"slime.rollout.data_source.RolloutDataSource", "slime.rollout.data_source.RolloutDataSourceWithBuffer"}
@@ -72,6 +79,7 @@ RENAMED: dict[str, Renamed] = {
         "switch",
         "--staleness-policy continue: generation goes on under the next weights, up to --max-staleness",
         lambda given: {"staleness_policy": "continue"} if given else {},
+        yields=True,
     ),
     "mask_offpolicy_in_partial_rollout": Renamed(
         "switch",
@@ -219,4 +227,4 @@ def translate(name: str, entry: Entry, value: Any) -> Translation:
     if isinstance(entry, NoOp):
         return Translation(notes=[f"{spelled} changes nothing: {entry.reason}"])
     variables = {entry.variable: str(typed)} if entry.variable else {}
-    return Translation(entry.fields(typed), [f"{spelled} is {entry.meaning}"], variables)
+    return Translation(entry.fields(typed), [f"{spelled} is {entry.meaning}"], variables, entry.yields)

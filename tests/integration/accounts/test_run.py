@@ -194,7 +194,7 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
 
 def announced(done: Scored) -> Generated:
     """What a replica says of a group that it has generated."""
-    fields = {name: getattr(done, name) for name in ("group", "attempt", "payload", "replica", "started", "ended")}
+    fields = {name: getattr(done, name) for name in ("group", "attempt", "payload", "replica", "environment", "started", "ended")}
     return Generated(**fields, samples=[replace(meta, digest=0) for meta in done.samples])
 
 

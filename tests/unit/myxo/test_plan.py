@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from myxo.launch.service_plan import plan
+from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
@@ -31,3 +32,17 @@ def test_metrics_ports_follow_one_another_from_the_launchers_own(tmp_path: Path)
 def test_an_address_that_is_none_is_refused(tmp_path: Path, http: str) -> None:
     with pytest.raises(ConfigError, match="MYXO_HTTP = "):
         plan(run_config(tmp_path), "nats://host", http)
+
+
+def test_where_nothing_is_trained_there_is_no_critic_and_no_gpu_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: 2)
+    given = {
+        "algorithm": {"advantage_estimator": "ppo"},
+        "trainer": {"train_device": "cuda", "actor_num_gpus_per_node": 2},
+        "rollout": {"rollout_device": "cuda", "rollout_replicas": 2},
+    }
+    alone = plan(run_config(tmp_path, debug={"debug_rollout_only": True}, **given), "nats://host")
+    gpus = {spec.instance: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in alone}
+    assert gpus == {"buffer-0": None, "reward-0": None, "rollout-0": "0", "rollout-1": "1", "trainer-0": None}
+    with pytest.raises(ConfigError, match="needs 6 GPUs"):
+        plan(run_config(tmp_path, **given), "nats://host")

@@ -109,6 +109,7 @@ MUTABLE = {
     "memory_recorder",
     "memory_snapshot_num_steps",
     "memory_snapshot_dir",
+    "memory_snapshot_path",
 }
 
 

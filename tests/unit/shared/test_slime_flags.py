@@ -58,6 +58,14 @@ def test_what_is_renamed_or_without_effect_is_told(words: str, fields: dict[str,
     assert note in " | ".join(given.notes)
 
 
+@pytest.mark.parametrize(
+    "words", ["--partial-rollout --mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout --partial-rollout"]
+)
+def test_what_masks_stands_over_what_goes_on_in_any_order(words: str) -> None:
+    assert flags.parse(words.split()) == {"rollout": {"staleness_policy": "mask"}}
+    assert flags.parse([*words.split(), "--staleness-policy", "drop"]) == {"rollout": {"staleness_policy": "drop"}}
+
+
 def test_a_key_of_wandb_goes_into_the_environment_and_nowhere_else() -> None:
     given = flags.read(["--wandb-key", "s3cret", "--wandb-project", "p"])
     assert given.environment == {"WANDB_API_KEY": "s3cret"}
@@ -126,6 +134,11 @@ def test_fields_that_follow_from_others_are_filled_in(tmp_path: Path) -> None:
         ConfigError, match=r"trainer.global_batch_size = 12: .* 32 samples are not global_batch_size x num_steps_per_rollout"
     ):
         run_config(tmp_path, rollout=batch, trainer={"global_batch_size": 12})
+
+
+def test_wandb_may_be_disabled_as_by_slime(tmp_path: Path) -> None:
+    assert run_config(tmp_path, monitoring={"use_wandb": True}).monitoring.use_wandb
+    assert not run_config(tmp_path, monitoring={"use_wandb": True, "wandb_mode": "disabled"}).monitoring.use_wandb
 
 
 def test_a_warm_up_may_be_a_share_of_the_decay(tmp_path: Path) -> None:

@@ -117,5 +117,5 @@ def test_memray_records_so_many_steps(tmp_path: Path) -> None:
     profiler.begin(1)
     profiler.end()
     profiler.close()
-    reader = memray.FileReader(config.trained / "profile" / "memory_snapshot_rank_0.memray")
+    reader = memray.FileReader(config.trained / "profile" / "memory_snapshot_rank0_snapshot.memray")
     assert reader.metadata.peak_memory >= len(kept)
