@@ -117,7 +117,8 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
 
 def _fewest(request: GenerationRequest, sampling: Sampling) -> int:
     """Returns how many tokens must still be drawn: what earlier attempts drew is part of the request's input."""
-    return max(0, min(request.max_new_tokens, sampling.min_new_tokens - (sampling.max_new_tokens - request.max_new_tokens)))
+    there_already = max(0, sampling.max_new_tokens - request.max_new_tokens)
+    return min(request.max_new_tokens, max(0, sampling.min_new_tokens - there_already))
 
 
 def wire_rid(rid: str) -> str:
