@@ -74,7 +74,7 @@ def test_its_reward_scores_a_run(page: Path, line: str) -> None:
 
 
 async def test_its_agent_talks_to_an_engine(new_bench: NewBench, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(page))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(page), str(ROOT)]))  # for the process that the function runs in
     desk = await new_bench(rollout={"custom_generate_function_path": "my_agent:generate"})
     await desk.task(n=2)
     group, samples = await desk.generated()
