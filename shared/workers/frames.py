@@ -42,6 +42,7 @@ class FrameStream:
         self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         self._requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what a function prints is in the log at once
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, sys.stdin.fileno())
         os.close(nothing)

@@ -117,9 +117,9 @@ async def test_work_that_an_account_may_not_fetch_is_an_error_and_no_empty_queue
     bus = await connected(guarded, "rollout")
     try:
         queue = WorkQueue(bus, generated_consumer(RUN, BusSection(), "math"), Generated)
-        with pytest.raises(NotPermitted, match=r'publish to "\$js.api.consumer.msg.next.guarded-generated.math"'):
+        with pytest.raises(NotPermitted, match=r'publish to "\$js.api.consumer.msg.next.guarded-generated.verifiers-sympy"'):
             await queue.fetch(1)
-        with pytest.raises(NotPermitted, match=r'publish to "\$js.api.consumer.info.guarded-generated.math"'):
+        with pytest.raises(NotPermitted, match=r'publish to "\$js.api.consumer.info.guarded-generated.verifiers-sympy"'):
             await queue.depth(deadline=1000)
     finally:
         await bus.close()

@@ -117,9 +117,10 @@ OF_SLIME = {
 
 @pytest.mark.skipif(SLIME is None, reason="SLIME_EXAMPLES names no directory")
 @pytest.mark.parametrize("name", OF_SLIME)
-async def test_examples_of_slimes_own(generated: Generated, checkpoint: Checkpoints, name: str) -> None:
+async def test_examples_of_slimes_own(generated: Generated, checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
     path, places = OF_SLIME[name]
-    directories = tuple((Path(str(SLIME)) / place).resolve() for place in places)
+    (tmp_path / "examples").symlink_to(Path(str(SLIME)).resolve())  # beside slime's examples lies slime itself, which would win
+    directories = tuple(tmp_path if place == ".." else Path(str(SLIME)).resolve() / place for place in places)
     longest = {} if name == "retool" else {"rollout_max_context_len": 256}  # its prompt alone has more characters, each a token here
     _, samples = await generated(path, directories, rollout_max_response_len=12, **longest)
     check(checkpoint, samples)

@@ -214,6 +214,7 @@ MISTAKES = [
             flags=("--eval-interval", "5", "--eval-prompt-data", "none")),
     Mistake("no token to choose from", ("rollout.rollout_top_k", "-1 for all"), flags=("--rollout-top-k", "0")),
     Mistake("GRPO over single samples", ("rollout.n_samples_per_prompt", "use at least 2"), flags=("--n-samples-per-prompt", "1")),
+    Mistake("a teacher that nobody is", ("algorithm.use_opd", "a teacher: opd_teachers"), flags=("--preset", "opd")),
     Mistake("a global batch of another size", ("trainer.global_batch_size", "256", "4 samples"), flags=("--global-batch-size", "256")),
     Mistake("three mistakes, each told once", ("rollout_max_response_len = 8192", "num_layers = 36", "mem-fraction-statc"), lines=3,
             flags=("--rollout-max-response-len", "8192", "--num-layers", "36", "--sglang-mem-fraction-statc", "0.7")),

@@ -46,7 +46,7 @@ async def test_all_functions_on_one_group(tmp_path: Path) -> None:
         sections[section][key] = f"{MODULE}:{name}"
     functions = Functions(run_config(tmp_path, **sections))
     group = [sample(0, "42"), sample(1, "41 no. 40+2=42", metadata={"tries": 2}), sample(2, "4", finish="length")]
-    scores = await functions.score(group)
+    scores = await functions.score(group, None)
     assert [(score.reward, score.parts) for score in scores] == [(1.0, {"right": 1.0}), (0.9, {"right": 1.0}), (0.0, {"right": 0.0})]
     verdict = await functions.select(group, scores)
     assert verdict.filtered is None
@@ -54,7 +54,7 @@ async def test_all_functions_on_one_group(tmp_path: Path) -> None:
     assert [(score.reward, score.parts) for score in verdict.scores] == [(score.reward, score.parts) for score in scores]
     for texts, reason in ((["42", "42"], "all_right"), (["1", "2"], "all_wrong")):
         same = [sample(index, text) for index, text in enumerate(texts)]
-        assert (await functions.select(same, await functions.score(same))).filtered == reason
+        assert (await functions.select(same, await functions.score(same, None))).filtered == reason
     lines = [json.loads(line) for line in (tmp_path / "runs" / "test" / "groups.jsonl").read_text().splitlines()]
     assert [line["rewards"] for line in lines] == [[1.0, 0.9, 0.0], [1.0, 1.0], [0.0, 0.0]]
     assert {line["prompt"] for line in lines} == {"40+2="}

@@ -29,7 +29,7 @@ FUNCTIONS = {
 
 
 def loaded(directory: Path, **algorithm: Any) -> tuple[Any, CustomFunctions]:
-    config = run_config(directory, algorithm={"gamma": 0.5, **algorithm})
+    config = run_config(directory, algorithm=algorithm)
     return config.algorithm, CustomFunctions.of(config)
 
 
@@ -39,7 +39,7 @@ def micro_batch(advantages: list[torch.Tensor], weights: Sequence[float]) -> Pac
 
 
 def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
-    config, custom = loaded(tmp_path, **{field: f"{MODULE}:{name}" for field, name in FUNCTIONS.items()})
+    config, custom = loaded(tmp_path, gamma=0.5, **{field: f"{MODULE}:{name}" for field, name in FUNCTIONS.items()})
     rewards = custom.post_processed([HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)])
     assert rewards == [0.8, 0.0]
     masks = [torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)]

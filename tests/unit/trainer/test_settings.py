@@ -69,7 +69,6 @@ def test_what_the_backward_pass_runs_again(given, fields):
     [
         ({"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", "greater than or equal to 1"]),
         ({"context_parallel_size": 0}, ["context_parallel_size = 0", "greater than or equal to 1"]),
-        ({"sequence_parallel": True}, ["sequence_parallel", "a tensor_model_parallel_size above 1"]),
         (
             {"virtual_pipeline_model_parallel_size": 2},
             ["virtual_pipeline", "= 2: none, or a pipeline_model_parallel_size"],
