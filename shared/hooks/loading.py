@@ -36,6 +36,14 @@ RUN_BY = {
 """The service that calls the function of each field."""
 
 
+SHOWN_SAMPLES = {
+    "algorithm.custom_reward_post_process_path",
+    "algorithm.custom_convert_samples_to_train_data_path",
+    "monitoring.custom_rollout_log_function_path",
+}
+"""Fields of the functions in the trainer that get a batch's samples, with their named rewards."""
+
+
 class HookFailed(MyxoError):
     """A custom function raised, or returned a value that cannot be used.
 
@@ -62,6 +70,11 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
     for runs_in, own in (("reward", reward_functions(config)), ("rollout", generate_functions(config))):
         found |= dict(own) if service in (None, runs_in) else {}
     return found
+
+
+def shows_samples(config: RunConfig) -> bool:
+    """Returns whether the run names a function in the trainer that gets samples."""
+    return not SHOWN_SAMPLES.isdisjoint(paths(config, "trainer"))
 
 
 def generate_paths(config: RunConfig) -> dict[str, str]:
