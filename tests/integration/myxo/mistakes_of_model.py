@@ -215,6 +215,8 @@ MISTAKES = [
     Mistake("no token to choose from", ("rollout.rollout_top_k", "-1 for all"), flags=("--rollout-top-k", "0")),
     Mistake("GRPO over single samples", ("rollout.n_samples_per_prompt", "use at least 2"), flags=("--n-samples-per-prompt", "1")),
     Mistake("a teacher that nobody is", ("algorithm.use_opd", "a teacher: opd_teachers"), flags=("--preset", "opd")),
+    Mistake("a loss of one's own without a function", ("algorithm.custom_loss_function_path", "loss_type is custom_loss"),
+            flags=("--loss-type", "custom_loss")),
     Mistake("a global batch of another size", ("trainer.global_batch_size", "256", "4 samples"), flags=("--global-batch-size", "256")),
     Mistake("three mistakes, each told once", ("rollout_max_response_len = 8192", "num_layers = 36", "mem-fraction-statc"), lines=3,
             flags=("--rollout-max-response-len", "8192", "--num-layers", "36", "--sglang-mem-fraction-statc", "0.7")),
