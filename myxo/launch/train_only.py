@@ -51,5 +51,6 @@ def run(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: 
         name = signal.Signals(got[0]).name
         console.print(f"Stopped by {name}. `myxo up` with the same config goes on from the last checkpoint.", soft_wrap=True)
         return 128 + got[0]
-    console.print(f"Run {config.run.name} has trained its dumps; what it made lies in {config.trained}.", soft_wrap=True)
+    what = "demonstrations" if config.debug.load_debug_rollout_data is None else "dumps"
+    console.print(f"Run {config.run.name} has trained its {what}; what it made lies in {config.trained}.", soft_wrap=True)
     return exit_codes.DONE

@@ -58,6 +58,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_context,
     machine_checks.check_functions,
     dump_checks.check_dumps,
+    epochs.check_epochs,
     objective_checks.check_presets,
     objective_checks.check_teachers,
 )

@@ -1,6 +1,6 @@
 """The steps of a run that is told its epochs. Their number follows from the prompts that are used, so all that may be left out are read."""
 
-from myxo.preflight.inspection import Inspection
+from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.rollout_section import RolloutSection
 from shared.data.demonstrations import DemonstrationFile
 from shared.runtime.errors import ConfigError
@@ -26,6 +26,13 @@ def settled(inspection: Inspection) -> RolloutSection:
         expected = f"enough prompts for a batch: {prompts.epoch_size} are fewer than rollout_batch_size = {rollout.rollout_batch_size}"
         raise ConfigError(FIELD, epochs, expected)
     return rollout.model_copy(update={"num_rollout": epochs * steps, "num_rollout_per_epoch": steps})
+
+
+def check_epochs(inspection: Inspection) -> Findings:
+    """Tells epochs that do not count: the number of steps is given as well."""
+    rollout = inspection.config.rollout
+    if rollout.num_epoch is not None and "num_rollout" in rollout.model_fields_set and rollout.num_rollout_per_epoch is None:
+        yield Note(f"--num-epoch {rollout.num_epoch} changes nothing: --num-rollout {rollout.num_rollout} is given, and counts")
 
 
 def sft_steps(inspection: Inspection) -> dict[str, int]:

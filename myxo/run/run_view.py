@@ -257,7 +257,8 @@ def _start(instances: Sequence[InstanceStatus], alive: Sequence[ServiceStatus]) 
 
 def _kind_of_service(config: RunConfig, alive: Sequence[ServiceStatus]) -> str | None:
     kinds = {status.service for status in alive if status.state != STANDBY}
-    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if config.algorithm.has_critic else ()))
+    critic = config.algorithm.has_critic and not config.debug.debug_rollout_only  # then nothing is trained
+    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if critic else ()))
     return next((f"a {service} service" for service in needed if service not in kinds), None)
 
 

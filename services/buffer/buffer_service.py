@@ -31,6 +31,7 @@ from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
+from shared.hooks.loading import shows_samples
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema import ledger
@@ -87,6 +88,7 @@ class Buffer:
             longest_sample=config.longest_sample,
             message_bytes=service.bus.message_limit,
             rollout_only=config.debug.debug_rollout_only,
+            named_rewards=shows_samples(config),
         )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
@@ -294,7 +296,7 @@ class Buffer:
     async def _batch(self, request: BatchRequest) -> BatchAnswer:
         state, limits, step = self._state, self._limits, request.step
         size, steps = limits.rollout.rollout_batch_size, limits.rollout.num_rollout
-        if (known := policy.batch(state, step)) is not None:
+        if (known := policy.batch(state, step, limits.named_rewards)) is not None:
             return known
         if self._failure.reason:
             return RunDone(reason=self._failure.reason)
@@ -305,7 +307,7 @@ class Buffer:
         if step in state.batches:
             await self._lose_missing()
             await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
-            return policy.batch(state, step) or self._pending(step, have=len(state.batches[step].groups), need=size)
+            return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.batches[step].groups), need=size)
         if len(state.ready) >= size:
             await self._lose_missing()
         chosen = None
@@ -315,7 +317,7 @@ class Buffer:
         await self._decide(
             lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
         )
-        return policy.batch(state, step) or self._pending(step, have=len(state.ready), need=size)
+        return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.ready), need=size)
 
     def _pending(self, step: int, have: int, need: int) -> BatchPending:
         return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))

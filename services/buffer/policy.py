@@ -243,44 +243,50 @@ def form_batch(
     if len(chosen) == size:
         mask_below = staleness.mask_below(limits.rollout.staleness_policy, bound)
         names = sorted(chosen, key=group_number)
-        if (largest := _over_limit([state.groups[name] for name in names], mask_below, limits.message_bytes)) is not None:
+        if (largest := _over_limit([state.groups[name] for name in names], mask_below, limits)) is not None:
             reason = f"a batch with it is over the bus's limit of {limits.message_bytes} bytes, and it is the largest of its groups"
             return [*records, ledger.GroupDead(group=largest, reason=reason, at=now)]
         records.append(ledger.BatchFormed(step=step, version=version, groups=names, mask_below=mask_below, at=now))
     return records
 
 
-def batch(state: BufferState, step: int) -> Batch | None:
-    """Returns the batch of a step as the trainer gets it, the same one every time; None where it was not formed yet, or lacks a group."""
+def batch(state: BufferState, step: int, named: bool = False) -> Batch | None:
+    """Returns the batch of a step as the trainer gets it, the same one every time; None where it was not formed yet, or lacks a group.
+
+    Args:
+        named: with the named rewards of each sample.
+    """
     record = state.batches.get(step)
     if record is None or record.dead:
         return None
-    groups = [_batch_group(group, record.mask_below) for group in record.groups]
+    groups = [_batch_group(group, record.mask_below, named) for group in record.groups]
     parts = _reward_parts(sample for group in record.groups if group.scored is not None for sample in group.scored.parts)
     return Batch(step=step, version=record.version, mask_below=record.mask_below, groups=groups, parts=parts)
 
 
-def _batch_group(group: GroupState, mask_below: int) -> BatchGroup:
+def _batch_group(group: GroupState, mask_below: int, named: bool) -> BatchGroup:
     result = group.scored
     assert result is not None  # only scored groups are ever batched
-    rewards, stale = result.rewards.tolist(), result.stale(mask_below)
-    return BatchGroup(group=group.id, payload=result.payload, rewards=rewards, removed=result.removed, stale=stale)
+    rewards, stale, parts = result.rewards.tolist(), result.stale(mask_below), result.parts if named else ()
+    return BatchGroup(group=group.id, payload=result.payload, rewards=rewards, parts=parts, removed=result.removed, stale=stale)
 
 
-def _over_limit(groups: list[GroupState], mask_below: int, limit: int) -> str | None:
-    """Returns the group that takes most of a batch whose message would have more than ``limit`` bytes."""
-    if sum(map(_most_bytes, groups)) + PARTS_BYTES <= limit:  # nearly always: nothing needs to be encoded for it
+def _over_limit(groups: list[GroupState], mask_below: int, limits: BufferConfig) -> str | None:
+    """Returns the group that takes most of a batch whose message would be over the bus's limit."""
+    named, room = limits.named_rewards, limits.message_bytes - PARTS_BYTES
+    if sum([_most_bytes(group, named) for group in groups]) <= room:  # nearly always: nothing needs to be encoded for it
         return None
-    sizes = {group.id: len(codec.pack(_batch_group(group, mask_below).model_dump())) for group in groups}
-    return max(sizes, key=lambda name: sizes[name]) if sum(sizes.values()) + PARTS_BYTES > limit else None
+    sizes = {group.id: len(codec.pack(_batch_group(group, mask_below, named).model_dump())) for group in groups}
+    return max(sizes, key=lambda name: sizes[name]) if sum(sizes.values()) > room else None
 
 
-def _most_bytes(group: GroupState) -> int:
+def _most_bytes(group: GroupState, named: bool) -> int:
     """Returns a bound on what a group takes of its batch's message: 9 bytes a number, 4 a character, and the names of the fields."""
     result = group.scored
     assert result is not None
     numbers = len(result.sizes) + len(result.tokens) + 3 * len(result.samples)
-    return 512 + 9 * numbers + sum([5 + 4 * len(key) for key in result.keys])
+    parts = sum([5 + sum([14 + 4 * len(name) for name in sample]) for sample in result.parts]) if named else 0
+    return 512 + 9 * numbers + sum([5 + 4 * len(key) for key in result.keys]) + parts
 
 
 def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:

@@ -27,7 +27,7 @@ class RolloutLog:
             return False
         step = partition.batch.step
         try:
-            samples = scored(partition, self._store)
+            samples = scored(partition, self._store, self._custom.args.reward_key)
             return bool(self._custom.call(ROLLOUT_LOG, step, self._custom.args, samples, {}, seconds))
         except MyxoError as error:
             structlog.get_logger().error("rollout_log_failed", step=step, error=str(error))

@@ -113,7 +113,7 @@ class LossInputs:
         if REWARDS not in self._custom:
             return partition.rewards
         with runtime.together(f"the rewards of step {partition.batch.step}"):
-            return self._custom.post_processed(scored(partition, self._store))
+            return self._custom.post_processed(scored(partition, self._store, self._custom.args.reward_key))
 
 
 def _in_order(batch: TrainBatch, field: str) -> list[Tensor]:
@@ -126,12 +126,17 @@ def old_log_probs(objective: AlgorithmSection) -> str:
     return "rollout_log_probs" if objective.correction == "rollout" else "proximal_log_probs"
 
 
-def scored(partition: Partition, store: BlockingStore) -> list[HookSample]:
-    """Returns every sample of a batch with its reward, as hooks have them. Raises as `BlockingStore.stream` does."""
+def scored(partition: Partition, store: BlockingStore, reward_key: str | None = None) -> list[HookSample]:
+    """Returns every sample of a batch with its reward, as hooks have them, or its named ones. Raises as `BlockingStore.stream` does.
+
+    Args:
+        reward_key: the name of the reward that counts.
+    """
     removed, payloads = partition.removed(), [group.payload for group in partition.batch.groups]
     stored = [item for blobs in store.stream(payloads) for item in sample.decode(blobs)]
-    scores = [Score(reward=reward, removed=index in removed) for index, reward in enumerate(partition.rewards)]
-    return [from_stored(item, score) for item, score in zip(stored, scores, strict=True)]
+    given = zip(partition.rewards, partition.parts, strict=True)
+    scores = [Score(reward=reward, parts=parts, removed=index in removed) for index, (reward, parts) in enumerate(given)]
+    return [from_stored(item, score, reward_key) for item, score in zip(stored, scores, strict=True)]
 
 
 def gathered(values: Tensor, rank: int, ranks: int, total: Sum) -> Tensor:

@@ -60,6 +60,11 @@ class Partition:
         """Returns the batch's rewards as they were scored, by the samples' indices."""
         return [reward for group in self.batch.groups for reward in group.rewards]
 
+    @property
+    def parts(self) -> list[dict[str, float]]:
+        """Returns the samples' named rewards, by their indices: nothing of those without."""
+        return [parts for group in self.batch.groups for parts in group.parts or ({},) * len(group.rewards)]
+
 
 def partition_batch(
     batch: Batch, optimizer_steps: int, dp_size: int, max_tokens: int, cost: Cost = float, longest: int | None = None

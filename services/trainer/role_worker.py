@@ -118,7 +118,7 @@ class RoleWorker:
             shard = self._reader.take(partition := self._partition(batch))
         if CONVERT in self._custom:
             with runtime.together(f"the train data of step {batch.step}"):
-                shard = converted(self._custom, partition, scored(partition, self._store)).applied(shard)
+                shard = converted(self._custom, partition, scored(partition, self._store, self._custom.args.reward_key)).applied(shard)
         if ahead is not None:
             with contextlib.suppress(Untrainable):  # it is refused when its turn comes
                 self._reader.read_ahead(self._partition(ahead))

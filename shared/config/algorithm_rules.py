@@ -187,7 +187,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
     Rule(
         "custom_loss_function_path",
         lambda a, given: (given is not None) != (a.loss_type == "custom_loss"),
-        "belongs to loss_type = custom_loss, which is {0.loss_type}",
+        "a function where loss_type = custom_loss, and only there; loss_type is {0.loss_type}",
     ),
     Rule(
         "custom_advantage_function_path",

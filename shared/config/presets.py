@@ -143,7 +143,7 @@ def told(presets: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
         wanted = {f: values.get(v.field) if isinstance(v, ValueOf) else v for f, v in PRESETS[preset].items()}
         alike = [f"{field} = {value}" for field, value in wanted.items() if values.get(field) == value]
         other = [f"{field} = {values.get(field)} (the preset: {value})" for field, value in wanted.items() if values.get(field) != value]
-        yield f"preset {preset}: {', '.join(alike)}" + (f"; given otherwise: {', '.join(other)}" if other else "")
+        yield f"preset {preset}: {', '.join(alike) or 'sets nothing'}" + (f"; given otherwise: {', '.join(other)}" if other else "")
 
 
 def flags_of(preset: str) -> str:

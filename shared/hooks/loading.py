@@ -36,6 +36,14 @@ RUN_BY = {
 """The service that calls the function of each field."""
 
 
+SHOWN_SAMPLES = {
+    "algorithm.custom_reward_post_process_path",
+    "algorithm.custom_convert_samples_to_train_data_path",
+    "monitoring.custom_rollout_log_function_path",
+}
+"""Fields of the functions in the trainer that get a batch's samples, with their named rewards."""
+
+
 class HookFailed(MyxoError):
     """A custom function raised, or returned a value that cannot be used.
 
@@ -64,6 +72,11 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
     return found
 
 
+def shows_samples(config: RunConfig) -> bool:
+    """Returns whether the run names a function in the trainer that gets samples."""
+    return not SHOWN_SAMPLES.isdisjoint(paths(config, "trainer"))
+
+
 def generate_paths(config: RunConfig) -> dict[str, str]:
     """Returns the functions that generate samples, the run's and those of evaluation sets, by field."""
     return {field: path for field, path in paths(config, "rollout").items() if field.endswith("custom_generate_function_path")}
@@ -81,12 +94,15 @@ def load(field: str, path: str) -> Callable[..., Any]:
     """Returns the function at ``path``. Raises ConfigError for ``field`` that says what is wrong with it and what to do."""
     slime_names.install()
     module, name = split_path(path)
+    advice = "install the package or put its directory on PYTHONPATH"
     try:
-        function = getattr(importlib.import_module(module), name)
+        imported = importlib.import_module(module)
+        advice = f"name a function that is in it, or put the directory of the {module} that is meant on PYTHONPATH"
+        function = getattr(imported, name)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         words = " ".join(str(error).split())
-        expected = f"cannot be imported: {kind}{words}; install the package or put its directory on PYTHONPATH"
+        expected = f"cannot be imported: {kind}{words}; {advice}"
         raise ConfigError(field, path, expected) from None
     if not callable(function):
         raise ConfigError(field, path, f"expected a function, found a {type(function).__name__}")

@@ -15,6 +15,9 @@ _OURS = "shared.hooks.slime"
 
 MODULES = {
     "slime": _OURS,
+    "slime.backends": _OURS,
+    "slime.backends.megatron_utils": _OURS,
+    "slime.backends.megatron_utils.cp_utils": f"{_OURS}.whole_responses",
     "slime.utils": _OURS,
     "slime.utils.async_utils": f"{_OURS}.background_loop",
     "slime.utils.http_utils": f"{_OURS}.http_requests",

@@ -232,12 +232,14 @@ class BatchGroup(Part):
     """One group of a batch, with the rewards of its samples in payload order.
 
     ``removed``: positions of samples that a filter took out of the loss. ``stale``: positions of those that leave it because all their
-    tokens are older than the batch's ``mask_below``.
+    tokens are older than the batch's ``mask_below``. ``parts``: named rewards of each sample, empty where a function that is shown samples
+    is not named or there are none.
     """
 
     group: GroupId
     payload: Payload
     rewards: list[Reward] = Field(max_length=MAX_SAMPLES)
+    parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
     removed: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
     stale: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
 

@@ -35,6 +35,13 @@ def test_every_sample_comes_with_its_reward(valkey: EmbeddedValkey, run_name: st
     ]  # fmt: skip
 
 
+def test_named_rewards_are_shown_by_their_names(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    batch.groups[0] = batch.groups[0].model_copy(update={"parts": ({"score": 1.0, "acc": 1.0}, {"acc": 0.0})})
+    samples = scored(partition_batch(batch, 1, 1, 100), BlockingStore(valkey.url), "score")
+    assert [sample.reward for sample in samples] == [{"score": 1.0, "acc": 1.0}, {"score": 0.0, "acc": 0.0}, 3.0, 2.0, 2.5]
+
+
 def test_a_function_of_ones_own_makes_the_advantages(
     valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

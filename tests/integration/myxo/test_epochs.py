@@ -55,6 +55,18 @@ def test_a_number_of_steps_wins(given: Input, capsys: pytest.CaptureFixture[str]
     assert "num_rollout_per_epoch" not in rollout
 
 
+def test_epochs_that_do_not_count_are_told(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "--num-epoch 3 changes nothing: --num-rollout 5 is given, and counts"
+    assert main(["up", str(given.write()), "--dry-run", "--num-epoch", "3", "--num-rollout", "5"]) == 0
+    assert told in capsys.readouterr().err
+    assert main(["up", str(given.write()), "--dry-run", "--num-epoch", "3"]) == 0
+    printed = capsys.readouterr()
+    assert "changes nothing" not in printed.err
+    (given.directory / "again.toml").write_text(printed.out)  # both are in it, and agree
+    assert main(["up", str(given.directory / "again.toml"), "--dry-run"]) == 0
+    assert "changes nothing" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from services.buffer.staleness import Policy
 from services.buffer.state import BufferState
 from shared.schema.ledger import (
     BatchFormed,
+    GroupDead,
     GroupRequeued,
     GroupsAdmitted,
     GroupsDropped,
@@ -229,6 +231,17 @@ def test_named_rewards_reach_the_trainer_as_a_few_numbers_a_name() -> None:
     assert batch.parts["length"].model_dump() == {"samples": 1, "mean": 10.0, "std": 0.0, "min": 10.0, "max": 10.0}
     assert len(batch.parts) == 42
     assert Batch.decode(batch.encode()) == batch
+    assert [group.parts for group in batch.groups] == [(), ()]
+    shown = policy.batch(state, 0, named=True)
+    assert shown is not None and [group.parts for group in Batch.decode(shown.encode()).groups] == [one, many]
+
+
+def test_a_batch_whose_named_rewards_are_over_the_limit_loses_its_largest_group() -> None:
+    parts = tuple({f"{sample}.{name}" + "n" * 50: 1.0 for name in range(9)} for sample in range(100))
+    for named, dead in ((False, []), (True, [group_id(1)])):
+        run = replace(limits(samples=100), named_rewards=named, message_bytes=policy.PARTS_BYTES + 60_000)
+        state = at_step(run, 0, scored(0, ((0, 0),) * 100), scored(1, ((0, 0),) * 100, parts=parts))
+        assert [record.group for record in formed(state, run, 0) if isinstance(record, GroupDead)] == dead
 
 
 def test_names_of_rewards_without_end_do_not_fill_a_message() -> None:

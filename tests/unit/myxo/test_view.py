@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from myxo.launch.service_plan import plan
 from myxo.run.run_view import EvaluationLine, InstanceStatus, look, waiting_for
 from shared.config.run_config import RunConfig
 from shared.schema.messages import ServiceStatus
@@ -175,6 +176,14 @@ def test_what_is_waited_for_before_the_first_step(
     config: RunConfig, services: list[ServiceStatus], statuses: list[InstanceStatus], expected: str
 ) -> None:
     assert waiting_for(config, services, statuses) == expected
+
+
+@pytest.mark.parametrize("generates_alone", [False, True])
+def test_a_critic_is_waited_for_where_one_starts(tmp_path: Path, *, generates_alone: bool) -> None:
+    run = run_config(tmp_path, algorithm={"advantage_estimator": "ppo"}, debug={"debug_rollout_only": generates_alone})
+    started = {spec.service for spec in plan(run, "nats://host")}
+    assert ("critic" in started) != generates_alone
+    assert ("a critic service" in waiting_for(run, EVERYBODY, [])) != generates_alone
 
 
 def test_a_resumed_run_waits_until_there_is_one_more_step(config: RunConfig) -> None:

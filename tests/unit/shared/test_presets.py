@@ -78,6 +78,14 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert otherwise == "eps_clip = 0.1 (the preset: 0.2)"
 
 
+def test_a_preset_of_which_nothing_is_left_says_so(tmp_path: Path) -> None:
+    config = read(tmp_path, "--preset tis icepop --tis-mode clip --tis-clip 9 --tis-clip-low 0.1 --off-policy decoupled")
+    first, _ = presets.told(config.algorithm.preset, fields(config))
+    assert "preset tis: off_policy = decoupled; given otherwise: " in first
+    (line,) = presets.told(["gspo"], fields(config))
+    assert line.startswith("preset gspo: sets nothing; given otherwise: advantage_estimator = ")
+
+
 def test_a_preset_may_stand_alone_in_toml_and_survives_what_is_frozen(tmp_path: Path) -> None:
     config = parse(values(tmp_path, algorithm={"preset": "ppo", "kl_coef": 0.0}))
     assert config.algorithm.preset == ["ppo"]

@@ -8,7 +8,7 @@ import torch
 from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS, CustomFunctions, CustomLoss, Responses
 from services.trainer.objective.loss import PolicyLoss, SftLoss
 from shared.config.algorithm import AlgorithmSection
-from shared.hooks import HookFailed, HookSample
+from shared.hooks import HookFailed, HookSample, slime_names
 
 from . import batches
 
@@ -49,6 +49,28 @@ def own_tis(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total
     ratio = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
     masks = [mask * (own >= 0.9) for mask, own in zip(loss_masks, ratio.split(response_lengths), strict=True)]
     return pg_loss * ratio.clamp(max=2.0), masks, {"tis": ratio, "one": 1.0}
+
+
+def tis_in_slimes_manner(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+
+    lengths = list(zip(total_lengths, response_lengths, strict=True))
+    train = [all_gather_with_cp(values, *of) for values, of in zip(train_log_probs, lengths, strict=True)]
+    rollout = [all_gather_with_cp(values, *of) for values, of in zip(rollout_log_probs, lengths, strict=True)]
+    ratios = [torch.exp(a - b) for a, b in zip(train, rollout, strict=True)]
+    ratio = torch.cat([slice_log_prob_with_cp(values, *of) for values, of in zip(ratios, lengths, strict=True)])
+    masks = [mask * (own >= 0.9) for mask, own in zip(loss_masks, ratios, strict=True)]
+    return pg_loss * ratio.clamp(max=2.0), masks, {"tis": ratio}
+
+
+def test_a_weight_that_gathers_as_with_slime_gets_whole_responses():
+    slime_names.install()
+    sequences, batch = drawn()
+    losses = [
+        PolicyLoss(AlgorithmSection(), custom=functions(TIS, weight))(batches.currents(sequences), None, batch)[0]
+        for weight in (own_tis, tis_in_slimes_manner)
+    ]
+    assert torch.equal(*losses)
 
 
 def test_a_weight_of_ones_own_equals_the_one_it_is_written_as():
