@@ -157,8 +157,9 @@ def hang_on_sleep(args: Arguments, groups: list[list[HookSample]]) -> None:
 def write_down(args: Arguments, all_groups: list[list[HookSample]], data_source: object) -> None:
     """Appends what it sees to a file in the run's directory."""
     assert data_source is None
-    args.dir.mkdir(parents=True, exist_ok=True)
-    with (args.dir / "seen.jsonl").open("a") as file:
+    directory = Path(args.dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "seen.jsonl").open("a") as file:
         for group in all_groups:
             samples = [[sample.response, sample.get_reward_value(args), sample.remove_sample] for sample in group]
             file.write(json.dumps({"group": group[0].group_index, "samples": samples}) + "\n")

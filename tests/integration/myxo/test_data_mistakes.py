@@ -73,7 +73,12 @@ NOTES: list[tuple[str, Change, Sequence[str], Sequence[str]]] = [
         MATH,
         ["1 of 6 labels that were tried can never be matched; the first,", "prompts.jsonl:6: '': is empty"],
     ),
-    ("a text with a number", labels("1", "2", f"{RATIONALE} That is 18."), MATH, ["1 of 3 labels", "hardly", "math_verify reads '18' alone"]),
+    (
+        "a text with a number",
+        labels("1", "2", f"{RATIONALE} That is 18."),
+        MATH,
+        ["1 of 3 labels", "hardly", "math_verify reads '18' alone"],
+    ),
     (
         "overlap",
         lambda given: shutil.copy(given.directory / "heldout.jsonl", given.directory / "prompts.jsonl"),

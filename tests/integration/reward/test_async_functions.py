@@ -45,7 +45,7 @@ def group(text: str) -> list[Sample]:
 
 async def scored(pool: HooksPool, *texts: str) -> list[float | str]:
     """Rewards of groups that are scored at once; the error's text where one is given up."""
-    answers = await asyncio.gather(*(pool.score(group(text)) for text in texts), return_exceptions=True)
+    answers = await asyncio.gather(*(pool.score(group(text), None) for text in texts), return_exceptions=True)
     found: list[float | str] = []
     for answer in answers:
         if isinstance(answer, BaseException):
