@@ -21,7 +21,8 @@ class Tokenizer:
     """Text ↔ token ids, chat messages → text. ``model``: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json,
     chat_template.jinja, generation_config.json)."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: str | Path) -> None:
+        model = Path(model)
         path = model / "tokenizer.json"
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
