@@ -259,13 +259,14 @@ def play(config: BufferConfig, limit: int, seed: int, events: int) -> Core:
     return core
 
 
-@settings(max_examples=600)
+@settings(max_examples=2000)
 @PLAYS
 def test_any_outcome_leaves_the_buffer_alive_and_its_ledger_replayable(config: BufferConfig, limit: int, seed: int, events: int) -> None:
     play(config, limit, seed, events)
 
 
 @pytest.mark.extra
+@pytest.mark.timeout(3600)
 @settings(max_examples=30_000)
 @PLAYS
 def test_so_do_many_more(config: BufferConfig, limit: int, seed: int, events: int) -> None:
