@@ -121,7 +121,7 @@ def test_functions_that_are_not_there(myxo: Myxo, config_file: ConfigFile) -> No
     good = ("--custom-generate-function-path", "tests.support.generate_hooks:two_turns", "--dynamic-sampling-filter-path", "nonzero_std")
     line = refused(myxo, "up", config_file(), *good, "--custom-rm-path", "tests.support.reward_hooks:absent")
     assert "reward.custom_rm_path = 'tests.support.reward_hooks:absent': cannot be imported" in line
-    assert "put its directory on PYTHONPATH" in line
+    assert "name a function that is in it" in line
     assert "reward.custom_rm_path = 'tests.support.reward_hooks'" in refused(
         myxo, "up", config_file(), "--custom-rm-path", "tests.support.reward_hooks"
     )
