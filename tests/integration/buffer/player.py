@@ -87,6 +87,17 @@ class Player:
         """Takes tasks that are waiting; empty when there is none."""
         return await self._queues[kind].fetch(most, seconds=0.3)
 
+    async def all_tasks(self, count: int, kind: str = TRAIN) -> list[MessageLease[Task]]:
+        """Takes so many tasks, which may come one after the other."""
+        leases: list[MessageLease[Task]] = []
+
+        async def taken() -> bool:
+            leases.extend(await self.tasks(count - len(leases), kind))
+            return len(leases) == count
+
+        await until(taken, f"{count} tasks")
+        return leases
+
     async def waiting(self, kind: str = TRAIN) -> int:
         return sum(await self._queues[kind].depth())
 

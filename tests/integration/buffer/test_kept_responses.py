@@ -42,7 +42,7 @@ async def test_what_became_of_every_group_is_kept_with_its_responses(served: Ser
         eval={"eval_prompt_data": {"sums": str(tmp_path / "prompts.jsonl")}, "skip_eval_before_train": True},
     )
     await player.live(0)
-    dead, dropped = await until(lambda: player.tasks(2), "two tasks")
+    dead, dropped = await player.all_tasks(2)
     await player.say(Failed(group=dead.message.group, attempt=0, reason="too long", by="rollout-0"))
     filtered = await player.generate(dropped.message)
     filtered.filtered = "all equal"
