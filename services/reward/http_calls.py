@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from shared.environment.environment_url import blocked
-from shared.environment.http_environment import BlockedAddress, open_session
+from shared.environment.http_environment import BlockedAddress, open_session, read_body
 from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, words
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.untrusted_files import parse_json
@@ -92,13 +92,7 @@ class HttpCalls:
         if self._session is None:
             self._session = open_session(self._connections)
         async with self._session.post(self._url, data=data, headers=self._headers, allow_redirects=False) as response:
-            body = bytearray()
-            async for piece in response.content.iter_any():
-                body += piece
-                if len(body) > MAX_ANSWER:
-                    response.close()
-                    break
-            return response.status, bytes(body)
+            return response.status, await read_body(response)
 
 
 class _Hopeless(EnvironmentFailed):

@@ -59,6 +59,17 @@ def open_session(connections: int, connect_seconds: float | None = None) -> aioh
     )
 
 
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Returns the body of an answer; of one that is over `MAX_ANSWER` bytes one byte more than that, and closes it."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > MAX_ANSWER:
+            response.close()
+            break
+    return bytes(body[: MAX_ANSWER + 1])
+
+
 class HttpEnvironment(Environment):
     """``GET /describe`` and ``POST /score`` below one URL."""
 
@@ -98,13 +109,7 @@ class HttpEnvironment(Environment):
             headers["Content-Type"] = "application/json"
         method = "GET" if data is None else "POST"
         async with self._open().request(method, self._url / verb, data=data, headers=headers, allow_redirects=False) as response:
-            body = bytearray()
-            async for piece in response.content.iter_any():
-                body += piece
-                if len(body) > MAX_ANSWER:
-                    response.close()
-                    break
-            return response.status, bytes(body[: MAX_ANSWER + 1])
+            return response.status, await read_body(response)
 
     def _read(self, verb: str, status: int, answer: bytes) -> object:
         if 300 <= status < 400:
