@@ -23,7 +23,8 @@ from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
-from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained, WarmStartEnded
+from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
+from shared.schema.service_messages import WarmStartEnded
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
