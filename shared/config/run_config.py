@@ -114,6 +114,8 @@ class RunConfig(Section):
             )
         if self.has_steps and self.algorithm.needs_groups and n < 2 and not self.debug.debug_rollout_only:
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
+        if self.has_steps and self.algorithm.needs_groups and n > 1 and self.rollout.fewest_rollouts < 2:
+            yield f"rollout.min_rollouts: {self.algorithm.advantage_estimator} compares the rollouts of a group; use at least 2"
 
     def _shared_gpus(self) -> Iterator[str]:
         """Yields the settings of colocated services that contradict each other."""

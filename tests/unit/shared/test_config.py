@@ -273,6 +273,8 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ),
         ({"trainer": {"num_steps_per_rollout": 3}}, "trainer.num_steps_per_rollout", "4 samples do not divide"),
         ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt", "grpo compares the samples of a group"),
+        ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
+        ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
         (
             {"rollout": {"rollout_batch_size": 6}, "trainer": {"global_batch_size": 8, "num_steps_per_rollout": 2}},
             "trainer.global_batch_size",
