@@ -10,7 +10,8 @@ import pytest
 
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
-from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
+from shared.config.config_reading import load, parse
+from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.config.section import Section
 from shared.data.data_files import DataFile
 from shared.rewards.names import VERIFIERS
