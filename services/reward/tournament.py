@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 Round = list[tuple[int, int]]
 Form = Generator[Round, list[float], list[float]]
@@ -96,7 +97,7 @@ FORMS: dict[str, Callable[[int, random.Random], Form]] = {
 """By their names in the config."""
 
 
-def placed(keys: Sequence[float] | Sequence[tuple[float, ...]]) -> list[float]:
+def placed(keys: Sequence[Any]) -> list[float]:
     """Returns the rewards of samples that are ordered by ``keys``, the greatest first; equal ones share their places."""
     others = len(keys) - 1
     return [(sum(key > other for other in keys) + (sum(key == other for other in keys) - 1) / 2) / others for key in keys]
