@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
+from shared.config.curriculum_section import REASONING_GYM_SOURCE, CurriculumSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
@@ -28,6 +29,7 @@ from shared.config.trainer_section import TrainerSection
 from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
+from shared.rewards.names import REASONING_GYM
 from shared.schema.overlong import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
@@ -40,6 +42,7 @@ class RunConfig(Section):
     run: RunSection
     model: ModelSection
     data: DataSection = DataSection()
+    curriculum: CurriculumSection = CurriculumSection()
     rollout: RolloutSection
     reward: RewardSection = RewardSection()
     eval: EvalSection = EvalSection()
@@ -53,6 +56,10 @@ class RunConfig(Section):
     store: StoreSection = StoreSection()
 
     def _complete(self) -> None:
+        if self.curriculum.reasoning_gym and self.data.data_source is None:
+            self.data.data_source = REASONING_GYM_SOURCE
+            if "rm_type" not in self.reward.model_fields_set:
+                self.reward.rm_type = REASONING_GYM
         trainer, samples = self.trainer, self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
         size = trainer.global_batch_size
         if size is not None and "num_steps_per_rollout" not in trainer.model_fields_set and samples % size == 0:
@@ -76,6 +83,8 @@ class RunConfig(Section):
             if not self.eval.named and self.sft.sft_data is None:
                 yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
             return
+        if self.curriculum.reasoning_gym and (self.data.prompt_data is not None or self.data.data_source != REASONING_GYM_SOURCE):
+            yield "curriculum.reasoning_gym: prompts come from one place: leave prompt_data and data_source out"
         if self.data.prompt_data is None and self.data.data_source is None:
             yield f"data.prompt_data: required: {type(self.data).model_fields['prompt_data'].description}"
         if self.debug.debug_train_only and not self.debug.load_debug_rollout_data:

@@ -17,7 +17,8 @@ from shared.rewards.f1 import f1_score
 from shared.rewards.gpqa import compute_gpqa_reward
 from shared.rewards.ifbench import check_instructions, compute_ifbench_reward
 from shared.rewards.labels import integer_label, math_label, math_labels
-from shared.rewards.names import BOXED
+from shared.rewards.names import BOXED, REASONING_GYM
+from shared.rewards.reasoning_gym_score import compute_reasoning_gym_reward
 from shared.rewards.reference import Reference
 
 Value = float | Mapping[str, Any]
@@ -57,6 +58,7 @@ VERIFIERS: dict[str, Verifier] = {
     "ifbench": lambda response, reference: compute_ifbench_reward(response, reference.value, reference.metadata),
     "math": _math,
     "math_verify": lambda response, reference: math_verify(response, reference.text),
+    REASONING_GYM: lambda response, reference: compute_reasoning_gym_reward(response, reference.label, reference.metadata),
     "random": lambda response, reference: float(random.randint(0, 1)),
 }
 """The verifiers, by ``rm_type``."""
