@@ -18,6 +18,8 @@ from services.gateway.wire.request_body import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    AnyObject,
+    CalledName,
     CallId,
     DrawingFields,
     Positive,
@@ -48,8 +50,8 @@ class _ToolUseBlock(RequestFields):
 
     type: Literal["tool_use"]
     id: CallId
-    name: ToolName
-    input: dict[str, Any]
+    name: CalledName
+    input: AnyObject
 
 
 class _ToolResultBlock(RequestFields):
@@ -74,7 +76,7 @@ _AssistantBlock = Annotated[TextPart | _ThinkingBlock | _ToolUseBlock, Field(dis
 
 class _UserMessage(RequestFields):
     role: Literal["user"]
-    content: Annotated[list[_UserBlock], BeforeValidator(_as_blocks), Field(min_length=1, max_length=MAX_CALLS, fail_fast=True)]
+    content: Annotated[list[_UserBlock], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
 
     def chat(self) -> list[dict[str, Any]]:
         """Returns the results of tools, each as a message of its own, and what the user says after them."""
@@ -88,7 +90,7 @@ class _UserMessage(RequestFields):
 
 class _AssistantMessage(RequestFields):
     role: Literal["assistant"]
-    content: Annotated[list[_AssistantBlock], BeforeValidator(_as_blocks), Field(max_length=MAX_CALLS, fail_fast=True)]
+    content: Annotated[list[_AssistantBlock], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
 
     def chat(self) -> list[dict[str, Any]]:
         thinking = "\n".join(block.thinking for block in self.content if isinstance(block, _ThinkingBlock))
@@ -115,7 +117,7 @@ class _Tool(RequestFields):
     type: Literal["custom"] = "custom"
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: AnyObject
 
 
 class _ToolChoice(RequestFields):

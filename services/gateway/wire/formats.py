@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from services.gateway.wire.request import ChatTurn, TurnResult
+from services.gateway.wire.request import ChatTurn, TokenTurn, TurnResult
 from services.gateway.wire.turn_events import TurnEvents, TurnStart
 from services.gateway.wire.turn_refused import House
 
@@ -36,6 +36,11 @@ CHAT_FORMATS = {
     "/v1/messages": WireFormat("anthropic", anthropic_messages.parse, anthropic_messages.answer, anthropic_messages.MessageEvents, "msg_"),
 }
 """By path."""
+
+
+def answer_headers(turn: ChatTurn | TokenTurn) -> dict[str, str]:
+    """Returns the headers of an answer: nothing of a request is ignored in silence."""
+    return {"X-Myxo-Ignored": ", ".join(turn.ignored)} if turn.ignored else {}
 
 
 def model_entry(model: str, created: int, context_length: int) -> dict[str, Any]:

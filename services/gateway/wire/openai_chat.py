@@ -26,6 +26,8 @@ from services.gateway.wire.request_body import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    AnyObject,
+    CalledName,
     CallId,
     DrawingFields,
     Positive,
@@ -55,7 +57,7 @@ class _SystemMessage(RequestFields):
 
 
 class _Function(RequestFields):
-    name: ToolName
+    name: CalledName
     arguments: str
 
 
@@ -97,7 +99,7 @@ class _FunctionTool(RequestFields):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyObject | None = None
 
 
 class _Tool(RequestFields):

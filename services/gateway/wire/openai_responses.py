@@ -15,6 +15,8 @@ from services.gateway.wire.request import CalledTool, ChatTurn, TurnDelta, TurnR
 from services.gateway.wire.request_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    AnyObject,
+    CalledName,
     CallId,
     DrawingFields,
     Positive,
@@ -45,7 +47,7 @@ class _CallItem(RequestFields):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: ToolName
+    name: CalledName
     arguments: str
 
 
@@ -75,7 +77,7 @@ class _FunctionTool(RequestFields):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: AnyObject | None = None
 
 
 class _TextFormat(RequestFields):
@@ -129,7 +131,7 @@ class _ResponseBody(DrawingFields):
     )
 
     model: str
-    input: Annotated[list[_Item], BeforeValidator(_as_items), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    input: Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_as_items)]
     instructions: str = ""
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

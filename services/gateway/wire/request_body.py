@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.runtime.errors import near
@@ -23,13 +23,32 @@ MAX_MESSAGES, MAX_TOOLS, MAX_CALLS = 4096, 256, 256
 LONGEST_VALUE = 80
 """The characters of a place or a name that a refusal repeats."""
 
+DEEPEST = 64
+"""Objects and lists in one another, in what a request may hold of any form."""
+
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Version = Annotated[int, Field(ge=0, le=LARGEST)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+CalledName = Annotated[str, Field(max_length=1 << 16)]
+"""The name in a call: it may be any that was drawn, since what was answered may be sent back."""
+
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _not_deep(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [one for node in level for one in (node.values() if isinstance(node, dict) else node) if isinstance(one, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {DEEPEST} deep")
+
+
+AnyObject = Annotated[dict[str, Any], AfterValidator(_not_deep)]
+"""An object of any form: a schema, the arguments of a call."""
 
 
 class RequestFields(BaseModel):
@@ -77,7 +96,7 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
-Texts = Annotated[list[TextPart], BeforeValidator(_as_parts), Field(max_length=MAX_CALLS, fail_fast=True)]
+Texts = Annotated[list[TextPart], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_parts)]
 """Content that is text alone: a string, or parts."""
 
 
@@ -107,7 +126,8 @@ def read_body(kind: type[Body], body: bytes) -> tuple[Body, tuple[str, ...]]:
 def _refusal(kind: type[RequestFields], error: Mapping[str, Any], body: Mapping[str, Any]) -> TurnRefused:
     place, message = _place(error["loc"], body), str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        meant = near(str(error["loc"][-1]), kind.model_fields) if len(error["loc"]) == 1 else None
+        name, outermost = str(error["loc"][-1]), len(error["loc"]) == 1
+        meant = near(name, kind.model_fields) if outermost and len(name) <= LONGEST_VALUE else None
         return TurnRefused(400, "unknown parameter" + (f"; did you mean {meant}?" if meant else ""), field=place, code="unknown_parameter")
     return TurnRefused(400, message, field=place or None, code="missing_parameter" if error["type"] == "missing" else "invalid_value")
 
