@@ -10,7 +10,8 @@ import pytest
 
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
-from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
+from shared.config.config_reading import load, parse
+from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.config.section import Section
 from shared.data.data_files import DataFile
 from shared.rewards.names import VERIFIERS
@@ -41,6 +42,10 @@ MUTABLE = {
     "custom_config_path",
     "engine_start_timeout",
     "generate_timeout",
+    "agent_concurrency",
+    "agent_timeout",
+    "agent_tries",
+    "agent_workers",
     "generate_workers",
     "max_dead_in_a_row",
     "environment_concurrency",
@@ -274,6 +279,16 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ({"trainer": {"num_steps_per_rollout": 3}}, "trainer.num_steps_per_rollout", "4 samples do not divide"),
         ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt", "grpo compares the samples of a group"),
         (
+            {
+                "reward": {"rm_type": "tournament", "judge_url": "http://j/v1", "judge_model": "m"},
+                "eval": {"sets": [{"name": "held", "path": "held.jsonl"}]},
+            },
+            "eval.sets.held",
+            "1 sample a prompt; rm_type = tournament compares two at least",
+        ),
+        ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
+        ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
+        (
             {"rollout": {"rollout_batch_size": 6}, "trainer": {"global_batch_size": 8, "num_steps_per_rollout": 2}},
             "trainer.global_batch_size",
             "6 x 2 = 12 samples are not global_batch_size x num_steps_per_rollout = 8 x 2 = 16",
@@ -332,6 +347,7 @@ def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
         ({"rm_type": "remote_rm", "rm_url": "judge:8000"}, "reward.rm_url", "judge:8000", "http://host:port/path"),
         ({"rm_url": "http://169.254.169.254/"}, "reward.rm_url", "http://169.254.169.254/", "link-local"),
         ({"rm_type": "judge"}, "reward.judge_url", None, "required with rm_type = judge: http://host:port/v1"),
+        ({"rm_type": "tournament"}, "reward.judge_url", None, "required with rm_type = tournament: http://host:port/v1"),
         ({"judge_url": "http://judge:1/v1"}, "reward.judge_model", None, "required with judge_url"),
         ({"judge_pattern": "("}, "reward.judge_pattern", "(", "no regular expression"),
         ({"answer_pattern": "(a)(b)"}, "reward.answer_pattern", "(a)(b)", "has 2 groups; expected one at most"),
