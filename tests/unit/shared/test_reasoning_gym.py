@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.reward.verifiers import verify
+from shared.rewards.verifiers import verify
 from shared.config.run_config import RunConfig
 from shared.data.reasoning_gym_source import ReasoningGymSource, make
 from shared.rewards.names import REASONING_GYM
