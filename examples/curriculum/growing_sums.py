@@ -10,7 +10,7 @@ from typing import Any
 from shared.config.run_config import RunConfig
 from shared.data.adaptive_level import LEVEL, AdaptiveLevel
 
-MOST_DIGITS = 4
+MOST_DIGITS = 3
 
 
 def operands(dice: random.Random, digits: int) -> tuple[int, int]:

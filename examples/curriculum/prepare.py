@@ -24,7 +24,8 @@ def main() -> None:
     for digits in range(1, MOST_DIGITS + 1):
         problems = [Problem(*operands(dice, digits)) for _ in range(options.heldout)]
         write(options.folder / f"heldout_{digits}.jsonl", [as_prompt(problem) for problem in problems])
-    drawn = [Problem(*operands(dice, dice.randint(1, MOST_DIGITS))) for _ in range(options.demonstrations)]
+    lengths = range(1, MOST_DIGITS + 1)  # longer ones take more showing
+    drawn = [Problem(*operands(dice, digits)) for digits in dice.choices(lengths, lengths, k=options.demonstrations)]
     write(options.folder / "sft.jsonl", [as_demonstration(problem, dice.random() < options.worked) for problem in drawn])
     parameters = tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
     print(f"{options.folder}: a model of {parameters:,} parameters, {len(drawn)} demonstrations of sums of 1 to {MOST_DIGITS} digits")
