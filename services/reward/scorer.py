@@ -59,7 +59,7 @@ _UNSCORED = (
 
 
 class VerifierScorer(Scorer):
-    """The verifiers of `services.reward.verifiers` that share a queue."""
+    """The verifiers of `shared.rewards.verifiers` that share a queue."""
 
     def __init__(self, queue: str, pool: VerifierPool, config: RunConfig) -> None:
         super().__init__(queue, config.reward.reward_workers * IN_HAND)
