@@ -36,8 +36,9 @@ from rich.table import Table
 
 from shared.bus.connection import Bus
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import Message, ServiceEvent
+from shared.schema.messages import Message
 from shared.schema.payload_digest import reference
+from shared.schema.service_messages import ServiceEvent
 from shared.store.payload_store import BlockingStore, Store
 
 BLOB_BYTES = {"45 kB": 45_000, "600 kB": 600_000}

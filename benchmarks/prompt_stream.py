@@ -22,7 +22,8 @@ import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from shared.config.run_config import RunConfig, parse
+from shared.config.config_reading import parse
+from shared.config.run_config import RunConfig
 from shared.data.prompts import TrainingPrompts
 from shared.data.row_order import MixedOrder
 from shared.data.tokenizer import Tokenizer

@@ -17,11 +17,14 @@ from pydantic.fields import FieldInfo
 from shared.bus.streams import DUPLICATE_WINDOW
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.bus_section import BusSection
-from shared.schema import ledger, messages, weight_messages
+from shared.schema import ledger, messages, service_messages, weight_messages
 from shared.schema.ledger import LedgerRecord
 from shared.schema.message import SCHEMA, Message, Part, Tokens
 
 PAGE = Path(__file__).with_name("messages.md")
+
+MODULES = (messages, service_messages, weight_messages)
+"""The modules of the wire schema, in the order of the page."""
 
 _LIMITS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}", "min_length": "at least {} long", "pattern": "matches `{}`"}
 
@@ -48,12 +51,13 @@ def settle(path: Path, page: str, check: bool) -> int:
 def render() -> str:
     """The whole page."""
     concrete = [model for model in Message.kinds.values() if not model.__subclasses__()]
-    flow = [model for module in (messages, weight_messages) for model in concrete if model.__module__ == module.__name__]
+    flow = [model for module in MODULES for model in concrete if model.__module__ == module.__name__]
     records = [model for model in concrete if issubclass(model, LedgerRecord)]
     lines = [
         "# Messages",
         "",
-        "Written by `python -m docs.catalogue` from `messages.py`, `weight_messages.py` and `ledger.py` in `shared/schema`. Do not edit.",
+        "Written by `python -m docs.catalogue` from `messages.py`, `service_messages.py`, `weight_messages.py` and `ledger.py` in",
+        "`shared/schema`. Do not edit.",
         "",
         f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
         "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",
@@ -72,7 +76,7 @@ def render() -> str:
     for model in records:
         lines += _section(model, f"Event `{model.event()}`." if issubclass(model, LedgerRecord) else "")
     lines += ["## Parts", "", "Maps inside messages.", ""]
-    for part in (part for module in (messages, weight_messages) for part in vars(module).values() if _is_part(part, module.__name__)):
+    for part in (part for module in MODULES for part in vars(module).values() if _is_part(part, module.__name__)):
         lines += _section(part)
     return "\n".join(lines).rstrip() + "\n"
 

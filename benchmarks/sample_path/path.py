@@ -23,7 +23,8 @@ from services.buffer.rollout_keeper import HELD_BYTES
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.config.run_config import RunConfig, parse
+from shared.config.config_reading import parse
+from shared.config.run_config import RunConfig
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.ledger import LedgerRecord

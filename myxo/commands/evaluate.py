@@ -16,8 +16,7 @@ from myxo.run.run_directory import RunDirectory
 from myxo.run.run_summary import EvaluationSummary
 from myxo.run.run_versions import chosen_version, materialized
 from shared.bus import runs
-from shared.config import flags
-from shared.config import run_config as configs
+from shared.config import config_reading, flags
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
@@ -67,14 +66,14 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 def _config(name: str, directory: Path, overrides: flags.Overrides) -> RunConfig:
     """Returns the config of a file, or that which a run's directory keeps, with flags over it. Raises ConfigError."""
     if Path(name).is_file():
-        config = configs.load(Path(name), overrides)
+        config = config_reading.load(Path(name), overrides)
     elif (frozen := runs.frozen(directory / name)) is None:
         raise ConfigError("RUN", name, f"a run in {directory}, or a TOML file; there is neither")
     else:
         values = frozen.model_dump(mode="json")
         for section, fields in overrides.items():
             values.setdefault(section, {}).update(fields)
-        config = configs.parse(values).absolute(Path.cwd())
+        config = config_reading.parse(values).absolute(Path.cwd())
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
 
 

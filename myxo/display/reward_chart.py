@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from myxo.run.run_summary import EvaluationSummary, Summary
-from shared.schema.messages import WarmStartEnded
+from shared.schema.service_messages import WarmStartEnded
 
 SMOOTH = 0.05
 """The part of the steps that the smoothed reward is a moving mean over."""

@@ -33,7 +33,7 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
 from shared.schema.ledger import RunFinished
-from shared.schema.messages import ServiceEvent, ServiceStatus
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
 
 TICK_SECONDS = 0.1

@@ -13,12 +13,12 @@ import structlog
 
 from myxo.launch.restart_policy import MOST_SAME, BackOff, SameDeaths, from_outside
 from myxo.launch.service_plan import ServiceSpec
-from myxo.run.run_view import InstanceStatus
+from myxo.run.live_services import InstanceStatus
 from myxo.run.service_failures import RESTARTED
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import MyxoError
-from shared.schema.messages import ServiceEvent, ServiceStatus
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
 
 LAST_LINES = 15
 """Lines of a log that are shown when a service is given up."""

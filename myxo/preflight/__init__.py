@@ -27,8 +27,9 @@ from myxo.preflight import (
 )
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import flags
+from shared.config.config_reading import read
 from shared.config.flags import CommandLine
-from shared.config.run_config import RunConfig, read
+from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
 from shared.runtime.errors import BadInput, problems_of, raise_problems

@@ -1,4 +1,4 @@
-"""The resolved config as TOML text, section by section; `tomllib` and `shared.config.run_config.parse` read it back to the same config."""
+"""The resolved config as TOML text, section by section; `tomllib` and `shared.config.config_reading.parse` read it back to the same."""
 
 import json
 import re

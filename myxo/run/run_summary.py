@@ -14,7 +14,8 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScored, LedgerRecord
 from shared.schema.ledger_audit import Audit
-from shared.schema.messages import Trained, WarmStartEnded
+from shared.schema.messages import Trained
+from shared.schema.service_messages import WarmStartEnded
 
 EDGE = 0.1
 """The part of the steps that "first" and "last" reward are means of."""

@@ -6,39 +6,20 @@ gaps; every figure may be absent.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from myxo.display.text import duration, number, shortened_line
+from myxo.display.text import number, shortened_line
+from myxo.run.live_services import InstanceStatus, newest_gauges, newest_status, present, warm_start
 from myxo.run.shown_status import count, shown
+from myxo.run.step_wait import waiting_for
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
 from shared.runtime.child_process import cause
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 
 QUEUES = ("task", "eval", "generated", "scored")
 
 LATELY_SECONDS = 300.0
 """The time for which the error of a service that is well again is shown."""
-
-
-@dataclass(frozen=True)
-class InstanceStatus:
-    """One service process as its launcher knows it.
-
-    ``lived``: seconds; ``started_at``: seconds since the epoch; ``due_in``: seconds to its next start, None while it runs;
-    ``last_error``: the error that the life before ended with.
-    """
-
-    service: str
-    instance: str
-    pid: int
-    restarts: int
-    ready: bool
-    lived: float
-    started_at: float
-    due_in: float | None
-    last_code: int | None
-    last_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,7 +167,7 @@ def look(
             of a disk that is full.
     """
     before, services = before or RunView.at_start(config, 0), [shown(status) for status in services]
-    buffer, trainer = _newest(services, "buffer"), _newest(services, "trainer")
+    buffer, trainer = newest_gauges(services, "buffer"), newest_gauges(services, "trainer")
     served = [status.version for status in services if status.service == "trainer"]  # the version its last push made live
     rates = [status.gauges["generated_tokens_per_s"] for status in services if "generated_tokens_per_s" in status.gauges]
     steps = max(count(buffer, "trained_steps"), count(trainer, "step"), before.steps)
@@ -220,87 +201,7 @@ def _evaluations(buffer: dict[str, float]) -> dict[str, EvaluationLine]:
     return {name: EvaluationLine(*(buffer.get(f"eval_{figure}.{name}", 0) for figure in EVAL_FIGURES)) for name in names}
 
 
-# --- what the next training step waits for
-
-
-def waiting_for(config: RunConfig, services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> str:
-    """Returns what the next training step waits for, in words: the first cause that applies."""
-    alive = [status for status in present(services, instances) if status.service != ENVIRONMENT]
-    buffer = _newest(alive, "buffer")
-    causes = (
-        _restart(instances),
-        _start(instances, alive),
-        _kind_of_service(config, alive),
-        _getting_ready(alive),
-        _weights(alive, buffer),
-        _environments(services),
-        _batch(buffer, config.rollout.rollout_batch_size) if config.rollout.num_rollout else None,
-        _evaluation(buffer),
-    )
-    return next(filter(None, causes), "a training step")
-
-
-def _restart(instances: Sequence[InstanceStatus]) -> str | None:
-    for instance in instances:
-        if instance.due_in is not None:
-            return f"{instance.instance}, which ended with {cause(instance.last_code)} and starts again in {instance.due_in:.0f} s"
-    return None
-
-
-def _start(instances: Sequence[InstanceStatus], alive: Sequence[ServiceStatus]) -> str | None:
-    names = {status.instance for status in alive}
-    absent = [instance for instance in instances if instance.instance not in names]
-    if not absent:
-        return None
-    return f"{', '.join(instance.instance for instance in absent)} to start ({max(instance.lived for instance in absent):.0f} s so far)"
-
-
-def _kind_of_service(config: RunConfig, alive: Sequence[ServiceStatus]) -> str | None:
-    kinds = {status.service for status in alive if status.state != STANDBY}
-    critic = config.algorithm.has_critic and not config.debug.debug_rollout_only  # then nothing is trained
-    needed = ("buffer", "reward", "rollout", "trainer", *(("critic",) if critic else ()))
-    return next((f"a {service} service" for service in needed if service not in kinds), None)
-
-
-def _getting_ready(alive: Sequence[ServiceStatus]) -> str:
-    engines = [status.instance for status in alive if status.service == "rollout" and status.state == "starting"]
-    trainers = [status for status in alive if status.service in ("trainer", "critic") and status.state != "ready"]
-    parts = [f"engine of {', '.join(engines)} starting"] if engines else []
-    if warm_up := _warm_start(alive):
-        return "; ".join([*parts, warm_up])
-    return "; ".join([*parts, *(f"{status.instance} {status.state}" for status in trainers)])
-
-
-def _weights(alive: Sequence[ServiceStatus], buffer: dict[str, float]) -> str | None:
-    served = any(status.service == "rollout" and status.version >= 0 for status in alive)
-    if served and buffer.get("live_version", -1) >= 0:
-        return None
-    states = [f"{status.instance} {status.state}" for status in alive if status.service in ("trainer", "rollout")]
-    return f"weights to be served ({', '.join(states)})"
-
-
-def _environments(services: Sequence[ServiceStatus]) -> str:
-    away = [status for status in services if status.service == ENVIRONMENT and status.state in ("away", "refused")]
-    return "; ".join(f"environment {status.instance} ({status.state}: {status.detail})" for status in away)
-
-
-def _evaluation(buffer: dict[str, float]) -> str | None:
-    pending = buffer.get("eval_pending", 0)
-    return f"evaluations ({number(pending)} prompts outstanding)" if pending else None
-
-
-def _batch(buffer: dict[str, float], size: int) -> str | None:
-    ready = buffer.get("ready", size)
-    return f"a batch ({number(ready)} of {size} groups ready)" if ready < size else None
-
-
 # --- services
-
-
-def present(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> list[ServiceStatus]:
-    """Returns the statuses without those that the dead left behind: a status outlives its service by its TTL."""
-    started = {instance.instance: instance.started_at if instance.due_in is None else float("inf") for instance in instances}
-    return [status for status in services if status.service == ENVIRONMENT or status.at > started.get(status.instance, 0.0)]
 
 
 def _lines(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> tuple[InstanceLine, ...]:
@@ -341,30 +242,9 @@ def _detail(status: ServiceStatus) -> str:
         case "buffer" if "in_flight" in gauges:
             return f"{number(gauges['in_flight'])} groups in flight, {number(gauges.get('ready', 0))} ready"
         case "trainer":
-            return _warm_start([status]) or (f"{number(gauges['train_tokens_per_s'])} tokens/s" if "train_tokens_per_s" in gauges else "")
+            return warm_start([status]) or (f"{number(gauges['train_tokens_per_s'])} tokens/s" if "train_tokens_per_s" in gauges else "")
         case _:
             return ""
-
-
-def _warm_start(services: Sequence[ServiceStatus]) -> str | None:
-    trainer = _newest(services, "trainer")
-    done, total = trainer.get("sft_step", 0), trainer.get("sft_steps")
-    if not total or done >= total:
-        return None
-    loss = f", loss {number(trainer['sft_loss'], '.3f')}" if "sft_loss" in trainer else ""
-    left = f", about {duration(trainer['sft_seconds_left'])} left" if "sft_seconds_left" in trainer else ""
-    return f"SFT step {number(done)}/{number(total)}{loss}{left}"
-
-
-def _newest_status(services: Sequence[ServiceStatus], service: str) -> ServiceStatus | None:
-    """Returns the newest status of a kind of service of which only one is at work; one that starts up has nothing to say yet."""
-    working = (status for status in services if status.service == service and status.state != STANDBY)
-    return max(working, key=lambda status: (status.state != "starting", status.at), default=None)
-
-
-def _newest(services: Sequence[ServiceStatus], service: str) -> dict[str, Any]:
-    status = _newest_status(services, service)
-    return status.gauges if status else {}
 
 
 # --- troubles
@@ -378,7 +258,7 @@ def troubles(
     disk: str,
 ) -> Troubles:
     """Returns what goes wrong, as services and launcher tell it. ``before`` stands in for a buffer that is away."""
-    buffer = _newest_status(services, "buffer")
+    buffer = newest_status(services, "buffer")
     gauges, detail = (buffer.gauges, buffer.detail) if buffer is not None and buffer.state != "starting" else ({}, "")
     return Troubles(
         dead=gauges.get("dead", before.dead),

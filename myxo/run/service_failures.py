@@ -13,7 +13,7 @@ from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage
-from shared.schema.messages import ServiceEvent
+from shared.schema.service_messages import ServiceEvent
 
 FAILED, RESTARTED = "failed", "restarted"
 """The events of a service that ends by an error, and of the launcher that started one again."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from shared.runtime.safe_text import printable_line
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 
 LONGEST_NAME = 64
 """Characters of a name: of an instance, a state, a gauge."""

@@ -45,11 +45,14 @@ def aligned(message: Scored) -> Scored | Failed:
 
 
 def group_problem(message: Scored, state: BufferState, limits: BufferConfig) -> str | None:
-    """Returns what is wrong with a training group that should hold one or more samples of each rollout, none longer than a micro-batch."""
+    """Returns what is wrong with a training group that should hold one or more samples of each rollout, none longer than a micro-batch.
+
+    Rollouts may be missing, as far as the run's `min_rollouts` allows: what made them failed.
+    """
     rollouts, lengths = limits.rollout.n_samples_per_prompt, message.payload.tokens
     samples, rewards = len(message.samples), len(message.rewards)
     origins = message.rollouts or range(samples)
-    if not samples == rewards == len(origins) or len(set(origins)) != rollouts:
+    if not samples == rewards == len(origins) or not limits.rollout.fewest_rollouts <= len(set(origins)) <= rollouts:
         return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
     if lengths and max(lengths) > limits.longest_sample:
         return f"sample {message.group}/{lengths.index(max(lengths))} {too_long(max(lengths), limits.longest_sample)}"

@@ -16,7 +16,7 @@ from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 
 
 class EnvironmentHealthCheck:

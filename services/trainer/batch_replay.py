@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shared.config import flags
-from shared.config import run_config as configs
+from shared.config import config_reading, flags
 from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
-from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained, WarmStartEnded
+from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
+from shared.schema.service_messages import WarmStartEnded
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
@@ -136,7 +136,7 @@ def _replay(arguments: list[str]) -> RunConfig:
     from services.trainer.dumped_batches import dumped_steps
 
     path, template, *rest = arguments
-    config = configs.load(Path(path), flags.parse(rest))
+    config = config_reading.load(Path(path), flags.parse(rest))
     config = hub_resolve.local(hub_resolve.pinned(config, hub_resolve.pins_in(config.run.root)), hub_resolve.MODELS)
     config = replayed(config, template, dumped_steps(template))
     shutil.rmtree(config.run.root, ignore_errors=True)

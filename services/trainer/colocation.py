@@ -24,7 +24,8 @@ from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
 from shared.runtime import devices
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.schema.messages import Message, ServiceStatus
+from shared.schema.messages import Message
+from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 
 Answer = TypeVar("Answer", bound=Message)

@@ -30,10 +30,9 @@ from shared.schema.messages import (
     EvaluationsEnded,
     EvaluationsRequest,
     RunDone,
-    ServiceStatus,
     Trained,
-    WarmStartEnded,
 )
+from shared.schema.service_messages import ServiceStatus, WarmStartEnded
 from shared.schema.weight_messages import WeightsLive
 
 Result = TypeVar("Result")

@@ -9,14 +9,12 @@ import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import nats.errors
 import nats.js.errors
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
 from shared.bus.bus_errors import (
@@ -26,18 +24,15 @@ from shared.bus.bus_errors import (
     WRONG_LAST_SEQUENCE,
     BusUnreachable,
     NotPermitted,
-    PermissionErrors,
     RequestRefused,
     WrongSequence,
     full_reason,
-    hopeless_reason,
     redacted,
     too_late,
 )
+from shared.bus.nats_client import NatsClient
 from shared.bus.publish_acks import Outgoing, PublishAcks
-from shared.runtime import server_urls
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.runtime.failures import log_failure
 from shared.schema.messages import Message, Refused
@@ -57,15 +52,11 @@ class Bus:
     """A connection to the run's control plane, opened by `Bus.connect` and closed by `close`."""
 
     def __init__(self, url: str, inbox: str) -> None:
-        self.url, self._inbox = url, inbox
-        self.connection = Client()
-        self.js: JetStreamContext = self.connection.jetstream(timeout=ATTEMPT_SECONDS)
+        self.url, self._client = url, NatsClient(url, inbox)
+        self.connection, self.js = self._client.connection, self._client.js
         self._acks = PublishAcks(self.connection)
         self._buckets: dict[str, KeyValue] = {}
-        self._refusals = PermissionErrors(inbox)
-        self._last_error = "no answer"
         self.full = BackPressure()
-        self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._log = structlog.get_logger()
 
     @classmethod
@@ -81,7 +72,7 @@ class Bus:
         """
         end = time.monotonic() + deadline
         bus = cls(url, inbox)
-        await bus._open(name, max(0.5, deadline))
+        await bus._client.open(name, max(0.5, deadline))
         try:
             await bus.retry(bus.js.account_info, "JetStream's answer", "$JS.API.INFO", deadline=max(0.0, end - time.monotonic()))
         except (MyxoError, nats.js.errors.Error) as error:
@@ -91,58 +82,17 @@ class Bus:
         await bus._acks.open()
         return bus
 
-    async def _open(self, name: str, deadline: float) -> None:
-        """Raises BusUnreachable after ``deadline`` seconds, or at once if another attempt cannot help."""
-        encrypted = any(part.startswith("tls:") for part in self.url.split(","))
-        opened = asyncio.create_task(
-            self.connection.connect(
-                self.url.split(","),
-                name=name,
-                tls=server_urls.trusted(server_urls.authorities()) if encrypted else None,
-                inbox_prefix=self._inbox,
-                connect_timeout=2,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RETRY_PAUSE,  # type: ignore[arg-type]
-                ping_interval=10,
-                max_outstanding_pings=3,
-                error_cb=self._on_error,
-                disconnected_cb=self._on_disconnected,
-                reconnected_cb=self._on_reconnected,
-                allow_reconnect=True,
-            )
-        )
-        either: set[asyncio.Future[Any]] = {opened, self._hopeless}
-        try:
-            await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
-            if self._hopeless.done():
-                raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {self._hopeless.result()}")
-            if opened.done():
-                return opened.result()
-        except (OSError, nats.errors.Error, ValueError) as error:  # what the library does not try again, such as a URL that is none
-            self._last_error = str(error)
-        finally:
-            await cancelled([opened])
-        raise BusUnreachable(f"no NATS server at {redacted(self.url)} within {deadline:g} s ({self._last_error})")
-
-    async def _on_error(self, error: Exception) -> None:
-        self._last_error = str(error) or type(error).__name__
-        self._refusals.note(self._last_error)
-        if not self._hopeless.done() and (reason := hopeless_reason(error)):
-            self._hopeless.set_result(reason)
-        if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
-            self._log.warning("bus_error", error=self._last_error)
-
-    async def _on_disconnected(self) -> None:
-        if not self.connection.is_closed:  # not if this side closed the connection
-            self._log.warning("bus_disconnected")
-
-    async def _on_reconnected(self) -> None:
-        self._log.info("bus_reconnected")
-
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
-        with contextlib.suppress(OSError, nats.errors.Error):
-            await self.connection.close()
+        await self._client.close()
+
+    def raise_if_refused(self, start: float, *subjects: str) -> None:
+        """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start``.
+
+        Args:
+            start: `time.monotonic()` before the attempt.
+        """
+        self._client.raise_if_refused(start, *subjects)
 
     # --- attempts
 
@@ -178,15 +128,6 @@ class Bus:
                     if time.monotonic() + RETRY_PAUSE > start + limit or self.connection.is_closed:
                         raise too_late(write.reason, error, awaited, awaited_from or redacted(self.url), limit) from error
                 await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
-
-    def raise_if_refused(self, start: float, *subjects: str) -> None:
-        """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start``.
-
-        Args:
-            start: `time.monotonic()` before the attempt.
-        """
-        if words := self._refusals.since(start, *subjects):
-            raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {words}")
 
     # --- publishing
 

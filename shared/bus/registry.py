@@ -10,7 +10,7 @@ import structlog
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 
 ENVIRONMENT = "environment"
 """The ``service`` of the status of an environment outside of Myxo, which is no process of the run."""

@@ -67,7 +67,7 @@ class Layers:
         """Merges a file's own values over the present ones."""
         for section, fields in values.items():
             if not isinstance(fields, dict) or not isinstance(self.values.get(section, {}), dict):
-                self.values[section] = fields  # `shared.config.run_config.parse` refuses it
+                self.values[section] = fields  # `shared.config.config_reading.parse` refuses it
                 self.origins[section] = path
                 continue
             known = self.values.setdefault(section, {})

@@ -39,6 +39,11 @@ class RolloutSection(Section):
             "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
         ),
         Rule(
+            "min_rollouts",
+            lambda rollout, given: given is not None and given > rollout.n_samples_per_prompt,
+            "a group has n_samples_per_prompt = {0.n_samples_per_prompt} rollouts",
+        ),
+        Rule(
             "num_rollout",
             lambda rollout, _: "num_rollout" not in rollout.model_fields_set and rollout.num_epoch is None,
             f"required: {STEPS}",
@@ -56,6 +61,12 @@ class RolloutSection(Section):
     num_rollout_per_epoch: int | None = Field(default=None, gt=0, description="steps of an epoch; num_epoch sets it", **MUTABLE)
     rollout_batch_size: int = Field(gt=0, le=65536, description="prompts (groups) a step")
     n_samples_per_prompt: int = Field(default=1, gt=0, le=MAX_SAMPLES, description="samples a group")
+    min_rollouts: int | None = Field(
+        default=None,
+        gt=0,
+        description="rollouts that a group must have left to be trained, where functions or agents fail for the others; default: half of "
+        "n_samples_per_prompt, at least 2",
+    )
     max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
     staleness_policy: Literal["drop", "requeue", "continue", "mask"] = Field(
         default="drop",
@@ -127,6 +138,12 @@ class RolloutSection(Section):
     engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
     sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
+
+    @property
+    def fewest_rollouts(self) -> int:
+        """Returns the number of rollouts that a group has at least: some may have failed."""
+        n = self.n_samples_per_prompt
+        return min(n, max(2, -(-n // 2)) if self.min_rollouts is None else self.min_rollouts)
 
     def _complete(self) -> None:
         given = self.model_fields_set

@@ -34,7 +34,8 @@ from shared.runtime.http_address import http_address
 from shared.runtime.own_address import own_address
 from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, last_error
-from shared.schema.messages import Message, ServiceEvent, ServiceStatus
+from shared.schema.messages import Message
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 
 STOP_SECONDS = 4.0

@@ -20,7 +20,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from shared.transfer.group_channel import GroupSender
 from tests.chaos.parts import BUCKET_BYTES, PUSH_SECONDS
 from tests.chaos.test_weights import Parts

@@ -14,7 +14,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from tests.chaos import parts
 from tests.support.run_config import run_config
 

@@ -14,7 +14,7 @@ from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.runtime.child_process import die_with_parent
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 

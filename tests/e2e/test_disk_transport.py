@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from shared.transfer.weight_checkpoint import WeightCheckpoints
 from tests.e2e.launched import LaunchedRun, gauge
 

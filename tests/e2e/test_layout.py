@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1200

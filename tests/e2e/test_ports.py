@@ -17,7 +17,7 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import MyxoError
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress
 from tests.e2e.launched import ROOT, LaunchedRun
 from tests.support.listening_sockets import ListeningSocket, listening_sockets

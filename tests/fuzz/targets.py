@@ -18,7 +18,7 @@ import numpy as np
 
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import GenerationRequest, parse_group, wire_rid
-from shared.config import flags, run_config
+from shared.config import config_reading, flags
 from shared.data.data_files import DataFile
 from shared.data.data_files import parse as parse_data_file
 from shared.data.rollout_files import RolloutReader
@@ -203,7 +203,7 @@ def read_values(over: dict[str, Any]) -> object:
         "run": {"name": "x"}, "model": {"hf_checkpoint": "m"}, "data": {"prompt_data": "p.jsonl"}, "reward": {"rm_type": "math_verify"},
         "rollout": {"num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 4}, "trainer": {"actor_num_gpus_per_node": 8},
     }  # fmt: skip
-    return run_config.parse({section: {**given.get(section, {}), **over.get(section, {})} for section in {*given, *over}})
+    return config_reading.parse({section: {**given.get(section, {}), **over.get(section, {})} for section in {*given, *over}})
 
 
 def read_config_values(data: bytes) -> object:
@@ -292,7 +292,7 @@ def targets() -> dict[str, Target]:
         ),
         "data-file": Target([b"a.jsonl@[0:10]*0.5", b"hf:org/name:train@[5:]"],
             lambda data: parse_data_file(data.decode(errors="replace")), (ValueError,)),
-        "config": Target([toml], in_file("x.toml", lambda path: run_config.load(path)), (BadInput,)),
+        "config": Target([toml], in_file("x.toml", lambda path: config_reading.load(path)), (BadInput,)),
         "config-values": Target(
             [as_json({"run": {"name": "x"}, "trainer": {"lr": 1e-6}, "rollout": {"sglang": {"a": 1}}, "algorithm": {"eps_clip": 0.2}})],
             read_config_values, (BadInput,), spoiled_json,

@@ -21,7 +21,8 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.failures import failures_reported
-from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest, ServiceStatus
+from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
+from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 
 ROOT = Path(__file__).resolve().parents[2]

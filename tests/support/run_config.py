@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.config.run_config import RunConfig, parse
+from shared.config.config_reading import parse
+from shared.config.run_config import RunConfig
 
 PROMPTS = [{"prompt": f"{left}+{right}=", "label": str(left + right)} for left in range(3) for right in range(3)]
 """Nine sums of one-digit numbers with their answers."""

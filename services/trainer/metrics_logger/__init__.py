@@ -21,7 +21,8 @@ from services.trainer.partition import Partition
 from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
-from shared.schema.messages import EvalFigures, RewardPart, Trained, WarmStartEnded
+from shared.schema.messages import EvalFigures, RewardPart, Trained
+from shared.schema.service_messages import WarmStartEnded
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")
 """Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""

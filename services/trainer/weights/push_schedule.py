@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.trainer.commands import Push
 from shared.bus.registry import CATCHING_UP
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 
 OFFER_SECONDS = 5.0
 """The time that a replica has to answer that it can take a version."""

@@ -20,7 +20,7 @@ from services.trainer.megatron.export import copy_beside_weights, write_config
 from services.trainer.megatron.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.tensor_file import TensorBytes, TensorFileBroken

@@ -26,7 +26,8 @@ from shared.bus.subjects import TRAIN, Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.schema import sample
 from shared.schema.ledger import GroupsScored
-from shared.schema.messages import Accepted, Batch, Generated, Scored, ScoredGroup, ServiceEvent, ServiceStatus, Task, Trained
+from shared.schema.messages import Accepted, Batch, Generated, Scored, ScoredGroup, Task, Trained
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import WeightChannelAddress, WeightsLive, WeightsPrepare
 from shared.schema.weight_messages import WeightsReady as Ready
 from shared.store.payload_store import BlockingStore, Store

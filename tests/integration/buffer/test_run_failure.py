@@ -4,7 +4,8 @@ from services.buffer.run_failure import STATE
 from shared.bus import runs
 from shared.bus.registry import Registry
 from shared.bus.subjects import EVAL, TRAIN
-from shared.schema.messages import Batch, Failed, RunDone, ServiceStatus
+from shared.schema.messages import Batch, Failed, RunDone
+from shared.schema.service_messages import ServiceStatus
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl

@@ -15,7 +15,8 @@ from shared.bus import runs
 from shared.bus.registry import STANDBY, Registry
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.schema.ledger import GroupsAdmitted, GroupsScored
-from shared.schema.messages import LeaseStatus, RunDone
+from shared.schema.messages import RunDone
+from shared.schema.service_messages import LeaseStatus
 from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
 from tests.support.service_process import ServiceProcess

@@ -16,7 +16,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer
 from shared.runtime.errors import MyxoError
-from shared.schema.messages import LeaseStatus
+from shared.schema.service_messages import LeaseStatus
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 

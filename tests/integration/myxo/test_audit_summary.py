@@ -29,7 +29,8 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Attestation, Payload, SampleMeta, ScoredGroup, ServiceEvent, Trained
+from shared.schema.messages import Attestation, Payload, SampleMeta, ScoredGroup, Trained
+from shared.schema.service_messages import ServiceEvent
 from tests.integration.myxo.command import Myxo
 from tests.support.run_config import run_config
 
@@ -244,7 +245,7 @@ async def test_a_run_on_a_given_server(myxo: Myxo, bus: Bus, nats: EmbeddedNats,
 async def test_the_status_of_a_run_whose_services_are_alive(
     myxo: Myxo, bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path
 ) -> None:
-    from shared.schema.messages import ServiceStatus
+    from shared.schema.service_messages import ServiceStatus
 
     config = run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": 2})
     await write(bus, config, records()[:7])

@@ -16,7 +16,8 @@ from myxo.preflight.inspection import Inspection, ModelSize, Note
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.config.run_config import RunConfig, load
+from shared.config.config_reading import load
+from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.mistakes import Input

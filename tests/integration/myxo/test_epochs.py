@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from myxo.main import main
-from shared.config.run_config import parse
+from shared.config.config_reading import parse
 from shared.schema.versions import is_periodic
 from tests.integration.myxo.mistakes import Input
 from tests.support.run_config import PROMPTS, write_jsonl

@@ -15,7 +15,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.runtime.safe_text import printable
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from tests.integration.myxo.command import Myxo, ended
 from tests.integration.myxo.test_audit_summary import records, write
 from tests.support.run_config import run_config

@@ -13,7 +13,7 @@ from myxo.launch.restart_policy import BackOff
 from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import StopReason, Supervisor
 from shared.runtime.child_process import ChildProcess
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from tests.integration.myxo.command import wait_for
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"

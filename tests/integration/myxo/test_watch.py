@@ -14,7 +14,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.schema.ledger import LedgerRecord
-from shared.schema.messages import ServiceEvent
+from shared.schema.service_messages import ServiceEvent
 from tests.integration.myxo.command import Myxo, ended
 from tests.integration.myxo.test_audit_summary import records, write
 from tests.support.run_config import run_config

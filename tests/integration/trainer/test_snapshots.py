@@ -20,7 +20,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import WeightCheckpoints

@@ -220,6 +220,14 @@ def test_a_group_that_came_back_with_other_numbers_is_dead(samples: int, rewards
     assert record.reason == f"{samples} samples of {samples} rollouts, with {rewards} rewards, came back for 2 rollouts"
 
 
+@pytest.mark.parametrize(("min_rollouts", "came", "taken"), [(None, 2, True), (None, 1, False), (1, 1, True), (3, 2, False), (4, 4, True)])
+def test_a_group_may_lack_rollouts_that_failed(min_rollouts: int | None, came: int, taken: bool) -> None:
+    limits = buffer_config(steps=4, groups=2, samples=4, max_staleness=1, interval=1)
+    limits = dataclasses.replace(limits, rollout=limits.rollout.model_copy(update={"min_rollouts": min_rollouts}))
+    [record] = policy.scored(started(), limits, [came_back(group_id(0), samples=came, rewards=came)], 0.0)
+    assert isinstance(record, GroupsScored) == taken
+
+
 @pytest.mark.parametrize("changes", [{"parts": ({"format": 1.0},)}, {"removed": (2,)}, {"removed": (-1,)}])
 def test_a_group_whose_named_rewards_or_removed_samples_do_not_fit_is_dead(changes: dict[str, object]) -> None:
     [record] = policy.scored(started(), LIMITS, [came_back(group_id(0)).model_copy(update=changes)], 0.0)

@@ -16,11 +16,12 @@ from myxo.commands import logs
 from myxo.display.progress_display import Display, panel
 from myxo.display.safe_console import SafeConsole
 from myxo.display.text import json_text, number
-from myxo.run.run_view import InstanceStatus, ServiceError, look
+from myxo.run.live_services import InstanceStatus
+from myxo.run.run_view import ServiceError, look
 from shared.config.run_config import RunConfig
 from shared.runtime import telemetry
 from shared.runtime.safe_text import printable, printable_line
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 
 EVIL = "\x1b]0;owned\x07\x1b[2J[/bold][link=x]\ud800\u202e\r\nsecond\x9b31m\u2028[red"

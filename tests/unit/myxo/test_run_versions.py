@@ -9,7 +9,8 @@ import pytest
 from myxo.commands.evaluate import evaluating
 from myxo.run import config_toml
 from myxo.run.run_versions import chosen_version, versions_on_disk
-from shared.config.run_config import RunConfig, parse
+from shared.config.config_reading import parse
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 

@@ -28,7 +28,8 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup, ServiceEvent, Trained, WarmStartEnded
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup, Trained
+from shared.schema.service_messages import ServiceEvent, WarmStartEnded
 from tests.support.run_config import run_config
 
 

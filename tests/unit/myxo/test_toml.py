@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myxo.run import config_toml
-from shared.config.run_config import RunConfig, parse
+from shared.config.config_reading import parse
+from shared.config.run_config import RunConfig
 from tests.support.run_config import run_config
 
 PLAIN = st.recursive(

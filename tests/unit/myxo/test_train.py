@@ -13,7 +13,8 @@ from myxo.preflight import inspect, length_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
 from shared.bus import runs
-from shared.config.run_config import RunConfig, read
+from shared.config.config_reading import read
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, raise_problems
 from tests.support.slime_scripts import SCRIPTS
 

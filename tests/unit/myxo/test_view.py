@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from myxo.launch.service_plan import plan
-from myxo.run.run_view import EvaluationLine, InstanceStatus, look, waiting_for
+from myxo.run.live_services import InstanceStatus
+from myxo.run.run_view import EvaluationLine, look
+from myxo.run.step_wait import waiting_for
 from shared.config.run_config import RunConfig
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 
 NOW = time.time()

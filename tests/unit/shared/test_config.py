@@ -10,7 +10,8 @@ import pytest
 
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
-from shared.config.run_config import RunConfig, changes, field_sections, load, parse, section_model
+from shared.config.config_reading import load, parse
+from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.config.section import Section
 from shared.data.data_files import DataFile
 from shared.rewards.names import VERIFIERS
@@ -273,6 +274,8 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ),
         ({"trainer": {"num_steps_per_rollout": 3}}, "trainer.num_steps_per_rollout", "4 samples do not divide"),
         ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt", "grpo compares the samples of a group"),
+        ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
+        ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
         (
             {"rollout": {"rollout_batch_size": 6}, "trainer": {"global_batch_size": 8, "num_steps_per_rollout": 2}},
             "trainer.global_batch_size",

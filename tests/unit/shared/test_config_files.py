@@ -7,7 +7,7 @@ import pytest
 
 from myxo.run import config_toml
 from shared.config import flags
-from shared.config.run_config import load
+from shared.config.config_reading import load
 from shared.data.data_files import DataFile
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config

@@ -13,8 +13,8 @@ from myxo.preflight.inspection import Inspection
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
 from shared.config import flags
+from shared.config.config_reading import parse as parse_config
 from shared.config.run_config import RunConfig, changes
-from shared.config.run_config import parse as parse_config
 from shared.data.data_files import DataFile, parse
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values

@@ -8,7 +8,7 @@ import pytest
 
 from services.trainer.__main__ import prepare_environment
 from shared.config import flags
-from shared.config.run_config import parse
+from shared.config.config_reading import parse
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 

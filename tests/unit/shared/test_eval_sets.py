@@ -10,8 +10,9 @@ import yaml
 
 from myxo.run import config_toml
 from shared.config import flags
+from shared.config.config_reading import load, parse, read
 from shared.config.eval_views import eval_view, eval_views, reward_field, reward_key
-from shared.config.run_config import RunConfig, load, parse, read
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config, values
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from shared.config import flags
-from shared.config.run_config import RunConfig, field_sections, parse, section_model
+from shared.config.config_reading import parse
+from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
 

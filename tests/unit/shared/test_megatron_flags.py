@@ -7,7 +7,8 @@ import pytest
 
 from myxo.run import config_toml
 from shared.config import flags, megatron_flags
-from shared.config.run_config import changes, field_sections, load, parse
+from shared.config.config_reading import load, parse
+from shared.config.run_config import changes, field_sections
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from shared.runtime.errors import BadMessage
-from shared.schema import codec, ledger, messages, weight_messages
+from shared.schema import codec, ledger, messages, service_messages, weight_messages
 from shared.schema.limits import MAX_KEYS, MAX_SAMPLES, REASON_LENGTH
 from shared.schema.message import SCHEMA
-from shared.schema.messages import Message, Outcome, Scored, ServiceStatus, Task
+from shared.schema.messages import Message, Outcome, Scored, Task
+from shared.schema.service_messages import ServiceStatus
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
 PAYLOAD = {"keys": ["run:group:g00000000:0:0"], "bytes": 100}
@@ -144,7 +145,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 CONCRETE = {
     name: kind
     for name, kind in Message.kinds.items()
-    if not kind.__subclasses__() and kind.__module__ in (messages.__name__, weight_messages.__name__, ledger.__name__)
+    if not kind.__subclasses__()
+    and kind.__module__ in [module.__name__ for module in (messages, service_messages, weight_messages, ledger)]
 }
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from myxo.commands.flag_list import lines_of
 from shared.config import flags, presets
+from shared.config.config_reading import parse
 from shared.config.presets import PRESETS, ValueOf
-from shared.config.run_config import RunConfig, parse
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
 

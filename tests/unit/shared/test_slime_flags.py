@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from shared.config import flags, megatron_flags, slime_flags
-from shared.config.run_config import field_sections, parse, read
+from shared.config.config_reading import parse, read
+from shared.config.run_config import field_sections
 from shared.config.slime_flags import NoOp, NotTaken, Renamed
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shared.config import flags, slime_defaults, slime_functions
-from shared.config.run_config import parse
+from shared.config.config_reading import parse
 from shared.hooks import load
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values

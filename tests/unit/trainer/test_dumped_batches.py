@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.trainer.dumped_batches import DumpedBatches, dumped_steps
 from services.trainer.dumped_groups import DumpedGroup, batch_of, subsampled
 from services.trainer.dumps import write_batch
-from shared.config.run_config import parse
+from shared.config.config_reading import parse
 from shared.runtime.errors import BadMessage, ConfigError
 from shared.schema import sample as sample_codec
 from shared.schema.messages import Batch, Payload

@@ -3,7 +3,7 @@
 import pytest
 
 from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members
-from shared.schema.messages import ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 
 
 def status(instance: str, version: int, incarnation: str = "a", state: str = "ready") -> ServiceStatus:

@@ -11,7 +11,7 @@ import torch
 from myxo.preflight import machine_checks
 from myxo.preflight.inspection import Inspection
 from services.trainer.step_profiler import StepProfiler
-from shared.config.run_config import parse
+from shared.config.config_reading import parse
 from shared.runtime import extras
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.flag_tables import ARCHITECTURE
-from shared.config.run_config import load
+from shared.config.config_reading import load
 from shared.model.architecture_flags import check, flags_of
 from shared.model.families import read_architecture
 from shared.model.tensor_table import hf_tensors

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shared.config.algorithm import AlgorithmSection
+from shared.config.config_reading import parse
 from shared.config.presets import PRESETS
-from shared.config.run_config import parse
 from tests.support.run_config import values
 
 from .objective_run import Drawn, drawn, outcome

@@ -1,0 +1,135 @@
+"""Reading a run's config: a TOML file over its bases, flags and other files over it, presets; and all that is wrong at once."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from shared.config import presets, slime_functions
+from shared.config.config_errors import config_errors, without_consequences
+from shared.config.config_layers import Layers, in_file
+from shared.config.files_beside import lay_custom_config, lay_eval_config
+from shared.config.known_fields import known_fields
+from shared.config.run_config import RunConfig, field_sections, section_model
+from shared.config.section import Misfits
+from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
+
+
+class ConfigReading(NamedTuple):
+    """A config as it was read.
+
+    Args:
+        config: None where a value is wrong; it is there if the only errors are unknown sections, keys and flags. problems: a ConfigError
+            for each error. notes: lines for the user, of keys under other names or without effect.
+    """
+
+    config: RunConfig | None
+    problems: list[BadInput]
+    notes: list[str]
+
+
+def parse(values: dict[str, Any]) -> RunConfig:
+    """Builds the config from nested plain values. Raises ConfigError with field, value and what is expected, or Problems of several."""
+    known, problems, _ = known_fields(values)
+    known, preset = _with_presets(known)
+    try:
+        config = _with_own_gpus(_without_steps(RunConfig.model_validate(known)))
+    except ValidationError as error:
+        problems += without_consequences(config_errors(error, {**values, **known}), problems)
+        problems += _misfits_of_others(known, error, values)
+    raise_problems([_of_preset(problem, preset) for problem in problems])
+    return config
+
+
+def _without_steps(config: RunConfig) -> RunConfig:
+    """Returns the config of a run without training steps as that half of a run which it needs: engines to evaluate, or a trainer for the
+    warm start; both where the warm start's weights are evaluated."""
+    if config.has_steps or config.debug.trains_only:
+        return config
+    half = {"debug_rollout_only": True} if config.sft.sft_data is None else {} if config.eval.named else {"debug_train_only": True}
+    trainer = config.trainer.model_copy(update={"lr_decay_style": "constant"})  # over no steps nothing decays
+    rollout = config.rollout.model_copy(update={"rollout_function_path": None})  # nothing is drawn
+    return config.model_copy(update={"debug": config.debug.model_copy(update=half), "trainer": trainer, "rollout": rollout})
+
+
+def _with_own_gpus(config: RunConfig) -> RunConfig:
+    """Returns the config of one half of a run without colocation: it has nobody to share its GPUs with."""
+    if not (config.debug.debug_rollout_only or config.debug.trains_only):
+        return config
+    alone = {"colocate": False, "offload_train": None, "offload_rollout": None}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=alone)})
+
+
+def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the values with those of the presets that they name; and of each field that was set so the names of the presets."""
+    try:
+        named = [str(name) for name in presets.listed(known.get("algorithm", {}).get("preset", []))]
+    except ValueError:  # the field's own check tells it
+        named = []
+    owners = field_sections()
+    given = {field: value for fields in known.values() for field, value in fields.items()}
+    defaults = {field: section_model(section).model_fields[field].default for field, section in owners.items()}
+    found = presets.fields_of(named, given, defaults)
+    for field, value in found.items():
+        known = {**known, owners[field]: {**known.get(owners[field], {}), field: value}}
+    return known, {f"{owners[field]}.{field}": ", ".join(named) for field in found}
+
+
+def _of_preset(problem: BadInput, preset: dict[str, str]) -> BadInput:
+    """Returns the same problem with the preset that set the field."""
+    if not isinstance(problem, ConfigError) or problem.field not in preset:
+        return problem
+    return ConfigError(problem.field, problem.value, f"{problem.expected} (set by preset {preset[problem.field]})")
+
+
+def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: dict[str, Any]) -> list[BadInput]:
+    """Returns the contradictions among the valid fields: pydantic checks for them only once all fields are valid."""
+    if not any(error["loc"] for error in refused.errors()):
+        return []  # all sections were valid, and what does not go together over them was refused
+    fields = {tuple(problem.field.split(".")[:2]) for problem in config_errors(refused, values)}
+    others = {section: {name: value for name, value in given.items() if (section, name) not in fields} for section, given in known.items()}
+    try:
+        RunConfig.model_validate(others)
+    except ValidationError as error:
+        if isinstance(error.errors()[0].get("ctx", {}).get("error"), Misfits):
+            found = config_errors(error, values)
+            return [problem for problem in found if not any(path[-1] in str(problem) for path in fields)]
+    return []
+
+
+def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
+    """Returns the config of `read`. Raises ConfigError for an error in it, or Problems of several."""
+    config, problems, _ = read(path, overrides)
+    raise_problems(problems)
+    assert config is not None  # or there was a problem
+    return config
+
+
+COMMAND_LINE = Path("the command line")
+"""The origin of values in no file."""
+
+
+def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> ConfigReading:
+    """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
+
+    ``path``: None: the overrides are all there is. Raises ConfigError for a file that cannot be read.
+    """
+    layers, origin = Layers(known_fields), path or COMMAND_LINE
+    if path is not None:
+        layers.read(path)
+    layers.lay(overrides or {}, origin)
+    lay_custom_config(layers)
+    layers.notes += slime_functions.settle(layers.values)
+    problems = layers.problems
+    try:
+        lay_eval_config(layers)
+        return ConfigReading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
+    except BadInput as error:
+        found = without_consequences(problems_of(error), problems)
+        return ConfigReading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
+
+
+def _with_origin(problem: BadInput, layers: Layers, path: Path) -> BadInput:
+    """Returns the problem with the file that it comes from, if that is a base of the config at ``path``."""
+    origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path) if isinstance(problem, ConfigError) else path
+    return problem if origin == path else in_file(problem, origin)

@@ -1,0 +1,69 @@
+"""The wire schema of live services: the events that they publish, and their state in the registry."""
+
+from shared.schema.limits import Gauges, Name, Reason
+from shared.schema.message import Message
+
+
+class WarmStartEnded(Message):
+    """Event ``<run>.trainer.warm_start``: the supervised warm start took ``steps`` steps. ``losses``: the mean loss (nats a token) of each
+    ``every`` steps in order, the last of them of what is left over."""
+
+    steps: int
+    every: int
+    losses: list[float]
+
+    @classmethod
+    def of(cls, losses: list[float], points: int = 200) -> "WarmStartEnded":
+        """Returns the message for the losses of all steps, in at most ``points`` numbers."""
+        every = -(-len(losses) // points) or 1
+        parts = [losses[begin : begin + every] for begin in range(0, len(losses), every)]
+        return cls(steps=len(losses), every=every, losses=[sum(part) / len(part) for part in parts])
+
+
+class ServiceEvent(Message):
+    """Event ``<run>.service.<what>``: a service joined, left, was fenced, failed."""
+
+    service: Name
+    instance: Name
+    what: Name
+    detail: Reason = ""
+    at: float
+
+
+class ServiceStatus(Message):
+    """KV ``services/<service>.<instance>``: a live service and its state. Renewed by heartbeat, gone after its TTL.
+
+    ``version``: weights served (-1: none). ``state``: starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
+    ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
+    engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
+    ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
+    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment` is none of Myxo's: the
+    reward services keep its status, with its URL as ``http``.
+    """
+
+    service: str
+    instance: str
+    host: str
+    pid: int
+    http: str
+    engine: str = ""
+    state: str
+    version: int = -1
+    incarnation: str = ""
+    ranks: int = 1
+    gauges: Gauges = {}
+    detail: Reason = ""
+    held_back: Reason = ""
+    last_error: Reason = ""
+    last_error_at: float = 0.0
+    at: float
+
+
+class LeaseStatus(Message):
+    """KV ``leases/<job>``: the holder of a leader's lease. ``term``: unique to one life of a holder; empty: free. ``mark``:
+    `shared.runtime.liveness`."""
+
+    holder: str
+    term: str
+    mark: str
+    at: float
