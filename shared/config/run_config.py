@@ -21,6 +21,7 @@ from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
+from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
 from shared.config.sft_section import SftSection
 from shared.config.store_section import StoreSection
@@ -42,6 +43,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     rollout: RolloutSection
     reward: RewardSection = RewardSection()
+    sandbox: SandboxSection = SandboxSection()
     eval: EvalSection = EvalSection()
     trainer: TrainerSection = TrainerSection()
     sft: SftSection = SftSection()

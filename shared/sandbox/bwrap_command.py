@@ -1,8 +1,8 @@
 """The command line of bubblewrap: what a sandbox can see, and what is taken from it. Pure but for looking at which paths there are.
 
 Inside is a root of its own, read-only: the system's programs and libraries, the interpreter with its standard library, and what the
-settings name. Two folders in memory can be written to. Nothing else of the host is there: no home, no ``/etc``, no ``/run``, no ``/var``, no
-environment, no process, no network but a loopback of its own.
+settings name. Two folders in memory can be written to. Nothing else of the host is there: no home, no ``/etc``, no ``/run``, no
+``/var``, no environment, no process, no network but a loopback of its own.
 """
 
 import os
@@ -10,17 +10,25 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.sandbox.program import SandboxSettings
 
-WORK, TEMPORARY = "/work", "/tmp"
+WORK, TEMPORARY = "/sandbox", "/tmp"
 """The folder that a program starts in, and the other one that it may write to."""
 
 SUPERVISOR = "/supervisor.pyc"
 
 USER = 1000
-"""The user and group inside. Outside they are those of the process that starts the sandbox."""
+"""The user and group of programs inside."""
+
+OUTSIDE = 2_000_000_000
+"""The user and group that they are outside, where root starts the sandbox: ones that own nothing. Any other user can only give them its
+own. Root's own would be refused by no limit of processes, and the kernel's settings belong to it."""
+
+SUPERVISOR_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE")
+"""What the supervisor may do inside, where its programs are another user: make them that, end them and look at their memory."""
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
@@ -66,37 +74,66 @@ def environment(settings: SandboxSettings, work: str) -> dict[str, str]:
     return variables | ({"PYTHONPATH": ":".join(package_folders())} if settings.packages else {})
 
 
-def supervisor_command(settings: SandboxSettings, supervisor: str, work: str) -> list[str]:
-    """Returns the command line of the supervisor: an interpreter that starts with next to nothing, in 10 ms."""
-    return [interpreter(), "-s", "-S", "-P", supervisor, f"{settings.lease_s:g}", work]
-
-
-def bwrap_command(program: str, settings: SandboxSettings, supervisor: int, passwd: int, syscalls: int, information: int) -> list[str]:
-    """Returns the command line of a sandbox.
+def supervisor_command(settings: SandboxSettings, supervisor: str, work: str, user: int = 0) -> list[str]:
+    """Returns the command line of the supervisor: an interpreter that starts with next to nothing, in 10 ms.
 
     Args:
-        program: bubblewrap. supervisor, passwd, syscalls: descriptors to read the supervisor's code, `PASSWD` and the filter of system calls
-            from. information: the descriptor that bubblewrap writes the supervisor's process id to.
+        user: the user that it makes its programs; 0: its own.
     """
-    size = str(settings.limits.disk_bytes)
+    return [interpreter(), "-s", "-S", "-P", supervisor, f"{settings.lease_s:g}", work, str(user)]
+
+
+@dataclass(frozen=True)
+class SandboxDescriptors:
+    """The descriptors of a start.
+
+    supervisor, passwd, syscalls: to read the supervisor's code, `PASSWD` and the filter of system calls from. information: where bubblewrap
+    writes the supervisor's process id. mapped: where bubblewrap hears that users are mapped; None: it maps its own.
+    """
+
+    supervisor: int
+    passwd: int
+    syscalls: int
+    information: int
+    mapped: int | None
+
+
+def bwrap_command(program: str, settings: SandboxSettings, given: SandboxDescriptors) -> list[str]:
+    """Returns the command line of a sandbox. ``program``: bubblewrap."""
+    size, apart = str(settings.limits.disk_bytes), given.mapped is not None
+    own = ("--disable-userns", "--uid", str(USER), "--gid", str(USER))
+    root = ("--userns-block-fd", str(given.mapped), *(word for right in SUPERVISOR_RIGHTS for word in ("--cap-add", right)))
     options = [
-        *("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--new-session", "--as-pid-1", "--clearenv"),
-        *("--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox"),
-        *("--seccomp", str(syscalls), "--info-fd", str(information)),
-        *_read_only(settings),
+        *("--unshare-all", "--unshare-user", "--cap-drop", "ALL", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"),
+        *(root if apart else own),
+        *("--seccomp", str(given.syscalls), "--info-fd", str(given.information)),
+        *(word for folder in (WORK, TEMPORARY) for word in ("--perms", "1777", "--size", size, "--tmpfs", folder)),
+        *(word for folder in _parents(settings) for word in ("--perms", "0755", "--dir", folder)),
+        *_read_only(settings),  # some of it may lie under the host's /tmp
         *("--proc", "/proc", "--remount-ro", "/proc"),  # its files of the kernel's settings belong to root, who may have started us
         *("--size", "65536", "--tmpfs", "/dev"),
         *(word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
         *(word for path in settings.devices for word in ("--dev-bind", str(path), str(path))),
-        *(word for number, name in enumerate(("stdin", "stdout", "stderr")) for word in ("--symlink", f"/proc/self/fd/{number}", f"/dev/{name}")),
+        *(
+            word
+            for number, name in enumerate(("stdin", "stdout", "stderr"))
+            for word in ("--symlink", f"/proc/self/fd/{number}", f"/dev/{name}")
+        ),
         *("--symlink", "/proc/self/fd", "/dev/fd", "--symlink", TEMPORARY, "/dev/shm", "--remount-ro", "/dev"),
-        *("--size", size, "--tmpfs", WORK, "--size", size, "--tmpfs", TEMPORARY),
-        *("--ro-bind-data", str(passwd), "/etc/passwd", "--perms", "0444", "--ro-bind-data", str(supervisor), SUPERVISOR),
+        *("--perms", "0444", "--ro-bind-data", str(given.passwd), "/etc/passwd"),
+        *("--perms", "0444", "--ro-bind-data", str(given.supervisor), SUPERVISOR),
         *("--remount-ro", "/", "--chdir", WORK),
     ]
     for name, value in environment(settings, WORK).items():
         options += ["--setenv", name, value]
-    return [program, *options, "--", *supervisor_command(settings, SUPERVISOR, WORK)]
+    return [program, *options, "--", *supervisor_command(settings, SUPERVISOR, WORK, USER if apart else 0)]
+
+
+def _parents(settings: SandboxSettings) -> list[str]:
+    """Returns the folders above what is mounted, from the outermost on; bubblewrap would make them for their owner alone."""
+    mounted = [*_ETC, *_interpreter_folders(), *(package_folders() if settings.packages else []), *map(str, settings.paths)]
+    parents = {str(parent) for path in mounted for parent in Path(path).parents}
+    return sorted(parent for parent in parents if parent != "/" and not Path(parent).is_relative_to("/usr"))
 
 
 def _read_only(settings: SandboxSettings) -> Iterator[str]:

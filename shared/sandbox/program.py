@@ -8,7 +8,7 @@ Status = Literal["ok", "exit_code", "signal", "wall_time", "cpu_time", "memory",
 """How a program ended: by itself with exit code 0, with another one, or by a signal; or because it reached the limit that is named."""
 
 STATUSES: tuple[Status, ...] = ("ok", "exit_code", "signal", "wall_time", "cpu_time", "memory", "processes", "output")
-"""Every status, in the order of the numbers that the supervisor sends (`shared.sandbox.supervisor`)."""
+"""Every status, in the order of the numbers that the supervisor sends (`shared.sandbox.program_supervisor`)."""
 
 _REFUSED_MEMORY = (b"MemoryError", b"std::bad_alloc", b"Cannot allocate memory")
 _LAST_WORDS = 4096

@@ -19,9 +19,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.sandbox import supervisor
-from shared.sandbox.bwrap_command import PASSWD, WORK, bwrap_command, bwrap_program, environment, supervisor_command
+from shared.sandbox import program_supervisor
+from shared.sandbox.bwrap_command import (
+    OUTSIDE,
+    PASSWD,
+    USER,
+    SandboxDescriptors,
+    bwrap_command,
+    bwrap_program,
+    environment,
+    interpreter,
+    supervisor_command,
+)
 from shared.sandbox.program import STATUSES, Program, ProgramResult, SandboxLimits, SandboxSettings, status_of
+from shared.sandbox.sandbox_remedy import remedy
 from shared.sandbox.syscall_filter import syscall_filter
 
 START_S = 30.0
@@ -54,7 +65,7 @@ class Sandbox:
 
     def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
-        self._lock, self._pid, self._ready = threading.Lock(), -1, False
+        self._lock, self._child, self._pid, self._ready = threading.Lock(), -1, -1, False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._information = -1
         self._process = self._isolated() if settings.kind == "bwrap" else self._bare()
@@ -76,13 +87,10 @@ class Sandbox:
         if self._ready:
             return self
         try:
-            self._read(len(supervisor.READY), time.monotonic() + START_S, "its start")
+            self._read(len(program_supervisor.READY), time.monotonic() + START_S, "its start")
         except (SandboxGone, DeadlineExceeded) as error:
-            raise SandboxUnavailable(self._last_words() or str(error)) from None
-        if self._information >= 0:
-            self._pid = os.pidfd_open(json.loads(os.read(self._information, _CHUNK))["child-pid"])
-            os.close(self._information)
-            self._information = -1
+            raise SandboxUnavailable(remedy(self._last_words() or str(error))) from None
+        self._open_pid()
         self._ready = True
         return self
 
@@ -125,11 +133,7 @@ class Sandbox:
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 stream and stream.close()
-        if self._pid >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pid, signal.SIGKILL)
-            os.close(self._pid)
-            self._pid = -1
+        self._kill_first()
 
     def close(self) -> None:
         """Ends the sandbox with all that is in it. Returns when that is gone."""
@@ -150,18 +154,80 @@ class Sandbox:
     def _isolated(self) -> "subprocess.Popen[bytes]":
         program = bwrap_program()
         if program is None:
-            raise SandboxUnavailable("bubblewrap is not installed")
-        self._information, written = os.pipe()
-        given = [_filled(data) for data in (supervisor_code(), PASSWD, syscall_filter())]
+            raise SandboxUnavailable(remedy(""))
+        if may_separate():
+            with contextlib.suppress(_NotMapped):
+                return self._spawned(program, apart=True)
+            may_not_separate()
+        return self._spawned(program, apart=False)
+
+    def _spawned(self, program: str, apart: bool) -> "subprocess.Popen[bytes]":
+        """Starts bubblewrap. ``apart``: programs are another user than the supervisor. Raises _NotMapped where they cannot be."""
+        with contextlib.ExitStack() as closed:
+            passed = []
+            self._information, written = os.pipe()
+            hears, says = os.pipe() if apart else (None, None)
+            for descriptor in (*map(_filled, (supervisor_code(), PASSWD, syscall_filter())), written, hears):
+                if descriptor is not None:
+                    passed.append(descriptor)
+                    closed.callback(os.close, descriptor)
+            code, passwd, syscalls = passed[:3]
+            given = SandboxDescriptors(code, passwd, syscalls, written, hears)
+            process = _started(bwrap_command(program, self.settings, given), None, tuple(passed))
+        if says is None:
+            return process
         try:
-            return _started(bwrap_command(program, self.settings, *given, written), None, (*given, written))
+            self._map_users(says)
+        except BaseException:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+            raise
         finally:
-            for descriptor in (*given, written):
-                os.close(descriptor)
+            os.close(says)
+        return process
+
+    def _map_users(self, says: int) -> None:
+        """Maps root inside to root, and the programs' user to one that owns nothing. Raises _NotMapped."""
+        self._open_pid()
+        if self._pid < 0:  # it did not start; whoever waits for the supervisor tells its words
+            return
+        try:
+            for kind in ("uid", "gid"):
+                Path(f"/proc/{self._child}/{kind}_map").write_text(f"0 0 1\n{USER} {OUTSIDE} 1\n")
+        except OSError as error:
+            self._kill_first()
+            raise _NotMapped from error
+        os.write(says, b"1")
+
+    def _open_pid(self) -> None:
+        """Opens the sandbox's first process, of which bubblewrap has told."""
+        if self._information < 0:
+            return
+        text, end = b"", time.monotonic() + START_S
+        while b"}" not in text and select.select([self._information], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not (part := os.read(self._information, _CHUNK)):
+                break
+            text += part
+        os.close(self._information)
+        self._information = -1
+        if b"}" in text:
+            self._child = int(json.loads(text)["child-pid"])
+            self._pid = os.pidfd_open(self._child)
+
+    def _kill_first(self) -> None:
+        """Kills the sandbox's first process, and with it all others."""
+        if self._pid >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pid, signal.SIGKILL)
+            os.close(self._pid)
+            self._pid = -1
 
     def _bare(self) -> "subprocess.Popen[bytes]":
         self._folder = tempfile.TemporaryDirectory(prefix="myxo-unsandboxed-", ignore_cleanup_errors=True)
-        command = supervisor_command(self.settings, str(Path(supervisor.__file__)), self._folder.name)
+        command = supervisor_command(self.settings, str(Path(program_supervisor.__file__)), self._folder.name)
         return _started(command, environment(self.settings, self._folder.name), ())
 
     def _asked(self, program: Program, limits: SandboxLimits) -> ProgramResult:
@@ -169,7 +235,7 @@ class Sandbox:
         data = marshal.dumps(request)
         end = time.monotonic() + limits.wall_s + GRACE_S
         self._write(len(data).to_bytes(4, "big") + data, end)
-        head = supervisor.HEAD.unpack(self._read(supervisor.HEAD.size, end, "its result"))
+        head = program_supervisor.HEAD.unpack(self._read(program_supervisor.HEAD.size, end, "its result"))
         number, exit_code, ended_by, wall_s, cpu_s, memory, truncated, *lengths = head
         if number >= len(STATUSES) or max(lengths) > limits.output_bytes:
             raise SandboxGone("the sandbox answered with what is no result; it was closed")
@@ -178,7 +244,8 @@ class Sandbox:
         code, by = (None if value < 0 else value for value in (exit_code, ended_by))
         return ProgramResult(status, code, by, stdout, stderr, report, truncated, wall_s, cpu_s, memory)
 
-    def _write(self, data: bytes, end: float) -> None:
+    def _write(self, request: bytes, end: float) -> None:
+        data = memoryview(request)
         while data:
             self._wait(self._requests, select.POLLOUT, end, "its attention")
             try:
@@ -203,7 +270,9 @@ class Sandbox:
 
     def _gone(self) -> SandboxGone:
         words = self._last_words()
-        return SandboxGone(f"the sandbox has ended: {words or f'nothing was asked of it for {self.settings.lease_s:g} s, or it was killed'}")
+        return SandboxGone(
+            f"the sandbox has ended: {words or f'nothing was asked of it for {self.settings.lease_s:g} s, or it was killed'}"
+        )
 
     def _last_words(self) -> str:
         """Returns the last line that bubblewrap or the supervisor wrote about its own end."""
@@ -232,19 +301,37 @@ except OSError as error:
 """
 
 
+class _NotMapped(Exception):
+    """This root may not give programs another user: it is none outside of its own container."""
+
+
+_separate = True
+
+
+def may_separate() -> bool:
+    """Returns whether programs can be another user than the supervisor: root starts them, and others can read the interpreter."""
+    return _separate and os.geteuid() == 0 and all(os.stat(path).st_mode & 0o004 for path in (interpreter(), os.__file__))
+
+
+def may_not_separate() -> None:
+    """Takes note that this process's users cannot be mapped, so that it is not tried again."""
+    global _separate
+    _separate = False
+
+
 @cache
 def supervisor_code() -> bytes:
     """Returns the supervisor as a ``.pyc``, which is there sooner than its source. Both interpreters are the same."""
-    source = Path(supervisor.__file__).read_text()
-    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(source, "supervisor.py", "exec", dont_inherit=True))
+    source = Path(program_supervisor.__file__).read_text()
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(source, "program_supervisor.py", "exec", dont_inherit=True))
 
 
 def _filled(data: bytes) -> int:
-    """Returns a descriptor to read the data from; it fits into a pipe."""
-    read, write = os.pipe()
-    os.write(write, data)
-    os.close(write)
-    return read
+    """Returns a descriptor to read the data from."""
+    descriptor = os.memfd_create("myxo-sandbox")
+    os.write(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _started(command: list[str], variables: dict[str, str] | None, descriptors: tuple[int, ...]) -> "subprocess.Popen[bytes]":

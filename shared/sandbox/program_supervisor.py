@@ -1,7 +1,8 @@
 """The first process of a sandbox: runs one program after the other, measures each and ends it with all that it has started.
 
-Inside bubblewrap it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and lets one ``kill``
-of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or writes its memory.
+Inside bubblewrap it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and lets one
+``kill`` of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or writes
+its memory.
 
 It speaks over its standard input and output. Out, once: `READY`. In: the length of a request in four bytes, and the request in Python's
 marshal format, which is written by `shared.sandbox.sandbox` alone. Out: a `HEAD`, and the bytes of standard output, standard error and
@@ -10,7 +11,7 @@ lease's seconds.
 
 It imports the standard library only, and little of that, since each sandbox starts it anew.
 
-    python supervisor.pyc LEASE WORK
+    python program_supervisor.py LEASE WORK USER
 """
 
 import _signal
@@ -50,15 +51,15 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _FIRST = os.getpid() == 1
 
 
-def main(lease_s: float, work: str) -> None:
-    """Answers requests until nobody is there to ask."""
+def main(lease_s: float, work: str, user: int) -> None:
+    """Answers requests until nobody is there to ask. ``user``: that of the programs; 0: the supervisor's own."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # without bubblewrap, what a program leaves behind comes here all the same
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # the kernel drops it for process 1
     os.write(1, READY)
     while (request := _request(lease_s)) is not None:
-        answer = Run(request, work, libc).answer()
+        answer = Run({**request, "user": user}, work, libc).answer()
         while answer:
             answer = answer[os.write(1, answer) :]
     leave(work)
@@ -85,12 +86,12 @@ def _request(lease_s: float) -> dict | None:  # type: ignore[type-arg]
 
 
 def _exactly(size: int) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) < size:
         if not (part := os.read(_STDIN, size - len(data))):
             return b""
         data += part
-    return data
+    return bytes(data)
 
 
 class Run:
@@ -98,7 +99,7 @@ class Run:
 
     def __init__(self, request: dict, work: str, libc: ctypes.CDLL) -> None:  # type: ignore[type-arg]
         self.request, self.work, self.libc, self.limits = request, work, libc, request["limits"]
-        self.stdin: bytes = request["stdin"]
+        self.stdin = memoryview(request["stdin"])
         self.streams: dict[int, bytearray] = {}
         self.status, self.wait_status, self.truncated = OK, 0, False
         self.cpu_s, self.memory, self.ended = 0.0, 0, False
@@ -141,7 +142,7 @@ class Run:
         for end in ends:
             os.close(end)
         self._poll = select.poll()
-        self._open = set()
+        self._open, self._polled = set[int](), set[int]()
         for read, _ in outputs:
             os.set_blocking(read, False)
             self.streams[read] = bytearray()
@@ -195,13 +196,12 @@ class Run:
                 self.stdin = self.stdin[os.write(self._input, self.stdin[:_CHUNK]) :]
         except BlockingIOError:
             self._poll.register(self._input, select.POLLOUT)
+            self._polled.add(self._input)
             return
         except BrokenPipeError:
             pass
-        try:
+        if self._input in self._polled:
             self._poll.unregister(self._input)
-        except KeyError:
-            pass
         os.close(self._input)
         self._input = -1
 
@@ -223,6 +223,9 @@ class Run:
         """Compares what the living processes have taken with the limits."""
         count, cpu_s, memory = 0, self.cpu_s, _used(self.work) + (_used("/tmp") if _FIRST else 0)
         pids = processes()
+        if len(pids) > self.limits["processes"]:  # at once: they get more while one looks at each
+            self.status = PROCESSES
+            return
         for pid in pids:
             threads, used, seconds = usage_of(pid)
             count, memory, cpu_s = count + threads, memory + used, cpu_s + seconds
@@ -253,18 +256,19 @@ def processes() -> list[int]:
 def kill_all() -> None:
     """Kills every process of the sandbox but this one."""
     if _FIRST:
-        try:
-            os.kill(-1, _signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        _kill(-1)
         return
     while living := [pid for pid in processes() if (fields := _stat(pid)) and fields[0] != b"Z"]:
         for pid in living:
-            try:
-                os.kill(pid, _signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            _kill(pid)
         time.sleep(0.001)
+
+
+def _kill(pid: int) -> None:
+    try:  # noqa: SIM105 (contextlib takes long to import)
+        os.kill(pid, _signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def _stat(pid: int) -> list[bytes]:
@@ -323,6 +327,7 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
         for number in range(len(ends)):
             os.dup2(_ASIDE + number, number)
         os.closerange(_REPORT + 1, 1 << 16)
+        _become(request["user"])
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
             _signal.signal(number, _signal.SIG_DFL)
@@ -334,6 +339,14 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
         code = _python(request["sources"], work)
     finally:
         os._exit(code)
+
+
+def _become(user: int) -> None:
+    """Makes the process another user, which takes all rights from it for good."""
+    if user:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
 
 
 def _limit(limits: dict) -> None:  # type: ignore[type-arg]
@@ -384,7 +397,7 @@ def _python(sources: list[str], work: str) -> int:
         code = _told(error)
     try:
         if threads := sys.modules.get("threading"):
-            threads._shutdown()  # type: ignore[attr-defined]
+            threads._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -407,4 +420,4 @@ def _told(error: BaseException) -> int:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), sys.argv[2])
+    main(float(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
