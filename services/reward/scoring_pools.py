@@ -67,7 +67,7 @@ class VerifierPool(ScoringPool):
     """Runs the verifiers of one queue.
 
     Args:
-        queue: its name. names: the verifiers, keys of `services.reward.verifiers.VERIFIERS`. sandbox: for those that run code.
+        queue: its name. names: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`. sandbox: for those that run code.
     """
 
     def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE, sandbox: SandboxSection | None = None) -> None:

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
-from services.reward.verifiers import Value, load, pattern_answer, read_label, verify
-from services.reward.verifiers.unit_tests import open_sandboxes
 from shared.hooks import reward_values
 from shared.rewards.names import RUNS_CODE, base, missing_package, wrong
 from shared.rewards.reference import Reference
+from shared.rewards.unit_tests import open_sandboxes
+from shared.rewards.verifiers import Value, load, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.workers.call_server import Calls, serve_calls
 

@@ -53,7 +53,8 @@ def unit_tests(response: str, reference: Reference) -> Mapping[str, float]:
     if code is None:
         return {"score": 0.0, "passed": 0.0}
     if _pool is None:
-        raise RuntimeError("no sandboxes were opened in this process")
+        open_sandboxes(SandboxSettings())
+    assert _pool is not None
     passed, word = 0, secrets.token_hex(16)
     with _pool.sandbox() as sandbox:
         for case in cases:
