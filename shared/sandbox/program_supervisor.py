@@ -9,7 +9,7 @@ marshal format, which is written by `shared.sandbox.sandbox` alone. Out: a `HEAD
 report. It ends when its standard input does, which is when the process that started it has ended, or when it was asked nothing for the
 lease's seconds.
 
-It imports the standard library only, and little of that, since each sandbox starts it anew.
+It imports little, and that of the standard library, since each sandbox starts it anew.
 
     python program_supervisor.py LEASE WORK USER
 """
@@ -38,9 +38,6 @@ TICK_S = 0.01
 
 MEMORY_SLACK = 64 << 20
 """What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves."""
-
-PRIORITY = 1
-"""How far programs stand back behind the supervisor."""
 
 _CHUNK = 1 << 16
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
@@ -81,17 +78,13 @@ def _request(lease_s: float) -> dict | None:  # type: ignore[type-arg]
     waiting.register(_STDIN, select.POLLIN)
     if not waiting.poll(lease_s * 1000):
         return None
-    head = _exactly(4)
-    return marshal.loads(_exactly(int.from_bytes(head, "big"))) if head else None
-
-
-def _exactly(size: int) -> bytes:
-    data = bytearray()
+    data, size = bytearray(), 4
     while len(data) < size:
         if not (part := os.read(_STDIN, size - len(data))):
-            return b""
+            return None
         data += part
-    return bytes(data)
+        size = 4 + int.from_bytes(data[:4], "big") if len(data) >= 4 else 4
+    return marshal.loads(memoryview(data)[4:])
 
 
 class Run:
@@ -117,11 +110,8 @@ class Run:
             os.close(descriptor)
         if self._input >= 0:
             os.close(self._input)
-        out, error, report = (bytes(data) for data in self.streams.values())
-        head = HEAD.pack(
-            *self._ending(), time.monotonic() - self.began, self.cpu_s, self.memory, self.truncated, len(out), len(error), len(report)
-        )
-        return head + out + error + report
+        taken = time.monotonic() - self.began, self.cpu_s, self.memory, self.truncated
+        return HEAD.pack(*self._ending(), *taken, *map(len, self.streams.values())) + b"".join(self.streams.values())
 
     def _ending(self) -> tuple[int, int, int]:
         if self.status != OK or not self.ended:
@@ -161,7 +151,7 @@ class Run:
             for descriptor, event in self._poll.poll(TICK_S * 1000):
                 if descriptor == _STDIN and event & select.POLLHUP:
                     leave(self.work)
-                if descriptor in self.streams and not self._read(descriptor):
+                if descriptor in self.streams and self._read(descriptor) is False:
                     self._poll.unregister(descriptor)
                     self._open.discard(descriptor)
                 if descriptor == self._input:
@@ -175,12 +165,12 @@ class Run:
                 self.status = WALL_TIME
         os.close(self._main)
 
-    def _read(self, descriptor: int) -> bool:
-        """Reads what is there, up to the limit. Returns whether there may be more to come."""
+    def _read(self, descriptor: int) -> bool | None:
+        """Reads what is there, up to the limit. Returns whether there may be more to come; None where nothing is there now."""
         try:
             data = os.read(descriptor, _CHUNK)
         except BlockingIOError:
-            return False
+            return None
         held, most = self.streams[descriptor], self.limits["output_bytes"]
         if len(held) + len(data) > most:
             self.truncated = True
@@ -221,7 +211,7 @@ class Run:
 
     def _look(self) -> None:
         """Compares what the living processes have taken with the limits."""
-        count, cpu_s, memory = 0, self.cpu_s, _used(self.work) + (_used("/tmp") if _FIRST else 0)
+        count, cpu_s, memory = 0, self.cpu_s, _filled(self.work)
         pids = processes()
         if len(pids) > self.limits["processes"]:  # at once: they get more while one looks at each
             self.status = PROCESSES
@@ -230,7 +220,7 @@ class Run:
             threads, used, seconds = usage_of(pid)
             count, memory, cpu_s = count + threads, memory + used, cpu_s + seconds
         if memory > self.limits["memory_bytes"]:
-            memory = _exact(pids) + _used(self.work) + (_used("/tmp") if _FIRST else 0)
+            memory = _exact(pids) + _filled(self.work)
         self.memory = max(self.memory, memory)
         if count > self.limits["processes"]:
             self.status = PROCESSES
@@ -242,12 +232,11 @@ class Run:
 
 def processes() -> list[int]:
     """Returns all other processes of the sandbox; without bubblewrap, what the supervisor and its descendants have started."""
-    own = os.getpid()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if _FIRST:
-        return [pid for pid in pids if pid != own]
+        return [pid for pid in pids if pid != 1]
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
-    found, new = set[int](), {own}
+    found, new = set[int](), {os.getpid()}
     while new := {pid for pid, parent in parents.items() if parent in new} - found:
         found |= new
     return list(found)
@@ -285,36 +274,31 @@ def usage_of(pid: int) -> tuple[int, int, float]:
     fields = _stat(pid)
     if not fields:
         return 0, 0, 0.0
-    memory = 0
+    return int(fields[17]), _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:") or 0, sum(map(int, fields[11:15])) / _TICKS_PER_S
+
+
+def _sum(path: str, *names: bytes) -> int | None:
+    """Returns the sum of a file's lines of these names, which are in kB, in bytes; None where it cannot be read."""
     try:
-        with open(f"/proc/{pid}/status", "rb", 0) as file:
-            for line in file.read().splitlines():
-                if line.startswith((b"RssAnon:", b"RssShmem:")):
-                    memory += int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return int(fields[17]), memory, sum(map(int, fields[11:15])) / _TICKS_PER_S
+        with open(path, "rb", 0) as file:
+            return sum(int(line.split()[1]) << 10 for line in file.read().splitlines() if line.startswith(names))
+    except OSError:  # it has ended, or does not let itself be looked at
+        return None
 
 
 def _exact(pids: list[int]) -> int:
     """Returns the bytes of processes' memory, each page once although several share it. It takes the kernel much longer to say."""
     total = 0
     for pid in pids:
-        try:
-            with open(f"/proc/{pid}/smaps_rollup", "rb", 0) as file:
-                lines = [line for line in file.read().splitlines() if line.startswith((b"Pss_Anon:", b"Pss_Shmem:"))]
-                total += sum(int(line.split()[1]) << 10 for line in lines)
-        except OSError:  # it does not let itself be looked at
-            total += usage_of(pid)[1]
+        shared = _sum(f"/proc/{pid}/smaps_rollup", b"Pss_Anon:", b"Pss_Shmem:")
+        total += usage_of(pid)[1] if shared is None else shared
     return total
 
 
-def _used(folder: str) -> int:
-    """Returns the bytes of a file system in memory; 0 of one on a disk."""
-    if not _FIRST:
-        return 0
-    found = os.statvfs(folder)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+def _filled(work: str) -> int:
+    """Returns the bytes of the two folders in memory; 0 where they are on a disk."""
+    found = [os.statvfs(folder) for folder in (work, "/tmp")] if _FIRST else []
+    return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in found)
 
 
 def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) -> None:  # type: ignore[type-arg]
@@ -331,7 +315,6 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
             _signal.signal(number, _signal.SIG_DFL)
-        os.nice(PRIORITY)
         _limit(request["limits"])
         os.chdir(work)
         if request["command"]:
@@ -353,16 +336,13 @@ def _limit(limits: dict) -> None:  # type: ignore[type-arg]
     """Sets the kernel's own limits of each process. That of memory is for what a process can write to, not for what it maps: runtimes of
     languages and GPUs reserve many times what they use."""
     seconds = int(limits["cpu_s"]) + 1
-    memory = limits["memory_bytes"] + MEMORY_SLACK
     wanted = {
-        resource.RLIMIT_DATA: memory,
+        resource.RLIMIT_DATA: limits["memory_bytes"] + MEMORY_SLACK,
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
         resource.RLIMIT_NOFILE: limits["open_files"],
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
+        **dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), 0),
     }
-    if _FIRST and tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14):
+    if _FIRST and _kernel() >= (5, 14):
         wanted[resource.RLIMIT_NPROC] = limits["processes"] + 1  # before, the kernel counted the user's processes outside as well
     for number, value in wanted.items():
         _, hard = resource.getrlimit(number)
@@ -371,6 +351,11 @@ def _limit(limits: dict) -> None:  # type: ignore[type-arg]
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first by SIGXCPU, which tells what it was
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # the soft limit is that of the process that started this one
+
+
+def _kernel() -> tuple[int, ...]:
+    parts = os.uname().release.split("-")[0].split(".")[:2]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
 def _execute(command: list[str]) -> None:
