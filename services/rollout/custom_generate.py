@@ -12,6 +12,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from services.rollout.generate import RETRY_PAUSE
@@ -31,7 +32,7 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Sampling, Task
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, SampleLimits
 from shared.workers.worker_pool import CallBlocked, WorkerPool
 from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
 
@@ -49,6 +50,7 @@ class CustomGenerate:
 
     Attributes:
         goes_on: an aborted rollout goes on from its tokens. seconds: that a rollout has. lost: rollouts that were given up.
+        log_probs_reader: as in `SampleLimits`.
     """
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
@@ -60,6 +62,7 @@ class CustomGenerate:
         self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
         self._started: asyncio.Task[None] | None = None
         self.seconds, self.lost = rollout.generate_timeout, 0
+        self.log_probs_reader = service.config.log_probs_reader
 
     def path(self, task: Task) -> str | None:
         """Returns the function that generates a task: its own, or the run's; None for the engine alone."""
@@ -195,7 +198,7 @@ class _Rollout:
         self._failures = RolloutFailures()
         self._aborted: HookSample | None = None
         self._served = Served(0, 0)
-        self._vocabulary = 0
+        self._limits = SampleLimits(log_probs_reader=functions.log_probs_reader)
         self.stopped: Stopped | None = None
 
     async def run(self, in_flight: InFlight | None) -> None:
@@ -213,7 +216,7 @@ class _Rollout:
         client = await replica.wait_serving(task.min_version, self._left_s())
         begun, life = replica.version, replica.incarnation
         oldest = begun if self._sample is None else min([begun, *_versions(self._sample)])
-        self._vocabulary = client.capabilities.vocab_size
+        self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
         try:
             with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
                 given = await self._called(self._sample or self._functions.begun(task, self.index))
@@ -276,7 +279,7 @@ class _Rollout:
     def _stored(self, given: Sequence[HookSample], unfinished: bool = False) -> list[Sample]:
         """Returns samples as they are stored. Raises BadMessage."""
         return [
-            to_stored(sample, self.task.group, position, self.index, self._served, self._vocabulary, unfinished)
+            to_stored(sample, self.task.group, position, self.index, self._served, self._limits, unfinished)
             for position, sample in enumerate(given)
         ]
 
