@@ -89,7 +89,8 @@ class Rollout:
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
         work = [self.replica.keep_engine(), self._catch_up.keep(), self.evaluate(), self.measure(), self.stop_stale()]
-        work.append(self.produce())
+        if self._config.ingest.ingest_groups != "alone":
+            work.append(self.produce())
         work += [router.keep() for router in routers]
         if (profiler := EngineProfiler(service, self.replica)).wanted:
             work.append(profiler.run())

@@ -191,3 +191,8 @@ class RolloutSection(Section):
             self.rollout_concurrency = -(-self.sglang_server_concurrency // self.n_samples_per_prompt)
         if self.rollout_max_context_len is not None and "rollout_max_prompt_len" not in given:
             self.rollout_max_prompt_len = self.rollout_max_context_len - 1
+
+    @property
+    def may_give_rewards(self) -> bool:
+        """Returns whether something of the user's makes the samples, which may come with their rewards then."""
+        return any(getattr(self, name) for name in (*GENERATORS, "rollout_function_path"))

@@ -9,6 +9,7 @@ from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.hooks.slime_eval_datasets import eval_datasets, eval_prompt_data
 from shared.model.families import read_architecture
+from shared.rewards.names import GIVEN
 from shared.runtime.errors import ConfigError
 
 NOT_SET = """
@@ -64,6 +65,7 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
 
 SAID_OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "eval_prompt_data": lambda _: None,  # it follows from all sets
+    "rm_type": lambda given: None if given == GIVEN else given,
     "rollout_skip_special_tokens": lambda given: bool(given),
     "rollout_stop": lambda given: given or None,
     "rollout_stop_token_ids": lambda given: given or None,

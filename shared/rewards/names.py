@@ -6,7 +6,9 @@ BOXED = "boxed_"
 """The prefix of a reward that gets what stands in a response's last box, in place of the whole response."""
 
 TEXT, SYMBOLIC, LENIENT, INSTRUCTIONS = "verifiers", "verifiers-sympy", "verifiers-math-verify", "verifiers-ifbench"
-"""The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench."""
+SANDBOXED = "verifiers-sandbox"
+"""The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench, and
+sandboxes."""
 
 QUEUES = {
     "dapo": TEXT,
@@ -18,6 +20,7 @@ QUEUES = {
     "math": SYMBOLIC,
     "math_verify": LENIENT,
     "random": TEXT,
+    "unit_tests": SANDBOXED,
 }
 """The queue of each verifier."""
 
@@ -34,6 +37,13 @@ VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
 WITHOUT_LABEL = ("gpqa", "ifbench", "random")
 """Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
 
+RUNS_CODE = ("unit_tests",)
+"""Verifiers that run a response's code in a sandbox. Their labels are tests, and no answers."""
+
+
+GIVEN = "given"
+"""The ``rm_type`` of samples that come with their reward, or whose prompts name what scores them: slime's default."""
+
 
 def base(name: str) -> str:
     """Returns a verifier's name without `BOXED`."""
@@ -42,7 +52,7 @@ def base(name: str) -> str:
 
 def queue_of(name: str) -> str:
     """Returns the queue of an environment: one of the above for verifiers, any other has one of its own name."""
-    return QUEUES.get(base(name), name)
+    return TEXT if name == GIVEN else QUEUES.get(base(name), name)
 
 
 def missing_package(name: str) -> str | None:
