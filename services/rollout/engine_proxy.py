@@ -167,7 +167,7 @@ class EngineProxy:
 
     async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
         self._present()  # before a body is read that nobody would answer
-        body = await _body_of(request)
+        body = await body_of(request)
         client = await self._serving()
         parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"
         response: web.StreamResponse | None = None
@@ -259,7 +259,7 @@ async def _whole(answer: ClientResponse) -> bytes:
     return bytes(whole)
 
 
-async def _body_of(request: web.BaseRequest) -> bytes:
+async def body_of(request: web.BaseRequest) -> bytes:
     """Returns the whole body. A form of another site's cannot be sent as JSON, so no browser is made to ask an engine on loopback."""
     if request.content_type != "application/json" or request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestDenied(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of application/json, not compressed")
