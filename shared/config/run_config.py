@@ -16,6 +16,7 @@ from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
+from shared.config.gateway_section import GatewaySection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, RewardSection
@@ -51,6 +52,7 @@ class RunConfig(Section):
     debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+    gateway: GatewaySection = GatewaySection()
 
     def _complete(self) -> None:
         trainer, samples = self.trainer, self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
@@ -150,6 +152,11 @@ class RunConfig(Section):
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
+    def gateways(self) -> int:
+        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
+        return self.gateway.gateway_replicas or 0
 
     @property
     def trained(self) -> Path:
