@@ -1,16 +1,29 @@
 """`[rollout]`: generation, and how far it may run ahead of training."""
 
+import shlex
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from shared.config.section import HOOK, MUTABLE, Rule, Section, hook
+from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.overlong import OverlongPolicy
 
 STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
 """What `num_rollout` is."""
+
+GENERATORS = ("custom_generate_function_path", "agent", "agent_command")
+"""The fields that put something of the user's in the place of Myxo's own generation; a set of held-out prompts may have its own."""
+
+
+def _as_text(words: list[str]) -> str:
+    """Returns a flag's words as one text: a command whose own arguments begin with dashes is one word."""
+    return words[0] if len(words) == 1 else shlex.join(words)
+
+
+Command = Annotated[list[str], BeforeValidator(lambda given: shlex.split(given) if isinstance(given, str) else given), Words(_as_text)]
+"""A command line: a list, or text that is split as a shell would."""
 
 
 class RolloutSection(Section):
@@ -38,6 +51,15 @@ class RolloutSection(Section):
             lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
             "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
         ),
+        Rule(
+            ("agent", "agent_command"),
+            lambda rollout, given: (
+                given and any(getattr(rollout, name) for name in ("custom_generate_function_path", "rollout_function_path"))
+            ),
+            "only one of agent, agent_command, custom_generate_function_path and rollout_function_path can generate",
+        ),
+        Rule("agent_command", lambda rollout, given: given and rollout.agent, "only one of agent and agent_command can generate"),
+        Rule("agent_command", lambda _, given: given and not given[0], "a program, then its arguments"),
         Rule(
             "min_rollouts",
             lambda rollout, given: given is not None and given > rollout.n_samples_per_prompt,
@@ -94,6 +116,22 @@ class RolloutSection(Section):
     buffer_filter_path: str | None = hook("that chooses a batch's groups among those that are ready")
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
+    )
+    agent: str | None = hook(
+        "called with (data, base_url, api_key): an agent that plays one rollout over the gateway; it returns the reward, or None"
+    )
+    agent_command: Command = Field(
+        default=[],
+        description="command line, as text or a list, of an agent in place of a function: data on its standard input; base URL and key in "
+        "OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY; the reward is the last line that it prints",
+    )
+    agent_timeout: float = Field(default=600, gt=0, description="seconds for one rollout of an agent", **MUTABLE)
+    agent_tries: int = Field(
+        default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE
+    )
+    agent_workers: int = Field(default=2, gt=0, description="processes for agent in a rollout service, each with many rollouts", **MUTABLE)
+    agent_concurrency: int = Field(
+        default=64, gt=0, description="agents that a rollout service runs at once; each of agent_command is a process", **MUTABLE
     )
     generate_workers: int = Field(
         default=2, gt=0, description="processes for custom_generate_function_path in a rollout service, each with many rollouts", **MUTABLE
@@ -153,3 +191,8 @@ class RolloutSection(Section):
             self.rollout_concurrency = -(-self.sglang_server_concurrency // self.n_samples_per_prompt)
         if self.rollout_max_context_len is not None and "rollout_max_prompt_len" not in given:
             self.rollout_max_prompt_len = self.rollout_max_context_len - 1
+
+    @property
+    def may_give_rewards(self) -> bool:
+        """Returns whether something of the user's makes the samples, which may come with their rewards then."""
+        return any(getattr(self, name) for name in (*GENERATORS, "rollout_function_path"))

@@ -182,12 +182,15 @@ class Producer:
             raise ConfigError(*refused)
 
     async def _watch(self, process: ChildProcess) -> None:
-        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`."""
+        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`.
+
+        No time runs while the replica does not serve, or the store or a stream is full.
+        """
         limit = self._config.rollout.generate_timeout
         self._moved = time.monotonic()
         while True:
             await asyncio.sleep(1.0)
-            if not self._calling or not self._drawn or not self._replica.serving:
+            if not self._calling or not self._drawn or not self._replica.serving or self._service.held_back:
                 self._moved = time.monotonic()
             if time.monotonic() - self._moved > limit:
                 process.kill()

@@ -11,7 +11,8 @@ import yaml
 from myxo.run import config_toml
 from shared.config import flags
 from shared.config.config_reading import load, parse, read
-from shared.config.eval_views import eval_view, eval_views, reward_field, reward_key
+from shared.config.eval_views import agents, eval_view, eval_views, reward_field, reward_key
+from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config, values
@@ -49,6 +50,43 @@ def test_a_config_with_sets_comes_back_from_json_and_toml(tmp_path: Path) -> Non
     assert parse({**values(tmp_path), "eval": {"sets": [json.dumps({"name": "y", "path": "a"})]}}).eval.sets[0].name == "y"  # by a flag
     absolute = config.absolute(Path("/base"))
     assert [str(file) for item in absolute.eval.named.values() for file in item.path] == ["/base/x.jsonl", "/base/a", "/base/b", "/base/c"]
+
+
+def test_what_generates_for_a_set_takes_the_place_of_whatever_generates_for_the_run(tmp_path: Path) -> None:
+    kinds = {"f": {"custom_generate_function_path": "my.own:f"}, "a": {"agent": "my.own:a"}, "c": {"agent_command": ["./own"]}, "none": {}}
+    sets = [{"name": name, "path": "x", **own} for name, own in kinds.items()]
+    runs = [{"agent": "my.run:a"}, {"agent_command": ["./run"]}, {"custom_generate_function_path": "my.run:f"}]
+    for of_run in runs:
+        config = run_config(tmp_path, rollout=of_run, eval={"sets": sets})
+        assert config.has_agents
+        for view, own in zip(eval_views(config), kinds.values(), strict=True):
+            found = {name: value for name in GENERATORS if (value := getattr(view.config.rollout, name))}
+            assert found == (own or of_run)
+    config = run_config(tmp_path, eval={"sets": sets})
+    assert agents(config) == {"eval.sets.a.agent": "my.own:a", "eval.sets.c.agent_command": ["./own"]}
+    assert config.has_agents and not run_config(tmp_path, eval={"sets": sets[:1]}).has_agents
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [(["python agent.py --steps 'a b'"], ["python", "agent.py", "--steps", "a b"]), (["python", "my agent.py"], ["python", "my agent.py"])],
+)
+def test_a_command_is_a_list_or_text_as_for_a_shell(tmp_path: Path, words: list[str], command: list[str]) -> None:
+    assert run_config(tmp_path, **flags.parse(["--agent-command", *words])).rollout.agent_command == command
+    config = run_config(
+        tmp_path, rollout={"agent_command": command}, eval={"sets": [{"name": "x", "path": "x", "agent_command": words[0]}]}
+    )
+    assert config.rollout.agent_command == command
+    assert parse(tomllib.loads(config_toml.dump(config))) == config
+
+
+def test_only_one_can_generate(tmp_path: Path) -> None:
+    for name, field in (("custom_generate_function_path", "agent"), ("rollout_function_path", "agent"), ("agent_command", "agent_command")):
+        with pytest.raises(ConfigError, match="only one of agent") as caught:
+            run_config(tmp_path, rollout={"agent": "m:a", name: ["./a"] if name == "agent_command" else "m:f"})
+        assert caught.value.field == f"rollout.{field}"
+    with pytest.raises(ConfigError, match="set 'x': agent and agent_command; only one of them can generate"):
+        run_config(tmp_path, eval={"sets": [{"name": "x", "path": "x", "agent": "m:a", "agent_command": ["./a"]}]})
 
 
 def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
@@ -91,12 +129,14 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
         ({"eval_prompt_data": ["a", "b", "c"]}, "eval.eval_prompt_data", "3 words are no pairs"),
         ({"eval_prompt_data": "a.jsonl*2"}, "eval.eval_prompt_data", "has a weight"),
         ({"sets": [{"name": "a", "path": "p", "temprature": 1}]}, "eval.sets", "did you mean temperature"),
-        ({"sets": [{"name": "a", "path": "p", "temperature": -1}]}, "eval.sets.0.temperature", "greater than or equal to 0"),
+        ({"sets": [{"name": "a", "path": "p", "temperature": -1}]}, "eval.sets.a.temperature", "greater than or equal to 0"),
         ({"sets": [{"name": "a.b", "path": "p"}]}, "eval.sets.0.name", "pattern"),
         ({"sets": [{"path": "p"}]}, "eval.sets.0.name", "required"),
         ({"sets": [{"name": "a", "path": "p", "rm_type": "mth"}]}, "eval.sets.a.rm_type", "no such verifier or environment"),
-        ({"sets": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "eval.sets", "two sets are called 'a'"),
-        ({"sets": [{"name": "a", "path": "p", "custom_rm_path": "no"}]}, "eval.sets.0.custom_rm_path", "pattern"),
+        ({"sets": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "eval.sets.name", "['a', 'a']: two sets are called 'a'; "),
+        ({"eval_prompt_data": ["a", "p", "a", "q"]}, "eval.eval_prompt_data", "['a', 'p', 'a', 'q']: two sets are called 'a'"),
+        ({"eval_prompt_data": ["a", "p"], "sets": [{"name": "a", "path": "q"}]}, "eval.sets.name", "one of them in eval_prompt_data"),
+        ({"sets": [{"name": "a", "path": "p", "custom_rm_path": "no"}]}, "eval.sets.a.custom_rm_path", "pattern"),
         ({"eval_interval": 3}, "eval.eval_interval", "needs sets of held-out prompts"),
     ],
 )
@@ -171,7 +211,7 @@ def test_slimes_file_has_several_forms(tmp_path: Path, content: object) -> None:
 
 def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) -> None:
     path = toml(tmp_path, written(tmp_path, SLIMES))
-    config, problems, notes = read(path, {"eval": {"eval_prompt_data": ["other", "x.jsonl"]}})
+    config, problems, notes, _ = read(path, {"eval": {"eval_prompt_data": ["other", "x.jsonl"]}})
     assert config is not None and not problems
     assert [view.name for view in eval_views(config)] == ["aime", "gpqa"]
     assert any("eval.eval_prompt_data" in note and "takes its place" in note for note in notes)
@@ -192,6 +232,8 @@ def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) ->
         ({"datasets": [{"name": "a", "path": "/a", "min_eval_samples": 3}]}, "nothing in slime reads it"),
         ({"datasets": [{"name": "a", "path": "${oc.env:DATA}/a"}]}, "interpolations are not read"),
         ("datasets:\n  - {name: a, path: /a, path: /b}", "'path' is there twice"),
+        ({"datasets": [{"name": "a", "path": "/a", "temperature": -1}]}, "eval.sets.a.temperature = -1: "),
+        ({"datasets": [{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]}, "eval.sets.name = ['a', 'a']: two sets are called 'a'"),
     ],
 )
 def test_what_is_wrong_in_slimes_file_is_named(tmp_path: Path, content: object, words: str) -> None:
@@ -199,6 +241,7 @@ def test_what_is_wrong_in_slimes_file_is_named(tmp_path: Path, content: object, 
         load(toml(tmp_path, written(tmp_path, content)))
     text = str(caught.value)
     assert words in text.replace("'None'", "None") or words.split(" = None")[0] in text, text
+    assert str(tmp_path / "eval.yaml") in text
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
