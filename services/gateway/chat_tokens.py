@@ -14,8 +14,6 @@ from typing import Any, get_args
 import numpy as np
 import structlog
 from numpy.typing import NDArray
-from renderers import DefaultRendererConfig, Renderer, create_renderer
-from renderers.configs import RendererConfig
 
 from services.gateway.renderer_tokenizer import RendererTokenizer
 from services.gateway.wire.turn_refused import TurnRefused
@@ -96,13 +94,14 @@ class ChatTokens:
     """
 
     def __init__(self, model: Path, variables: Mapping[str, Any]) -> None:
+        from renderers import DefaultRendererConfig, create_renderer  # it takes seconds, and only gateways have the package
+
         self.tokenizer = Tokenizer(model)
         self.has_template = self.tokenizer.has_chat_template
         adapter = RendererTokenizer(self.tokenizer, variables)
-        self._renderer = _family(adapter, variables) if self.has_template else None
-        self.family = "default" if self._renderer is None else str(self._renderer.config.name)
-        if self._renderer is None:
-            self._renderer = create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
+        family = _family(adapter, variables) if self.has_template else None
+        self.family = "default" if family is None else str(family.config.name)
+        self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
 
     def _tool_parser(self) -> str | None:
@@ -141,8 +140,11 @@ class ChatTokens:
         return ParsedTurn(found.content, found.reasoning_content or "", calls)
 
 
-def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Renderer | None:
+def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Any:
     """Returns the first renderer of a family that renders the probes as the model's template does; None where none does."""
+    from renderers import create_renderer
+    from renderers.configs import RendererConfig
+
     expected = list(_probed_by_template(tokenizer))
     for config in get_args(get_args(RendererConfig)[0]):
         name = config.model_fields["name"].default
@@ -160,7 +162,7 @@ def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Rende
     return None
 
 
-def _probed(renderer: Renderer) -> Iterator[list[int]]:
+def _probed(renderer: Any) -> Iterator[list[int]]:
     for messages, tools in PROBES:
         yield renderer.render_ids([dict(message) for message in messages], tools=list(tools) or None, add_generation_prompt=True)
 
@@ -176,6 +178,7 @@ def _probed_by_template(tokenizer: RendererTokenizer) -> Iterator[list[int] | No
 
 def _with_objects(messages: Messages) -> list[dict[str, Any]]:
     """Returns messages in which the arguments of calls are objects, as most templates expect them."""
+
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
         function = given["function"]
         return {**given, "function": {**function, "arguments": json.loads(function["arguments"])}}

@@ -38,7 +38,7 @@ RETRY_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class DrawTarget:
     """A replica that may draw. ``url``: of its door. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
 
     instance: str
@@ -77,16 +77,18 @@ class DrawLimit:
         self.ended(1, now)
 
 
-def targets(statuses: Sequence[ServiceStatus]) -> list[Target]:
+def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
     """Returns the replicas that may draw: those with verified weights, whose doors are open to gateways."""
     return [
-        Target(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
+        DrawTarget(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
         for one in statuses
         if one.service == "rollout" and one.engine and one.version >= 0 and {CONTEXT_GAUGE, VOCABULARY_GAUGE} <= one.gauges.keys()
     ]
 
 
-def choose(session: str, known: Sequence[Target], min_version: int, room: Mapping[str, bool], avoided: Collection[str]) -> Target | None:
+def choose(
+    session: str, known: Sequence[DrawTarget], min_version: int, room: Mapping[str, bool], avoided: Collection[str]
+) -> DrawTarget | None:
     """Returns the replica that draws for a session: the first in the session's own order that is new enough and has room.
 
     Args:
@@ -109,7 +111,7 @@ class Replicas:
 
     def __init__(self, registry: Registry, most: int) -> None:
         self._registry, self._most = registry, most
-        self.known: list[Target] = []
+        self.known: list[DrawTarget] = []
         self._limits: dict[str, DrawLimit] = {}
         self._avoided: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -152,7 +154,7 @@ class Replicas:
             await self._change(end, 0)
 
     @asynccontextmanager
-    async def place(self, session: str, min_version: int, seconds: float) -> AsyncIterator[tuple[Target, DrawLimit]]:
+    async def place(self, session: str, min_version: int, seconds: float) -> AsyncIterator[tuple[DrawTarget, DrawLimit]]:
         """Takes a place at a replica for a draw; waits for one for so many seconds. Raises TurnRefused."""
         end = time.monotonic() + seconds
         while (found := self._choice(session, min_version)) is None:
@@ -169,7 +171,7 @@ class Replicas:
         """Notes that a replica failed a draw."""
         self._avoided[instance] = time.monotonic() + AVOIDED_SECONDS
 
-    def _choice(self, session: str, min_version: int) -> Target | None:
+    def _choice(self, session: str, min_version: int) -> DrawTarget | None:
         now = time.monotonic()
         self._avoided = {instance: until for instance, until in self._avoided.items() if until > now}
         room = {one.instance: self._limit(one.instance).has_room for one in self.known}

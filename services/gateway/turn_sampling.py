@@ -13,7 +13,9 @@ from shared.sessions.session import Session
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def drawn_sampling(session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int]) -> tuple[Sampling, list[str]]:
+def drawn_sampling(
+    session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int]
+) -> tuple[Sampling, list[str]]:
     """Returns how a turn is drawn, and the names of the fields that the client asked otherwise and that stand as the task has them.
 
     Args:

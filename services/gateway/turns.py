@@ -1,7 +1,7 @@
 """Draws turns: a prompt is made or carried on, tokens are drawn until the turn ends, and what was drawn is recorded before it is answered.
 
 A turn goes on from its tokens where the engine aborted it, its replica died, or another gateway did. It is known by its request's id:
-asked for again, here or at another gateway, it is answered with what was drawn, or goes on; no token of it is drawn twice that was recorded.
+asked for again, here or at another gateway, it is answered with what was drawn, or goes on from what was recorded.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ PAUSE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TurnPrompt:
     """What a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are."""
 
     tokens: NDArray[np.int32]
@@ -79,7 +79,14 @@ class Turns:
     """The turns of this gateway. ``holder``: its name in sessions' records."""
 
     def __init__(
-        self, sessions: SessionStore, replicas: Replicas, door: DrawClient, chat: ChatTokens, model: str, holder: str, limits: GatewaySection
+        self,
+        sessions: SessionStore,
+        replicas: Replicas,
+        door: DrawClient,
+        chat: ChatTokens,
+        model: str,
+        holder: str,
+        limits: GatewaySection,
     ) -> None:
         self._sessions, self._replicas, self._door, self._chat_tokens = sessions, replicas, door, chat
         self._model, self._holder, self._limits = model, holder, limits
@@ -100,7 +107,7 @@ class Turns:
         if turn is None:
             await self._check(log, asked.min_version)
             check_tokens(int(asked.prompt.min()), int(asked.prompt.max()), self._replicas.vocabulary)
-            prompt = Prompt(asked.prompt, log.extended(asked.prompt))
+            prompt = TurnPrompt(asked.prompt, log.extended(asked.prompt))
             turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, None)
         return self._answer(turn, ParsedTurn("", "", ()), [])
 
@@ -118,20 +125,20 @@ class Turns:
         await self._replicas.present(self._limits.gateway_wait)
         self._replicas.check_version(min_version)
 
-    def _prompt(self, log: SessionLog, asked: ChatTurn) -> Prompt:
+    def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Carries on the turn that the conversation goes on from, where that can be done with its very ids; else renders it anew."""
         found = continued(log.turns.values(), asked.messages, asked.tools)
         if found is not None:
             turn, further = found
             if (bridged := self._chat_tokens.bridge(turn, further, asked.tools)) is not None:
-                return Prompt(bridged, turn)
+                return TurnPrompt(bridged, turn)
         tokens = self._chat_tokens.render(asked.messages, asked.tools)
-        return Prompt(tokens, log.extended(tokens))
+        return TurnPrompt(tokens, log.extended(tokens))
 
     # --- drawing
 
     async def _turn(
-        self, log: SessionLog, request: str, prompt: Prompt, asked: RequestedSampling, min_version: int, chat: ChatTurn | None
+        self, log: SessionLog, request: str, prompt: TurnPrompt, asked: RequestedSampling, min_version: int, chat: ChatTurn | None
     ) -> Turn:
         seconds = min(self._limits.gateway_turn_timeout, log.session.deadline - time.time())
         sampling, replaced = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids)
@@ -153,7 +160,7 @@ class Turns:
         except TurnHeld:
             raise TurnRefused(503, "another gateway has taken the turn over", code="turn_held", retry_after_s=1.0) from None
 
-    async def _begun(self, log: SessionLog, request: str, prompt: Prompt) -> PendingTurn | Turn:
+    async def _begun(self, log: SessionLog, request: str, prompt: TurnPrompt) -> PendingTurn | Turn:
         """Begins a turn, or takes it over; waits while another gateway draws it."""
         while True:
             try:
@@ -167,7 +174,7 @@ class Turns:
                 if log.ended is None and time.time() < held.until:
                     await asyncio.sleep(min(held.until - time.time(), LEASE_SECONDS / RENEWALS))
 
-    def _record(self, request: str, prompt: Prompt | None = None, seconds: float = LEASE_SECONDS) -> TurnBegun:
+    def _record(self, request: str, prompt: TurnPrompt | None = None, seconds: float = LEASE_SECONDS) -> TurnBegun:
         """Returns the record that begins a turn, or, without a prompt, holds it for further seconds."""
         now = time.time()
         parent, shared = (prompt.parent, prompt.shared) if prompt is not None else (None, 0)

@@ -19,6 +19,9 @@ class GatewaySection(Section):
     gateway_port: int = Field(
         default=0, ge=0, le=65535, description="of the first gateway, each other one port further on; 0: any free ones", **MUTABLE
     )
+    gateway_models: list[str] = Field(
+        default=[], description="names that requests may give the model besides its own and the run's; *: any", **MUTABLE
+    )
     gateway_requests: int = Field(
         default=2048, gt=0, description="requests that a gateway has in hand at once; beyond them it answers 429", **MUTABLE
     )

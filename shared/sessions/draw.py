@@ -34,8 +34,11 @@ class DrawRequest(Message):
 
 
 class Drawn(Message):
-    """What was drawn. ``spans`` tile the completion. ``cached``: input tokens whose keys and values were there already. ``retractions``: how
-    often the engine took the request back for want of memory."""
+    """What was drawn. ``spans`` tile the completion.
+
+    ``cached``: input tokens whose keys and values were there already. ``retractions``: how often the engine took the request back for want
+    of memory.
+    """
 
     completion: Tokens
     log_probs: LogProbs

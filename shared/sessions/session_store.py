@@ -76,11 +76,7 @@ class SessionStore:
 
     async def refresh(self, log: SessionLog) -> None:
         """Reads what has been appended to a session's log since. Raises SessionUnknown where it has expired."""
-        key = self._names.session_key(log.session.id)
-        length, found = await self._command(f"session {log.session.id}", ("LLEN", key), ("LRANGE", key, log.length, -1))
-        if not length:
-            raise SessionUnknown(f"there is no session {log.session.id} any more")
-        log.apply(map(Message.decode, found))
+        await self._catch_up(log, f"session {log.session.id}", "LLEN")
 
     async def begin(self, log: SessionLog, turn: TurnBegun) -> Turn | PendingTurn:
         """Begins a turn, or takes it over where the lease of who drew it has run out.
@@ -145,14 +141,17 @@ class SessionStore:
     async def _append(self, log: SessionLog, record: TurnRecord) -> None:
         """Appends a record and folds what has been appended since the log was read. Raises SessionOver, SessionUnknown."""
         if log.ended is None:
-            key = self._names.session_key(log.session.id)
-            what = f"turn {record.request} of session {log.session.id}"
-            length, found = await self._command(what, ("RPUSHX", key, record.encode()), ("LRANGE", key, log.length, -1))
-            if not length:
-                raise SessionUnknown(f"there is no session {log.session.id} any more")
-            log.apply(map(Message.decode, found))
+            await self._catch_up(log, f"turn {record.request} of session {log.session.id}", "RPUSHX", record.encode())
         if log.ended is not None and record.request not in log.turns:
             raise SessionOver(f"session {log.session.id} has ended" + (f": {log.ended.reason}" if log.ended.reason else ""))
+
+    async def _catch_up(self, log: SessionLog, what: str, command: str, *arguments: bytes) -> None:
+        """Runs a command on a session's list that answers its length, and folds what was appended since the log was read."""
+        key, start = self._names.session_key(log.session.id), log.length
+        length, found = await self._command(what, (command, key, *arguments), ("LRANGE", key, start, -1))
+        if not length:
+            raise SessionUnknown(f"there is no session {log.session.id} any more")
+        log.apply(map(Message.decode, found[log.length - start :]))  # another task may have folded some of them meanwhile
 
     @staticmethod
     def _still(log: SessionLog, record: TurnRecord) -> PendingTurn:
