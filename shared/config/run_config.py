@@ -17,11 +17,13 @@ from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
 from shared.config.gateway_section import GatewaySection
+from shared.config.ingest_section import IngestSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
+from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
 from shared.config.sft_section import SftSection
 from shared.config.store_section import StoreSection
@@ -43,6 +45,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     rollout: RolloutSection
     reward: RewardSection = RewardSection()
+    sandbox: SandboxSection = SandboxSection()
     eval: EvalSection = EvalSection()
     trainer: TrainerSection = TrainerSection()
     sft: SftSection = SftSection()
@@ -53,6 +56,7 @@ class RunConfig(Section):
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
     gateway: GatewaySection = GatewaySection()
+    ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
         trainer, samples = self.trainer, self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
@@ -71,6 +75,7 @@ class RunConfig(Section):
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
         yield from self._lonely_samples()
+        yield from self._groups_from_outside()
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -110,6 +115,14 @@ class RunConfig(Section):
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
         if self.has_steps and self.algorithm.needs_groups and n > 1 and self.rollout.fewest_rollouts < 2:
             yield f"rollout.min_rollouts: {self.algorithm.advantage_estimator} compares the rollouts of a group; use at least 2"
+
+    def _groups_from_outside(self) -> Iterator[str]:
+        """Yields what does not go with groups that come in from outside."""
+        mode = self.ingest.ingest_groups
+        if mode != "off" and self.algorithm.opd_teachers:
+            yield f"ingest.ingest_groups: {mode}, but groups from outside lack the log-probs of opd_teachers; leave it off"
+        if mode == "alone" and self.rollout.rollout_function_path is not None:
+            yield "ingest.ingest_groups: alone, but rollout_function_path generates training groups as well; use beside, or leave that out"
 
     def _shared_gpus(self) -> Iterator[str]:
         """Yields the settings of colocated services that contradict each other."""
