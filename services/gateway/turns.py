@@ -238,7 +238,7 @@ class Turns:
             async with self._replicas.place(log.session.id, min_version, self._limits.gateway_wait) as (target, limit):
                 request = DrawRequest(
                     request=pending.request,
-                    tokens=tokens,
+                    input_ids=tokens,
                     sampling=wanted,
                     seed=log.session.seed,
                     min_version=min_version,

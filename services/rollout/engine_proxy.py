@@ -183,7 +183,7 @@ class EngineProxy:
         client = await self._serving()
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
-        life, wanted = self._served.incarnation, GenerationRequest(asked.tokens, asked.sampling.max_new_tokens, seed=asked.seed)
+        life, wanted = self._served.incarnation, GenerationRequest(asked.input_ids, asked.sampling.max_new_tokens, seed=asked.seed)
         [found] = await client.generate_group([wanted], asked.sampling, deadline=min(asked.seconds, self._generate_s))
         self._still(life)
         drawn = Drawn(

@@ -19,14 +19,14 @@ CONTEXT_GAUGE, VOCABULARY_GAUGE = "engine_context", "engine_vocabulary"
 
 
 class DrawRequest(Message):
-    """Draw the tokens that follow ``tokens``.
+    """Draw the tokens that follow ``input_ids``.
 
     ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
     least. ``seconds``: the most it may take.
     """
 
     request: RequestId
-    tokens: Tokens
+    input_ids: Tokens
     sampling: Sampling
     seed: int | None = Field(default=None, ge=0, le=LARGEST)
     min_version: Count = 0
