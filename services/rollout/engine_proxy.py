@@ -179,7 +179,7 @@ class EngineProxy:
         if not hmac.compare_digest(request.headers.get(KEY_HEADER, "").encode(), self.draw_key.encode()):
             raise RequestDenied(HTTPStatus.UNAUTHORIZED, "the key for draws is not this run's")
         self._present()
-        asked = DrawRequest.decode(await _body_of(request, CONTENT_TYPE))
+        asked = DrawRequest.decode(await body_of(request, CONTENT_TYPE))
         client = await self._serving()
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
@@ -198,7 +198,7 @@ class EngineProxy:
 
     async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
         self._present()  # before a body is read that nobody would answer
-        body = await _body_of(request)
+        body = await body_of(request)
         client = await self._serving()
         parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"
         response: web.StreamResponse | None = None
@@ -290,7 +290,7 @@ async def _whole(answer: ClientResponse) -> bytes:
     return bytes(whole)
 
 
-async def _body_of(request: web.BaseRequest, kind: str = "application/json") -> bytes:
+async def body_of(request: web.BaseRequest, kind: str = "application/json") -> bytes:
     """Returns the whole body. A form of another site's cannot be sent as JSON, so no browser is made to ask an engine on loopback."""
     if request.content_type != kind or request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestDenied(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"expected a body of {kind}, not compressed")

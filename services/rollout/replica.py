@@ -112,8 +112,8 @@ class Replica:
         self._shown = asyncio.Event()
 
     def _public_address(self) -> str:
-        """Returns where a router may send requests; empty for none: without verified weights the engine leaves it."""
-        if not self._exposed or self.proxy.address is None or not (self.served.engine_is_up and self.served.has_weights):
+        """Returns where a router, or a function of another replica's, may send requests; empty without verified weights."""
+        if self.proxy.address is None or not (self.served.engine_is_up and self.served.has_weights):
             return ""
         host, port = self.proxy.address
         return f"http://{host}:{port}"
