@@ -17,6 +17,7 @@ from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
+from shared.config.gateway_section import GatewaySection
 from shared.config.ingest_section import IngestSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
@@ -55,6 +56,7 @@ class RunConfig(Section):
     debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+    gateway: GatewaySection = GatewaySection()
     ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
@@ -187,6 +189,11 @@ class RunConfig(Section):
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
+    def gateways(self) -> int:
+        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
+        return self.gateway.gateway_replicas or 0
 
     @property
     def trained(self) -> Path:
