@@ -11,11 +11,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
+from shared.config.gateway_section import GatewaySection
 from shared.config.ingest_section import IngestSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
@@ -54,6 +56,7 @@ class RunConfig(Section):
     debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+    gateway: GatewaySection = GatewaySection()
     ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
@@ -73,6 +76,8 @@ class RunConfig(Section):
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
         yield from self._lonely_samples()
+        if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
+            yield problem
         yield from self._groups_from_outside()
 
     def _work(self) -> Iterator[str]:
@@ -170,6 +175,11 @@ class RunConfig(Section):
                 yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
     @property
+    def log_probs_reader(self) -> str | None:
+        """Returns which setting needs the rollout's log-probs, as a sentence; None where samples may lack them."""
+        return log_probs_reader.log_probs_reader(self.algorithm, self.rollout)
+
+    @property
     def has_agents(self) -> bool:
         """Returns whether agents play rollouts, the run's or a set's: they need a gateway."""
         own = any(item.agent or item.agent_command for item in self.eval.named.values())
@@ -179,6 +189,11 @@ class RunConfig(Section):
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
+    def gateways(self) -> int:
+        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
+        return self.gateway.gateway_replicas or 0
 
     @property
     def trained(self) -> Path:
