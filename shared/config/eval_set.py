@@ -3,10 +3,11 @@
 import json
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
+from shared.config.rollout_section import GENERATORS
 from shared.config.section import hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
@@ -37,6 +38,8 @@ class EvalSet(BaseModel):
     custom_rm_path: str | None = hook("that scores it; default: reward.custom_rm_path")
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: eval_reward_key")
     custom_generate_function_path: str | None = hook("that generates its samples; default: rollout.custom_generate_function_path")
+    agent: str | None = hook("that plays its rollouts; default: rollout.agent")
+    agent_command: list[str] | None = Field(default=None, description="command line that plays its rollouts; default: rollout.agent_command")
     n_samples_per_eval_prompt: int | None = Field(default=None, gt=0, le=MAX_SAMPLES, description="samples a prompt")
     temperature: float | None = Field(default=None, ge=0, description="default: eval_temperature")
     top_p: float | None = Field(default=None, gt=0, le=1, description="default: eval_top_p")
@@ -57,6 +60,17 @@ class EvalSet(BaseModel):
     apply_chat_template: bool | None = Field(default=None, description="default: data.apply_chat_template")
     apply_chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="default: data.apply_chat_template_kwargs")
     metadata_overrides: dict[str, Any] | None = Field(default=None, description="put into the metadata of each prompt, over what it has")
+
+    @property
+    def generators(self) -> list[str]:
+        """Returns which of `GENERATORS` the set has of its own."""
+        return [name for name in GENERATORS if getattr(self, name)]
+
+    @model_validator(mode="after")
+    def _has_one_generator(self) -> Self:
+        if len(self.generators) > 1:
+            raise ValueError(f"set {self.name!r}: {' and '.join(self.generators)}; only one of them can generate")
+        return self
 
 
 def _pairs(value: Any) -> Any:

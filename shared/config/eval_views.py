@@ -11,6 +11,7 @@ from typing import Any
 
 from shared.config.eval_set import EvalSet
 from shared.config.reward_section import RewardSection
+from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.schema.ledger import eval_group_parts
@@ -25,6 +26,8 @@ _FIELDS: dict[str, dict[str, tuple[str, str | None]]] = {
         "rollout_stop_token_ids": ("stop_token_ids", None),
         "n_samples_per_prompt": ("n_samples_per_eval_prompt", "n_samples_per_eval_prompt"),
         "custom_generate_function_path": ("custom_generate_function_path", None),
+        "agent": ("agent", None),
+        "agent_command": ("agent_command", None),
     },
     "data": {
         "input_key": ("input_key", "eval_input_key"),
@@ -82,6 +85,8 @@ class EvalView:
                 if value is not None:
                     values.setdefault(field, value)
         if name == "rollout":
+            if self.own.generators:  # it takes the place of whichever the run has
+                values = dict.fromkeys(GENERATORS) | {"agent_command": []} | values
             values["rollout_max_prompt_len"] = self._max_prompt_len()
         if name == "reward":
             values["reward_key"] = self.own.reward_key or self.run.reward.key(evaluation=True)
@@ -129,7 +134,15 @@ def reward_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def generate_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields the functions that generate for sets of their own, as `reward_functions` does."""
+    """Yields the functions and agents that generate for sets of their own, as `reward_functions` does."""
     for view in eval_views(config):
-        if view.own.custom_generate_function_path is not None:
-            yield f"{view.field}.custom_generate_function_path", view.own.custom_generate_function_path
+        for name in ("custom_generate_function_path", "agent"):
+            if (path := getattr(view.own, name)) is not None:
+                yield f"{view.field}.{name}", path
+
+
+def agents(config: RunConfig) -> dict[str, str | list[str]]:
+    """Returns the agents of a run and of its sets, functions and commands, by field."""
+    sections = {"rollout": config.rollout} | {view.field: view.own for view in eval_views(config)}
+    found = {f"{field}.{name}": getattr(section, name) for field, section in sections.items() for name in ("agent", "agent_command")}
+    return {field: agent for field, agent in found.items() if agent}

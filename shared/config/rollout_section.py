@@ -12,6 +12,9 @@ from shared.schema.overlong import OverlongPolicy
 STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
 """What `num_rollout` is."""
 
+GENERATORS = ("custom_generate_function_path", "agent", "agent_command")
+"""The fields that put something of the user's in the place of Myxo's own generation; a set of held-out prompts may have its own."""
+
 
 class RolloutSection(Section):
     """Generation, and how far it may run ahead of training."""
@@ -38,6 +41,12 @@ class RolloutSection(Section):
             lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
             "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
         ),
+        Rule(
+            ("agent", "agent_command"),
+            lambda rollout, given: given and sum(bool(getattr(rollout, name)) for name in (*GENERATORS, "rollout_function_path")) > 1,
+            "only one of agent, agent_command, custom_generate_function_path and rollout_function_path can generate",
+        ),
+        Rule("agent_command", lambda _, given: given and not given[0], "a program, then its arguments"),
         Rule(
             "min_rollouts",
             lambda rollout, given: given is not None and given > rollout.n_samples_per_prompt,
@@ -94,6 +103,22 @@ class RolloutSection(Section):
     buffer_filter_path: str | None = hook("that chooses a batch's groups among those that are ready")
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
+    )
+    agent: str | None = hook(
+        "called with (data, base_url, api_key): an agent that plays one rollout over the gateway; it returns the reward, or None"
+    )
+    agent_command: list[str] = Field(
+        default=[],
+        description="command line of an agent in place of a function: data on its standard input, base URL and key in OPENAI_BASE_URL, "
+        "OPENAI_API_KEY and ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, the reward as the last line that it prints",
+    )
+    agent_timeout: float = Field(default=600, gt=0, description="seconds for one rollout of an agent", **MUTABLE)
+    agent_tries: int = Field(
+        default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE
+    )
+    agent_workers: int = Field(default=2, gt=0, description="processes for agent in a rollout service, each with many rollouts", **MUTABLE)
+    agent_concurrency: int = Field(
+        default=64, gt=0, description="agents that a rollout service runs at once; each of agent_command is a process", **MUTABLE
     )
     generate_workers: int = Field(
         default=2, gt=0, description="processes for custom_generate_function_path in a rollout service, each with many rollouts", **MUTABLE

@@ -8,7 +8,7 @@ import json
 import sys
 
 from shared.config.run_config import RunConfig
-from shared.hooks.loading import load, paths
+from shared.hooks.loading import agent_paths, load, load_agent, paths
 from shared.runtime.errors import ConfigError
 
 
@@ -16,8 +16,9 @@ def main() -> int:
     """Runs the command line and returns the exit code."""
     config = RunConfig.model_validate_json(sys.stdin.read())
     try:
+        agents = agent_paths(config)
         for field, path in paths(config).items():
-            load(field, path)
+            (load_agent if field in agents else load)(field, path)
     except ConfigError as error:
         print(json.dumps([error.field, error.value, error.expected]))
         return 2

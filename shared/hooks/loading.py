@@ -1,6 +1,7 @@
 """Imports the function at ``package.module:function`` or ``package.module.function``, and lists the functions that each service imports."""
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,12 @@ from shared.hooks import slime_names
 from shared.runtime.errors import ConfigError, MyxoError
 
 GENERATE = "rollout.custom_generate_function_path"
+AGENT = "rollout.agent"
 
 RUN_BY = {
     GENERATE: "rollout",
     "rollout.rollout_function_path": "rollout",
+    AGENT: "rollout",
     "reward.custom_rm_path": "reward",
     "rollout.dynamic_sampling_filter_path": "reward",
     "rollout.rollout_sample_filter_path": "reward",
@@ -82,12 +85,29 @@ def generate_paths(config: RunConfig) -> dict[str, str]:
     return {field: path for field, path in paths(config, "rollout").items() if field.endswith("custom_generate_function_path")}
 
 
+def agent_paths(config: RunConfig) -> dict[str, str]:
+    """Returns the agents that are functions, the run's and those of evaluation sets, by field."""
+    return {field: path for field, path in paths(config, "rollout").items() if field.endswith(".agent")}
+
+
 def split_path(path: str) -> tuple[str, str]:
     """Returns module and function of a path; before the function there is a colon, or the last dot, as slime has it."""
     module, colon, name = path.partition(":")
     if not colon:
         module, _, name = path.rpartition(".")
     return module, name
+
+
+def load_agent(field: str, path: str) -> Callable[..., Any]:
+    """Returns the agent at ``path``. Raises ConfigError as `load` does, and for a function that cannot take what agents are called with."""
+    function = load(field, path)
+    try:
+        inspect.signature(function).bind({}, "base_url", "api_key")
+    except TypeError as error:
+        raise ConfigError(field, path, f"expected a function of (data, base_url, api_key): {error}") from None
+    except ValueError:  # one in C, of which nobody knows what it takes
+        pass
+    return function
 
 
 def load(field: str, path: str) -> Callable[..., Any]:
