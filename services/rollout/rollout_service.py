@@ -248,6 +248,7 @@ class Rollout:
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
+            metrics.set("lost_rollouts", self._custom.lost)
             await asyncio.sleep(RATE_SECONDS)
 
 

@@ -78,7 +78,7 @@ class AgentRunner:
         assert self._pool is not None
         request = {"verb": "play", "field": program.field, "path": program.function, **given}
         try:
-            answer = await self._pool.ask(request, "an agent's rollout", program.name, self._timeout_s, once=True, alone=alone)
+            answer = await self._pool.ask(request, "an agent", program.path, self._timeout_s, once=True, alone=alone)
         except WorkerGone as gone:
             raise AgentDisturbed(unknown=gone.cause is None) from None
         return answer.get("reward")

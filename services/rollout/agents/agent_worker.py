@@ -15,6 +15,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.hooks.loading import agent_paths, load_agent
 from shared.workers.call_server import serve_calls
+from shared.workers.running_call import is_blocked
 
 
 class AgentCalls:
