@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from docs.catalogue import settle
-from shared.accounts.permissions import HEALTH, OPERATOR, Rights, rights
+from shared.accounts.permissions import HEALTH, OPERATOR, Rights, StoreRights, rights
 from shared.bus.subjects import Subjects
 
 PAGE = Path(__file__).with_name("accounts.md")
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- written by `python -m docs.accounts` -->\n", "<!-- end -->\n"
 
 RUN = "<run>"
 
-_WRITING = {"set": "write", "setnx": "add", "unlink": "remove"}
+_WRITING = {"set": "write", "setnx": "add", "rpush": "create", "rpushx": "append", "unlink": "remove"}
 """Commands that change a key, and what each comes to in words."""
 
 
@@ -45,11 +45,16 @@ def _role(role: Rights) -> list[str]:
         lines.append(f"| answers | once to each request that it has received, within {role.bus.answer_seconds} s |")
     if role.store is None:
         return [*lines, "", "Redis: no account."]
-    commands = ", ".join(f"`{command.replace('|', ' ')}`" for command in role.store.commands)
-    changes = [word for command, word in _WRITING.items() if command in role.store.commands]
-    keys = [f"`{keys}` (read)" for keys in role.store.read if keys not in role.store.write]
-    keys += [f"`{keys}` (read, {', '.join(changes)})" for keys in role.store.write]
-    return [*lines, "", f"Redis: {commands}; keys {', '.join(keys)}."]
+    granted = [_granted(rights) for rights in (role.store, *role.store.further)]
+    return [*lines, "", f"Redis: {'. Further: '.join(granted)}."]
+
+
+def _granted(store: StoreRights) -> str:
+    commands = ", ".join(f"`{command.replace('|', ' ')}`" for command in store.commands)
+    changes = [word for command, word in _WRITING.items() if command in store.commands]
+    keys = [f"`{keys}` (read)" for keys in store.read if keys not in store.write]
+    keys += [f"`{keys}` (read, {', '.join(changes)})" for keys in store.write]
+    return f"{commands}; keys {', '.join(keys)}"
 
 
 def _subjects(role: Rights, subjects: Iterable[str]) -> str:

@@ -96,7 +96,7 @@ class Buffer:
         self._filter = BufferFilter(config, path) if path is not None else None
         self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance, LeaseTiming(config.bus.lease_duration))
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
-        self._ledger = LedgerWriter(service.bus, service.run, self._lease.held)
+        self._ledger = LedgerWriter(service.bus, service.run, self._lease.held, prompts.follow)
         self._state = BufferState()
         self._room = StoreRoom(service)
         self._lock = asyncio.Lock()
@@ -219,6 +219,7 @@ class Buffer:
             try:
                 await self._ledger.append(entry)
                 self._keeper.take(ended_groups.ended(self._state, record))
+                self._prompts.follow(self._state, record)
                 self._state.apply(record)
                 await self._failure.see(record, self._state.dead)
                 self._keeper.release(self._state.released)

@@ -24,11 +24,14 @@ class LedgerWriter:
     and must stop, so two active buffers can never both be believed.
 
     Args:
-        allowed: awaited before each try to append; it raises where this buffer may not write any more.
+        allowed: awaited before each try to append; it raises where this buffer may not write any more. read: takes each record that is
+            read from the ledger, and the state before it.
     """
 
-    def __init__(self, bus: Bus, run: str, allowed: Callable[[], Awaitable[None]]) -> None:
-        self._bus, self._subjects, self._allowed = bus, Subjects(run), allowed
+    def __init__(
+        self, bus: Bus, run: str, allowed: Callable[[], Awaitable[None]], read: Callable[[BufferState, LedgerRecord], None]
+    ) -> None:
+        self._bus, self._subjects, self._allowed, self._read = bus, Subjects(run), allowed, read
         self._stream = self._subjects.ledger_stream
         self._state = BufferState()
         self._trial = Trial(self._state)
@@ -42,6 +45,7 @@ class LedgerWriter:
         if newest <= self.last:
             return
         async for sequence, record in stream_replay.read(self._bus, self._stream, LedgerRecord, after=self.last):
+            self._read(self._state, record)
             self._trial.follow(record)
             self.last = sequence
             if self._state.released:

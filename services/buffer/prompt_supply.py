@@ -1,16 +1,20 @@
 """The prompts of a run in the buffer: opened once, counted in log and gauges."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.buffer import prompt_results
+from services.buffer.state import BufferState
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data.data_source import DrawnPrompts, PromptStream
 from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
+from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
-from shared.schema.ledger import eval_group_parts, group_number
+from shared.schema.ledger import GroupsAdmitted, LedgerRecord, eval_group_parts, group_number
 
 TRAINING = "training"
 
@@ -36,6 +40,13 @@ class PromptSupply:
         prompts = self.heldout.get(parts[0], ())
         return prompts[parts[2]] if parts[2] < len(prompts) else None
 
+    def follow(self, state: BufferState, record: LedgerRecord) -> None:
+        """Takes note of what a record, about to be folded into the state, holds for a source that hears results."""
+        if isinstance(self.training, DrawnPrompts) and self.training.observes:
+            prompt_results.follow(self.training.results, state, record)
+            if isinstance(record, GroupsAdmitted):
+                self.training.follow()
+
     def sets(self) -> dict[str, PromptStream | PromptFile]:
         """Returns the run's sets of prompts, by name."""
         training = {} if self.training is None else {TRAINING: self.training}
@@ -43,6 +54,8 @@ class PromptSupply:
 
     def gauge(self, metrics: Metrics) -> None:
         """Sets ``prompts`` and ``prompts_left_out``."""
+        if isinstance(self.training, DrawnPrompts) and self.training.observes:
+            metrics.set("prompt_results", len(self.training.results))
         for name, prompts in self.sets().items():
             metrics.set("prompts", len(prompts), of=name)
             for reason, count in prompts.left_out.items():
@@ -54,7 +67,11 @@ async def open_prompts(service: Service) -> PromptSupply:
 
     Raises ConfigError.
     """
-    supply = await asyncio.to_thread(_open, service.config)
+
+    def report(error: ConfigError) -> None:
+        service.log.error("source_not_told", error=str(error))
+
+    supply = await asyncio.to_thread(_open, service.config, report)
     for name, prompts in supply.sets().items():
         first = None if prompts.first_left_out is None else str(prompts.first_left_out)
         service.log.info("prompts", of=name, count=len(prompts), left_out=prompts.left_out, first_left_out=first)
@@ -62,10 +79,10 @@ async def open_prompts(service: Service) -> PromptSupply:
     return supply
 
 
-def _open(config: RunConfig) -> PromptSupply:
+def _open(config: RunConfig, report: Callable[[ConfigError], None]) -> PromptSupply:
     tokenizer = Tokenizer(config.model.hf_checkpoint)
     training: PromptStream | None = None
     if config.has_steps:
-        training = (TrainingPrompts if config.data.data_source is None else DrawnPrompts)(config, tokenizer)
+        training = TrainingPrompts(config, tokenizer) if config.data.data_source is None else DrawnPrompts(config, tokenizer, report)
     heldout = {view.name: eval_prompts(view, tokenizer) for view in eval_views(config)}
     return PromptSupply(training, heldout, tokenizer.stop_ids)

@@ -6,7 +6,9 @@ from contextlib import AsyncExitStack
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.group_consumer import GroupConsumer
 from services.reward.group_filter import GroupFilter
+from services.reward.group_judge import GroupJudge
 from services.reward.judge import Judge
+from services.reward.judge_calls import JudgeCalls
 from services.reward.payload_reader import PayloadReader
 from services.reward.remote_rewards import RemoteScorer, prompt_text
 from services.reward.reward_router import RewardRouter
@@ -70,14 +72,16 @@ async def _own_scorers(service: Service, functions: HooksPool | None, opened: As
 
 def _outside_scorers(service: Service, opened: AsyncExitStack) -> list[Scorer]:
     """Returns the scorers that ask a server which is no environment. Raises ConfigError for a key or a cache that cannot be had."""
-    config, found = service.config, list[RemoteScorer | Judge]()
-    if REMOTE in config.queues():
-        found.append(RemoteScorer(config.reward, prompt_text(config)))
-    if JUDGE in config.queues():
-        found.append(Judge(config.reward))
-    for scorer in found:
-        opened.push_async_callback(scorer.close)
-    return list(found)
+    config, queues, found = service.config.reward, service.config.queues(), list[Scorer]()
+    if REMOTE in queues:
+        remote = RemoteScorer(config, prompt_text(service.config))
+        opened.push_async_callback(remote.close)
+        found.append(remote)
+    if JUDGE in queues:
+        calls = JudgeCalls(config)
+        opened.push_async_callback(calls.close)
+        found += [Judge(config, calls), GroupJudge(config, calls)]
+    return found
 
 
 async def _count(service: Service, consumers: list[GroupConsumer]) -> None:

@@ -12,8 +12,8 @@ from shared.bus.streams import generated_consumer, scored_consumer, task_consume
 from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.config.bus_section import BusSection
 
-BUFFER, TRAINER, OPERATOR, ENVIRONMENT = "buffer", "trainer", "operator", "environment"
-ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT)
+BUFFER, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT = "buffer", "trainer", "gateway", "operator", "environment"
+ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT)
 """The accounts of a run: its services, its operators, and external environments on the bus."""
 
 HEALTH = "health"
@@ -43,11 +43,12 @@ class BusRights:
 
 @dataclass(frozen=True)
 class StoreRights:
-    """Commands of Redis, and the patterns of the keys that they may read and write."""
+    """Commands of Redis, and the patterns of the keys that they may read and write. ``further``: other commands, on keys of their own."""
 
     commands: tuple[str, ...]
     read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
+    further: "tuple[StoreRights, ...]" = ()
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,29 @@ def rights(run: str) -> tuple[Rights, ...]:
     Args:
         run: the run's id, matching `RUN_ID`.
     """
-    bus = {BUFFER: _buffer, ROLLOUT: _rollout, REWARD: _reward, TRAINER: _trainer, OPERATOR: _operator, ENVIRONMENT: _environment}
+    bus = {
+        BUFFER: _buffer,
+        ROLLOUT: _rollout,
+        REWARD: _reward,
+        TRAINER: _trainer,
+        GATEWAY: _gateway,
+        OPERATOR: _operator,
+        ENVIRONMENT: _environment,
+    }
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
+    sessions = (names.session_keys,)
+    opener = StoreRights(("expire", "get", "llen", "lrange", "rpush", "rpushx", "setnx", "unlink"), sessions, sessions)
     store = {
         BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "unlink"), payloads, payloads),
         # SETNX sets what is not there: whoever has this account can add payloads, and change none
-        ROLLOUT: StoreRights((*_CONNECTION, "getrange", "setnx"), payloads, payloads),
+        ROLLOUT: StoreRights((*_CONNECTION, "getrange", "setnx"), payloads, payloads, (opener,)),
         REWARD: StoreRights((*_CONNECTION, "getrange"), payloads),
         TRAINER: StoreRights(
             (*_CONNECTION, "get", "getrange", "hexists", "hmget", "hset", "set", "unlink"), (*payloads, *exchange), exchange
         ),
+        # RPUSHX appends to what is there: a gateway opens no session
+        GATEWAY: StoreRights((*_CONNECTION, "get", "llen", "lrange", "rpushx"), sessions, sessions),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
     }
     return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)
@@ -197,6 +210,14 @@ def _trainer(names: Subjects) -> BusRights:
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to list the replicas
     )
     return BusRights(publish, (_inbox(names, TRAINER),))
+
+
+def _gateway(names: Subjects) -> BusRights:
+    publish = (
+        *_service(names, GATEWAY),
+        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to choose among the replicas
+    )
+    return BusRights(publish, (_inbox(names, GATEWAY),))
 
 
 def _operator(names: Subjects) -> BusRights:

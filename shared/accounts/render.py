@@ -117,10 +117,15 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
 
 
 def _user(name: str, password: str, store: StoreRights) -> str:
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    further = "".join(f" ({_granted(rights)})" for rights in store.further)
+    return f"user {name} on #{digest} sanitize-payload resetchannels resetkeys {_granted(store)}{further}"
+
+
+def _granted(store: StoreRights) -> str:
+    """Returns the rules that grant rights to a user, or to a selector of a user."""
     access = {keys: ("R" if keys in store.read else "") + ("W" if keys in store.write else "") for keys in (*store.read, *store.write)}
-    keys = " ".join(["resetkeys", *(f"%{letters}~{keys}" for keys, letters in access.items())])
-    commands = " ".join(f"+{command}" for command in store.commands)
-    return f"user {name} on #{hashlib.sha256(password.encode()).hexdigest()} sanitize-payload resetchannels {keys} -@all {commands}"
+    return " ".join([*(f"%{letters}~{keys}" for keys, letters in access.items()), "-@all", *(f"+{command}" for command in store.commands)])
 
 
 def _quoted(text: str) -> str:

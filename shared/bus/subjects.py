@@ -81,6 +81,15 @@ class Subjects:
         """Returns the pattern of the keys of all that the trainer's roles exchange."""
         return f"{self.run}:exchange:*"
 
+    @property
+    def session_keys(self) -> str:
+        """Returns the pattern of the keys of all sessions."""
+        return f"{self.run}:session:*"
+
+    def session_key(self, session: str) -> str:
+        """Returns the key of a session's log."""
+        return f"{self.run}:session:{session}"
+
     def payload_prefix(self, group: str, attempt: int) -> str:
         """Returns the prefix of all keys of an attempt at a group."""
         return f"{self.run}:group:{group}:{attempt}:"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,10 @@ REMOTE = "remote_rm"
 """The environment of ``rm_url``."""
 
 JUDGE = "judge"
-"""The environment of ``judge_url``."""
+"""The environment of ``judge_url`` for each response."""
+
+TOURNAMENT = "tournament"
+"""The environment of ``judge_url`` for whole groups."""
 
 WEIGHTED = "weighted"
 """The environment of ``reward_weights``."""
@@ -43,6 +46,24 @@ Say in one sentence whether the answer is right and complete. Then write on a li
 Score: 0.5"""
 
 
+PAIR_PROMPT = """Compare two answers to a task.
+
+Task:
+{prompt}
+
+Right answer, if one is known:
+{label}
+
+Answer A:
+{first}
+
+Answer B:
+{second}
+
+Say in one sentence which is better, and why; neither their order nor their length counts. Then write on a line of its own [[A]], [[B]], or
+[[C]] for a tie."""
+
+
 class RewardSection(Section):
     """Scoring."""
 
@@ -57,8 +78,8 @@ class RewardSection(Section):
     rm_type: str = Field(
         default="math_verify",
         description=f"what scores: {', '.join(QUEUES)}, one of these behind boxed_, remote_rm (the server at rm_url), environment (the "
-        "one at environment_url), a name of environments, judge (the model at judge_url), weighted (reward_weights); a prompt's "
-        "metadata.rm_type overrides it",
+        "one at environment_url), a name of environments, judge (the model at judge_url), tournament (the same, which compares the samples "
+        "of a group), weighted (reward_weights); a prompt's metadata.rm_type overrides it",
     )
     reward_weights: dict[str, float] = Field(
         default={},
@@ -94,6 +115,21 @@ class RewardSection(Section):
     judge_scores: dict[str, float] = Field(
         default={}, description="what the words are worth that judge_pattern finds: yes = 1.0; default: they are numbers"
     )
+    judge_tournament: Literal["round_robin", "anchor", "single_elimination", "double_elimination", "swiss"] = Field(
+        default="single_elimination",
+        description="rm_type = tournament: who is compared with whom; a group of n takes n(n-1)/2, n-1, 2(n-1), 2(n-1) and about "
+        "n/2 log2 n comparisons",
+    )
+    judge_pair_prompt: str = Field(
+        default=PAIR_PROMPT, description="what the judge is asked of two responses, with {prompt}, {label}, {first} and {second} in it"
+    )
+    judge_pair_pattern: str = Field(
+        default=r"\[\[(\w+)\]\]", description="a regular expression: its last match in the judge's words says which of two is better"
+    )
+    judge_pair_points: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
+        default={"A": 1.0, "B": 0.0, "C": 0.5}, description="the points of the first of two, from 0 to 1, by what judge_pair_pattern finds"
+    )
+    judge_both_orders: bool = Field(default=True, description="the judge is asked about two responses in both orders, and the mean counts")
     judge_key_variable: str | None = Field(
         default=None, description="the environment variable of the reward service that holds the key of judge_url", **MUTABLE
     )
@@ -126,7 +162,7 @@ class RewardSection(Section):
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
 
     def _misfits(self) -> Iterator[str]:
-        taken = (*VERIFIERS, OWN, CUSTOM, REMOTE, JUDGE, WEIGHTED, *QUEUES.values())
+        taken = (*VERIFIERS, OWN, CUSTOM, REMOTE, JUDGE, TOURNAMENT, WEIGHTED, *QUEUES.values())
         for name, url in self.environments.items():
             if not address.NAME.match(name):
                 yield f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'"
@@ -142,7 +178,7 @@ class RewardSection(Section):
         for name in ("rm_url", "judge_url"):
             if (url := getattr(self, name)) is not None:
                 yield from _url_problems(f"reward.{name}", url, address.check_server)
-        for name in ("answer_pattern", "judge_pattern"):
+        for name in ("answer_pattern", "judge_pattern", "judge_pair_pattern"):
             if (pattern := getattr(self, name)) is not None:
                 yield from _pattern_problems(f"reward.{name}", pattern)
         if self.judge_key_variable is not None and not VARIABLE.match(self.judge_key_variable):
@@ -183,7 +219,8 @@ class RewardSection(Section):
         """Returns every environment that a prompt of this run may name, built in or not."""
         if self._replaced:
             return [CUSTOM]
-        given = {REMOTE: self.rm_url, JUDGE: self.judge_url, WEIGHTED: self.reward_weights or None, CUSTOM: self.custom_rm_path}
+        judged = dict.fromkeys((JUDGE, TOURNAMENT), self.judge_url)
+        given = {REMOTE: self.rm_url, **judged, WEIGHTED: self.reward_weights or None, CUSTOM: self.custom_rm_path}
         return sorted({*VERIFIERS, *self.external, *(name for name, value in given.items() if value is not None)})
 
     def queues(self) -> list[str]:
@@ -205,6 +242,7 @@ _NEEDS = {
     OWN: ("environment_url", address.EXPECTED),
     REMOTE: ("rm_url", "http://host:port/path"),
     JUDGE: ("judge_url", "http://host:port/v1"),
+    TOURNAMENT: ("judge_url", "http://host:port/v1"),
     CUSTOM: ("custom_rm_path", "package.module:function"),
 }
 """The field that an environment needs, and what it holds."""

@@ -18,7 +18,7 @@ from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
-from shared.config.reward_section import CUSTOM, RewardSection
+from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
 from shared.config.section import Section
@@ -68,6 +68,7 @@ class RunConfig(Section):
         yield from self._sizes()
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
+        yield from self._lonely_samples()
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -145,6 +146,15 @@ class RunConfig(Section):
             except ValidationError as error:
                 reason = error.errors()[0].get("ctx", {}).get("error")
                 yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
+
+    def _lonely_samples(self) -> Iterator[str]:
+        """Yields where a tournament would be held among one sample."""
+        default = self.eval.n_samples_per_eval_prompt
+        sets = {field: (item.rm_type, item.n_samples_per_eval_prompt or default) for field, item in self.eval.named.items()}
+        training = (self.reward.rm_type, self.rollout.n_samples_per_prompt if self.has_steps else 2)
+        for field, (named, n) in {"rollout.n_samples_per_prompt": training, **sets}.items():
+            if self.reward.environment_of(named) == TOURNAMENT and n < 2:
+                yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
     @property
     def longest_sample(self) -> int:

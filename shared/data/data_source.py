@@ -2,36 +2,50 @@
 
 ``make(config)`` returns an object with ``get_samples(n)``: a list of n prompts, each an object with the keys of [data] or something with
 the attributes ``prompt``, ``label`` and ``metadata``; a list of such (slime's groups) counts as its first. A source may also have
-``state()``, a JSON value, and ``load_state(value)``.
+``state()``, a JSON value, and ``load_state(value)``, and ``observe(results)``, which hears what became of groups
+(`shared.data.group_results`): before the prompt of group k is drawn, the source is told, once, of all groups that had ended when group k
+was admitted.
 
 A source need not be reproducible, but a group's prompt must be. So each drawn prompt is written, with its number and the source's state
 after it, to ``prompts/drawn.jsonl`` in the run's directory before it is used, and read from there afterwards. Another buffer reads that
-file and continues from the last state; a source without states is first asked for as many prompts as were drawn before.
+file, continues from the last state, and tells what the ledger holds since; a source without states is first asked for as many prompts as
+were drawn before, and told the same between them.
 """
 
 import json
 import os
 import threading
 from array import array
+from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from shared.config.run_config import RunConfig
+from shared.data.group_results import ResultLog
 from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, TrainingPrompts, reason_to_leave_out
 from shared.data.rows import RowEntry
 from shared.data.slime_source import RENDERED
 from shared.data.source_process import FIELD, SourceProcess
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
+from shared.schema.ledger import group_id
 
 MOST_LEFT_OUT = 10_000
 """The most consecutive prompts that may be left out before the source is given up."""
+
+TOLD_AT_ONCE = 64
+"""The most results of one call of ``observe``."""
+
+MOST_DEATHS = 3
+"""The most times in a row that a source's process may end, or not answer, over results, before it is told no more of them."""
 
 
 class DrawnFile:
     """The prompts in a run's file of drawn ones, by number; it grows while it is used, by other processes too.
 
-    A line: ``{"number", "drawn", "left_out", "state", "entry"}``. A line that is cut off (its writer was killed) does not count, and of two
-    with the same number only the first does.
+    A line: ``{"number", "drawn", "left_out", "observed", "untold", "state", "entry"}``: the source had been told ``observed`` results, but
+    for the ranges ``untold``. A line that is cut off (its writer was killed) does not count, and of two with the same number only the first
+    does.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -43,15 +57,20 @@ class DrawnFile:
             raise ConfigError("run.dir", str(self.path), f"cannot be written: {error.strerror}; drawn prompts are kept there") from None
         self._offsets = array("q")
         self._end = 0
-        self.last: dict[str, Any] = {"drawn": 0, "left_out": {OVERLONG: 0, BAD: 0}, "state": None}
+        self.last: dict[str, Any] = {"drawn": 0, "left_out": {OVERLONG: 0, BAD: 0}, "observed": 0, "untold": [], "state": None}
 
     def __len__(self) -> int:
         return len(self._offsets)
 
+    def record(self, index: int) -> dict[str, Any]:
+        """Returns the line of the prompt that was drawn as number ``index``."""
+        self._file.seek(self._offsets[index])
+        record: dict[str, Any] = json.loads(self._file.readline())
+        return record
+
     def entry(self, index: int) -> RowEntry:
         """Returns the prompt that was drawn as number ``index``."""
-        self._file.seek(self._offsets[index])
-        return RowEntry(json.loads(self._file.readline())["entry"], FIELD, lambda: f"{self.path}: prompt {index}")
+        return RowEntry(self.record(index)["entry"], FIELD, lambda: f"{self.path}: prompt {index}")
 
     def catch_up(self) -> bool:
         """Reads the lines written since the last call. Returns whether there were any."""
@@ -64,7 +83,7 @@ class DrawnFile:
                 record = {"number": -1}
             if record["number"] == len(self):
                 self._offsets.append(self._end)
-                self.last = {key: record[key] for key in ("drawn", "left_out", "state")}
+                self.last = {key: record[key] for key in self.last}
             self._end += len(line)
         return len(self) > before
 
@@ -79,11 +98,17 @@ class DrawnFile:
 
 
 class DrawnPrompts:
-    """The prompts of a custom source, which runs in a process of its own. Prompts may be asked for from any thread. Raises ConfigError."""
+    """The prompts of a custom source, which runs in a process of its own. Prompts may be asked for from any thread. Raises ConfigError.
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+    Args:
+        report: takes, from any thread, what went wrong with a source that was told results.
+
+    ``results``: of the run's groups; whoever follows the ledger adds them.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, report: Callable[[ConfigError], None] | None = None) -> None:
         assert config.data.data_source is not None  # only made for runs that have one
-        self._config = config
+        self._config, self._report = config, report
         self._reader = PromptReader(config, tokenizer)
         as_they_are = config.model_copy(update={"data": config.data.model_copy(update={"apply_chat_template": False})})
         self._rendered_reader = PromptReader(as_they_are, tokenizer)
@@ -93,6 +118,10 @@ class DrawnPrompts:
         self._fresh: SourceProcess | None = SourceProcess(config)
         self._source: SourceProcess | None = None
         self.first_left_out: ConfigError | None = None
+        self.observes, self._has_states = self._fresh.observes, self._fresh.has_states
+        self.results = ResultLog()
+        self._told, self._untold, self._deaths = 0, list[list[int]](), 0
+        self._forget()
 
     def __len__(self) -> int:
         return len(self._drawn)
@@ -111,8 +140,10 @@ class DrawnPrompts:
                     self._leave()  # another buffer has drawn: ours is behind
                 elif self._source is None:
                     self._source = self._resumed()
-                else:
+                elif self._tell(self._source, len(self._drawn)):
                     self._draw(self._source)
+                else:
+                    self._source = None  # its process has ended over them
             entry = self._drawn.entry(index)
         return self._read(entry)
 
@@ -127,13 +158,88 @@ class DrawnPrompts:
 
     def _resumed(self) -> SourceProcess:
         """Returns the source, continued after the last prompt that was drawn."""
-        source, last = self._fresh or SourceProcess(self._config), self._drawn.last
-        self._fresh = None
-        if last["state"] is not None and source.has_states:
-            source.load_state(last["state"])
-        else:
-            source.skip(last["drawn"])
-        return source
+        while True:
+            source, last = self._fresh or SourceProcess(self._config), self._drawn.last
+            self._fresh, self._untold = None, merged([*last["untold"], *self._untold])
+            if last["state"] is not None and source.has_states:
+                source.load_state(last["state"])
+                self._told = last["observed"]
+                return source
+            self._told = 0
+            if self._replayed(source):
+                return source
+
+    def _replayed(self, source: SourceProcess) -> bool:
+        """Draws all prompts again, and tells the results between them. Returns whether the source has survived it."""
+        if not source.observes:
+            source.skip(self._drawn.last["drawn"])
+            return True
+        skipped = 0
+        for _, numbers in groupby(range(len(self._drawn)), self.results.before):
+            *_, last = numbers
+            if not self._tell(source, last):
+                return False
+            drawn = self._drawn.record(last)["drawn"]
+            source.skip(drawn - skipped)
+            skipped = drawn
+        return True
+
+    # --- results
+
+    def _tell(self, source: SourceProcess, number: int) -> bool:
+        """Tells the source what had ended when group ``number`` was admitted. Returns whether the source has survived it.
+
+        The calls are the same ones after any restart: they end where a group was admitted, or after `TOLD_AT_ONCE` results.
+        """
+        until = self.results.before(number) if source.observes else self._told
+        while self._told < until:
+            end = min(until, self._told + TOLD_AT_ONCE)
+            known = any(first <= self._told and end <= last for first, last in self._untold)
+            if not known and not self._observe(source, self._told, end):
+                return False
+            self._told = end
+        return True
+
+    def _observe(self, source: SourceProcess, start: int, end: int) -> bool:
+        if self._deaths >= MOST_DEATHS:
+            self._untold = merged([*self._untold, [start, end]])
+            return True
+        try:
+            failed = source.observe([self._message(position) for position in range(start, end)])
+        except ConfigError as error:
+            self._untold = merged([*self._untold, [start, end]])
+            self._deaths += 1
+            more = "is told no more until the buffer starts anew" if self._deaths == MOST_DEATHS else "goes on without them"
+            self._complain(f"observe, of {end - start} results: {error.expected}; it {more}")
+            return False
+        self._deaths = 0
+        if failed is not None:
+            self._complain(f"observe, of {end - start} results, raised {failed}")
+        return True
+
+    def _message(self, position: int) -> dict[str, Any]:
+        [result] = self.results.between(position, position + 1)
+        entry, data = self._drawn.record(result.number)["entry"], self._config.data
+        return result.told(group_id(result.number), entry, data.metadata_key, self._config.monitoring.passrate_threshold)
+
+    def _complain(self, words: str) -> None:
+        if self._report is not None:
+            self._report(self._refusal(words))
+
+    def _forget(self) -> None:
+        """Lets go of results that the source is never told again: its last state holds them."""
+        if self._drawn.last["state"] is not None and self._has_states:
+            self.results.forget(self._drawn.last["observed"])
+
+    def follow(self) -> None:
+        """Reads what another buffer has drawn, unless prompts are being drawn here: a buffer on standby needs no older results."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._drawn.catch_up():
+                    self._leave()
+                    self._forget()
+            finally:
+                self._lock.release()
 
     def _draw(self, source: SourceProcess) -> None:
         number, drawn, left_out = len(self._drawn), self._drawn.last["drawn"], dict(self._drawn.last["left_out"])
@@ -154,7 +260,9 @@ class DrawnPrompts:
                 left_out[reason] += 1
                 self.first_left_out = self.first_left_out or error
                 continue
-            self._write({"number": number, "drawn": drawn, "left_out": left_out, "entry": row, "state": state})
+            told = {"observed": self._told, "untold": self._untold}
+            self._write({"number": number, "drawn": drawn, "left_out": left_out, **told, "entry": row, "state": state})
+            self._forget()
             return
         raise self._refusal(f"{MOST_LEFT_OUT} prompts in a row do not fit; the last: {self.first_left_out}")
 
@@ -171,6 +279,17 @@ class DrawnPrompts:
 
     def _refusal(self, expected: str) -> ConfigError:
         return ConfigError(FIELD, self._config.data.data_source, expected)
+
+
+def merged(ranges: list[list[int]]) -> list[list[int]]:
+    """Returns ranges ``[first, end]`` in order, those that touch as one."""
+    found: list[list[int]] = []
+    for first, end in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = [found[-1][0], max(end, found[-1][1])]
+        else:
+            found.append([first, end])
+    return found
 
 
 PromptStream = TrainingPrompts | DrawnPrompts

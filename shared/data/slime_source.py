@@ -5,6 +5,7 @@ position in between is the last one saved, and the prompts drawn since.
 """
 
 import inspect
+import traceback
 from typing import Any, Protocol
 
 from shared.config.run_config import RunConfig
@@ -13,14 +14,18 @@ from shared.hooks import Arguments
 RENDERED = "_rendered"
 """The key that marks a row whose text is the rendered prompt: sources of slime's apply the chat template themselves."""
 
+LONGEST_REASON = 1000
+"""The most characters of what an observation raised."""
+
 SLIMES = ("get_samples", "add_samples", "save", "load")
 """The methods by which a class is known to be in slime's manner."""
 
 
 class PromptSource(Protocol):
-    """What the process asks. ``has_states``: whether a position can be gone back to."""
+    """What the process asks. ``has_states``: whether a position can be gone back to. ``observes``: whether it hears results."""
 
     has_states: bool
+    observes: bool
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -33,13 +38,17 @@ def opened(made: Any, config: RunConfig) -> PromptSource:
 
 
 class MadeSource:
-    """An object with ``get_samples(n)`` and perhaps ``state()`` and ``load_state(value)``."""
+    """An object with ``get_samples(n)`` and perhaps ``state()`` and ``load_state(value)``, and ``observe(results)``."""
 
     def __init__(self, source: Any, config: RunConfig) -> None:
         if not hasattr(source, "get_samples"):
             raise ValueError(f"its {type(source).__name__} has no get_samples(n)")
         self._source, self._data = source, config.data
         self.has_states = hasattr(source, "load_state")
+        observe = getattr(source, "observe", None)
+        self.observes = observe is not None
+        if observe is not None and (not callable(observe) or inspect.iscoroutinefunction(observe)):
+            raise ValueError(f"the observe of its {type(source).__name__} is no plain method observe(results)")
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers a request of `shared.data.source_process`. Raises ValueError for what is no prompt."""
@@ -50,6 +59,8 @@ class MadeSource:
             case "skip":
                 self.skip(request["n"])
                 return {}
+            case "observe":
+                return self.observe(request["results"])
         return {"entry": self.draw(), "state": self.state()}
 
     def load(self, state: Any) -> None:
@@ -57,6 +68,15 @@ class MadeSource:
 
     def skip(self, count: int) -> None:
         self._source.get_samples(count)
+
+    def observe(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """Tells the source; what it raises costs these results and not the source."""
+        try:
+            self._source.observe(results)
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]}
+        return {}
 
     def state(self) -> Any:
         return self._source.state() if hasattr(self._source, "state") else None
@@ -83,7 +103,8 @@ class SlimeSource(MadeSource):
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(made(Arguments(config, save=str(directory), load=str(directory), run_config=config)), config)
         self._batch = config.rollout.rollout_batch_size
-        self._drawn, self.has_states = 0, True
+        # its files hold a position, and not what it has heard since: one that observes is drawn from and told again
+        self._drawn, self.has_states = 0, not self.observes
 
     def load(self, state: Any) -> None:
         self._drawn, saved = state["drawn"], state["drawn"] // self._batch

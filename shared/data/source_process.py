@@ -1,8 +1,9 @@
 """Runs a user's source of prompts in a process of its own: one that blocks, crashes or calls ``sys.exit`` costs a prompt, not the buffer.
 
-``python -m shared.data.source_process`` speaks in `shared.workers.frames`. In, once: ``{"config": JSON}``; out: ``{"states": whether it has
-them}`` or ``{"refused": text}``. Then in: ``{"verb": "load", "state": value}``, ``{"verb": "skip", "n": count}`` or ``{"verb": "draw"}``;
-out: ``{"entry": one prompt, "state": value}``, ``{}``, or ``{"refused": text}``.
+``python -m shared.data.source_process`` speaks in `shared.workers.frames`. In, once: ``{"config": JSON}``; out: ``{"states": whether it
+has them, "observes": whether it hears results}`` or ``{"refused": text}``. Then in: ``{"verb": "load", "state": value}``,
+``{"verb": "skip", "n": count}``, ``{"verb": "observe", "results": list}`` or ``{"verb": "draw"}``; out: ``{"entry": one prompt,
+"state": value}``, ``{}``, ``{"failed": text}`` of an observation that raised, or ``{"refused": text}``, after which the process ends.
 """
 
 import select
@@ -22,8 +23,8 @@ from shared.workers.worker_process import worker_environment
 
 FIELD = "data.data_source"
 
-START_SECONDS, ANSWER_SECONDS = 120.0, 60.0
-"""The deadlines for the process to import the source and make it, and for one answer of it."""
+START_SECONDS, ANSWER_SECONDS, OBSERVE_SECONDS = 120.0, 60.0, 10.0
+"""The deadlines for the process to import the source and make it, for one answer of it, and for it to hear results."""
 
 SKIPPED_AT_ONCE = 256
 
@@ -37,7 +38,8 @@ class SourceProcess:
         self._path = str(config.data.data_source)
         environment = worker_environment(config.reward.worker_environment)
         self._process = ChildProcess("source of prompts", [sys.executable, "-m", __name__], None, environment, watchdog=True)
-        self.has_states = bool(self._ask({"config": config.model_dump_json()}, START_SECONDS)["states"])
+        made = self._ask({"config": config.model_dump_json()}, START_SECONDS)
+        self.has_states, self.observes = bool(made["states"]), bool(made["observes"])
 
     def load_state(self, state: Any) -> None:
         """Continues after a prompt whose `draw` gave this state."""
@@ -52,6 +54,11 @@ class SourceProcess:
         """Returns the next prompt as a row, and the source's state behind it, None where it has none."""
         answer = self._ask({"verb": "draw"})
         return answer["entry"], answer["state"]
+
+    def observe(self, results: list[dict[str, Any]]) -> str | None:
+        """Tells the source results; returns what it raised over them, if anything."""
+        failed: str | None = self._ask({"verb": "observe", "results": results}, OBSERVE_SECONDS).get("failed")
+        return failed
 
     def close(self) -> None:
         """Ends the process."""
@@ -99,7 +106,7 @@ def main() -> None:
     config = RunConfig.model_validate_json(channel.receive()["config"])
     try:
         source = opened(loading.load(FIELD, str(config.data.data_source)), config)
-        channel.send({"states": source.has_states})
+        channel.send({"states": source.has_states, "observes": source.observes})
         while True:
             channel.send(source.answer(channel.receive()))
     except (Exception, SystemExit) as error:  # it is the user's code

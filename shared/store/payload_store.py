@@ -149,6 +149,17 @@ class Store:
         if keys:
             await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
 
+    async def commands(self, what: str, commands: Sequence[tuple[Any, ...]], deadline: float = 60.0) -> list[Any]:
+        """Runs commands that may be run twice, in one round trip, and returns their answers. ``what``: for errors."""
+
+        async def attempt() -> list[Any]:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return list(await pipe.execute())
+
+        return list(await self._retry(deadline, attempt, what))
+
     async def memory(self, deadline: float) -> tuple[int, int, bool]:
         """Returns the bytes of memory that the store uses, those that it may use (0: no bound), and whether it evicts blobs beyond them."""
         told = await self._retry(deadline, lambda: self._client.info("memory"), "its memory")

@@ -12,8 +12,11 @@ from pydantic.fields import FieldInfo
 
 from shared.schema import ledger, messages, weight_messages  # noqa: F401  # they register their kinds
 from shared.schema.messages import Message
+from shared.sessions import session  # noqa: F401
 
-SPECIAL: dict[str, Any] = {"group": "000007", "digest": "0" * 32, "secret": "0" * 32, "prompt_tokens": np.array([1, 2], dtype=np.int32)}
+SPECIAL: dict[str, Any] = {"group": "000007", "digest": "0" * 32, "secret": "0" * 32, "key_digest": "0" * 64}
+SPECIAL |= {name: np.array([1, 2], dtype=np.int32) for name in ("prompt_tokens", "rest", "completion")}
+SPECIAL["log_probs"] = np.array([-1, -2], dtype=np.float32)
 """Fields of which not every value of their type is valid."""
 
 

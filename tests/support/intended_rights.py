@@ -5,8 +5,16 @@ from collections.abc import Iterable, Iterator
 from shared.accounts.permissions import ANY, REST
 from shared.bus.subjects import Subjects
 
-BUFFER, ROLLOUT, REWARD, TRAINER, OPERATOR, ENVIRONMENT = ROLES = ("buffer", "rollout", "reward", "trainer", "operator", "environment")
-SERVICES = {BUFFER, ROLLOUT, REWARD, TRAINER}
+BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT = ROLES = (
+    "buffer",
+    "rollout",
+    "reward",
+    "trainer",
+    "gateway",
+    "operator",
+    "environment",
+)
+SERVICES = {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY}
 PEOPLE = {OPERATOR}
 NOBODY: set[str] = set()
 
@@ -88,7 +96,7 @@ def interface(run: str) -> Table:
         f"STREAM.INFO.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER},
         f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES,
-        f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER},
+        f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER, GATEWAY},
         f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER},
         f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
@@ -149,6 +157,7 @@ STORE = {
     BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "UNLINK"},
     ROLLOUT: {"PING", "GETRANGE", "SETNX"},
     REWARD: {"PING", "GETRANGE"},
+    GATEWAY: {"PING"},
     TRAINER: {"PING", "GET", "GETRANGE"},
     OPERATOR: {"PING", "GET", "GETRANGE", "EXISTS", "UNLINK", "SCAN"},
     "health": {"PING"},
@@ -158,15 +167,22 @@ STORE = {
 EXCHANGE = {TRAINER: {"GET", "HEXISTS", "HMGET", "HSET", "SET", "UNLINK"}}
 """Those that it may run besides, on what the trainer's roles tell each other."""
 
-PAYLOADS, EXCHANGED, ALL = "group:*", "exchange:*", "*"
+SESSIONS = {
+    ROLLOUT: {"EXPIRE", "GET", "LLEN", "LRANGE", "RPUSH", "RPUSHX", "SETNX", "UNLINK"},
+    GATEWAY: {"GET", "LLEN", "LRANGE", "RPUSHX"},
+}
+"""Those that it may run on sessions."""
+
+PAYLOADS, EXCHANGED, SESSION, ALL = "group:*", "exchange:*", "session:*", "*"
 KEYS: dict[str, tuple[set[str], set[str]]] = {
     BUFFER: ({PAYLOADS}, {PAYLOADS}),
     ROLLOUT: ({PAYLOADS}, {PAYLOADS}),
     REWARD: ({PAYLOADS}, set()),
+    GATEWAY: ({SESSION}, {SESSION}),
     TRAINER: ({PAYLOADS, EXCHANGED}, {EXCHANGED}),
     OPERATOR: ({ALL}, {ALL}),
 }
-"""Keys under the run's own prefix that each account may read, and write."""
+"""Keys under the run's own prefix that each account may read, and write, besides what the replicas may do on sessions."""
 
 
 def covers(pattern: str, subject: str) -> bool:

@@ -42,7 +42,7 @@ class ChatTurn:
         tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
         tool_choice: ``none``: what looks like a call stays text.
         stream, stream_usage: answered by events; whether chat completions tell the usage in a last one.
-        logprobs, token_ids: the answer tells them.
+        logprobs, token_ids, reasoning: the answer tells them. A client that has seen no reasoning sends none back.
         min_version: the least weight version that may draw it.
         ignored: the request's fields that have no effect here, by name.
     """
@@ -57,6 +57,7 @@ class ChatTurn:
     stream_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    reasoning: bool = True
     min_version: int = 0
     ignored: tuple[str, ...] = ()
 
@@ -100,7 +101,7 @@ class TurnUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnTokens:
+class TurnTokens:
     """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings."""
 
     prompt: NDArray[np.int32]
@@ -133,7 +134,7 @@ class TurnResult:
     tool_calls: Sequence[CalledTool] = ()
     malformed_calls: Sequence[MalformedCall] = ()
     stop_text: str | None = None
-    tokens: DrawnTokens | None = None
+    tokens: TurnTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,8 @@ class TurnRefused(MyxoError):
         """Returns the answer's headers. Clients would try 409 and 503 again by themselves, also where that is in vain."""
         if self.retry_after_s is None:
             return {"X-Should-Retry": "false"}
-        return {"Retry-After": str(ceil(self.retry_after_s)), "X-Should-Retry": "true"}
+        exact = str(ceil(1000 * self.retry_after_s))
+        return {"Retry-After": str(ceil(self.retry_after_s)), "Retry-After-Ms": exact, "X-Should-Retry": "true"}
 
     def body(self, house: House) -> dict[str, Any]:
         """Returns the answer's body."""

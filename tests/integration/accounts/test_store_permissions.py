@@ -113,6 +113,27 @@ def test_what_the_trainers_roles_tell_each_other_is_theirs(guarded: GuardedServe
     assert payload == {"trainer": {"GET", "GETRANGE", "HMGET", "HEXISTS"}}.get(role, intended.STORE[role] & {*commands})
 
 
+@pytest.mark.parametrize("role", intended.STORE)
+def test_sessions_are_opened_by_replicas_and_continued_by_gateways(guarded: GuardedServers, role: str) -> None:
+    key = "guarded:session:s1"
+    commands: dict[str, tuple[object, ...]] = {
+        "RPUSH": (b"x",),
+        "RPUSHX": (b"x",),
+        "LRANGE": (0, -1),
+        "LLEN": (),
+        "EXPIRE": (60,),
+        "GET": (),
+    }
+    commands |= {"UNLINK": (), "SETNX": (b"x",), "SET": (b"x",), "LPOP": (), "LSET": (0, b"x"), "LTRIM": (0, 0), "DEL": ()}
+    with client(guarded, role) as connection:
+        mine = {command for command, rest in commands.items() if may(connection, command, key, *rest)}
+        foreign = {command for command, rest in commands.items() if may(connection, command, "guarded-2:session:s1", *rest)}
+        payload = {command for command, rest in commands.items() if may(connection, command, KEY, *rest)}
+    assert mine == intended.SESSIONS.get(role, {"GET", "UNLINK"} if role == "operator" else set())
+    assert foreign == set()
+    assert payload == intended.STORE[role] & {*commands}
+
+
 OPERATORS = {"GET", "GETRANGE", "EXISTS", "UNLINK"}
 
 

@@ -174,6 +174,31 @@ async def test_a_source_goes_on_behind_what_a_killed_buffer_has_drawn(launched: 
     assert not (before | after) & {first.process.pid, second.process.pid}
 
 
+async def test_a_source_hears_the_same_after_the_buffer_was_killed(launched: Launched) -> None:
+    """Twice: the second buffer tells what the first one had not told yet, and what the ledger says of groups that it never knew."""
+    source = {"prompt_data": None, "data_source": "tests.support.adaptive_source:Hearing"}  # no states: it is told all of it again
+    player, first = await launched(data=source, rollout={"max_staleness": 0})
+    await player.live(0)
+    await player.batch(0, working=True)
+    await player.trained(0)
+    await player.batch(1, working=True)
+    first.kill()
+    drawn = player.config.run.root / "prompts" / "drawn.jsonl"
+    before = [json.loads(line) for line in drawn.read_text().splitlines()]
+    drawn.write_text("")  # the disk of the first buffer is gone: the ledger suffices
+    with player.launch("buffer-2") as second:
+        await player.ready(second, "buffer-2")
+        for step in (1, 2):
+            await player.batch(step, working=True)
+            await player.trained(step)
+        await player.batch(3, working=True)
+    after = [json.loads(line) for line in drawn.read_text().splitlines()]
+    prompts = [[record["entry"]["prompt"] for record in records] for records in (before, after)]
+    assert len(prompts[0]) == 4 and prompts[1][:4] == prompts[0]
+    assert [record["observed"] for record in after] == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert [record["entry"]["metadata"]["heard"] for record in after] == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
 async def test_a_run_is_played_to_its_end(launched: Launched) -> None:
     """Its buffer is started the way an operator starts it."""
     player, buffer = await launched(ServiceProcess)

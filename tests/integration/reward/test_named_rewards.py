@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.reward.judge import Judge
+from services.reward.judge_calls import JudgeCalls
 from shared.config.reward_section import RewardSection
 from shared.runtime.errors import ConfigError
 from shared.schema.messages import Scored
@@ -169,10 +169,51 @@ async def test_a_judge_may_answer_in_words_and_one_that_fails_is_named(bench: Ne
         assert [one["messages"][0]["content"] for one in server.asked] == ["one?", "two?", "three?"], "another try would not help"
 
 
+async def test_a_judge_compares_the_samples_of_a_group_in_both_orders(bench: NewBench) -> None:
+    def answer(asked: dict[str, Any], number: int) -> Any:
+        first, second = asked["messages"][0]["content"].split("|")
+        if "?" in first + second:
+            return verdict("I cannot say.")
+        if len(first) == len(second):
+            return verdict("I like what I read first. [[A]]")
+        return verdict("[[A]] is short. [[B]]" if len(first) < len(second) else "[[a]]")
+
+    async with http_server(answer) as server:
+        judge = {"judge_url": f"{server.url}/v1", "judge_model": "m", "judge_pair_prompt": "{first}|{second}"}
+        desk = await bench(reward={"rm_type": "tournament", "judge_tournament": "round_robin", **judge})
+        await desk.serve()
+        await desk.generated("g0", "three", "{second}", "1", "two")
+        assert (await scored(desk)).rewards == pytest.approx([2 / 3, 1.0, 0.0, 1 / 3])
+        assert len(server.asked) == 12
+        await desk.generated("g1", "abc", "def", "a")
+        assert (await scored(desk, "g1")).rewards == [0.75, 0.75, 0.0], "a judge who favours a place says nothing"
+        await desk.generated("g2", "?", "abc", "a")
+        outcome = await scored(desk, "g2")
+        assert outcome.rewards == [0.5, 1.0, 0.0]
+        said = "tournament: no match of judge_pair_pattern in 'I cannot say.'"
+        assert outcome.unread == ((0, said), (1, said), (2, said))
+        await desk.generated("g3", "alone")
+        assert await desk.failure("g3") == "tournament: group g3 has one sample to be scored: a tournament takes two at least"
+
+
+async def test_a_tournament_may_be_one_of_several_rewards(bench: NewBench) -> None:
+    def answer(asked: dict[str, Any], number: int) -> Any:
+        first, second = asked["messages"][0]["content"].split("|")
+        return verdict("[[A]]" if first > second else "[[B]]")
+
+    async with http_server(answer) as server:
+        judge = {"judge_url": f"{server.url}/v1", "judge_model": "m", "judge_pair_prompt": "{first}|{second}"}
+        desk = await bench(reward={"rm_type": "weighted", "reward_weights": {"tournament": 2.0, "exact": 1.0}, **judge})
+        await desk.serve()
+        await desk.generated("g0", "42", "7")
+        outcome = await scored(desk)
+        assert (outcome.rewards, outcome.parts) == ([1.0, 2.0], ({"tournament": 0.0, "exact": 1.0}, {"tournament": 1.0, "exact": 0.0}))
+
+
 def test_a_judge_without_its_key_or_its_cache_is_told_at_the_start(tmp_path: Path) -> None:
     judge = {"rm_type": "judge", "judge_url": "http://127.0.0.1:1", "judge_model": "m"}
     with pytest.raises(ConfigError, match=r"reward\.judge_key_variable = 'NO_SUCH_KEY': a variable that is set"):
-        Judge(RewardSection(**judge, judge_key_variable="NO_SUCH_KEY"))
+        JudgeCalls(RewardSection(**judge, judge_key_variable="NO_SUCH_KEY"))
     (tmp_path / "judge.sqlite").write_text("something else that is no database")
     with pytest.raises(ConfigError, match=r"reward\.judge_cache = .*expected an SQLite file"):
-        Judge(RewardSection(**judge, judge_cache=tmp_path / "judge.sqlite"))
+        JudgeCalls(RewardSection(**judge, judge_cache=tmp_path / "judge.sqlite"))

@@ -31,7 +31,7 @@ def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
     for member, name in held.items():
         assert any(name in subject for subject in TABLE), f"Subjects.{member} is not in tests/support/intended_rights.py"
     built = {"task", "generated", "scored", "ledger", "event", "replica_weights", "environment", "inbox"}
-    built |= {"payload_prefix", "payload_key", "exchange_key"}
+    built |= {"payload_prefix", "payload_key", "exchange_key", "session_key"}
     assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
 
 
@@ -70,7 +70,15 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
             assert one.role == "environment"
             continue
         commands = {command.upper() for command in one.store.commands}
-        assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set())
+        sessions = intended.SESSIONS.get(one.role, set())
+        if one.role == "rollout":
+            [further] = one.store.further
+            assert {command.upper() for command in further.commands} == sessions
+            assert further.read == further.write == (f"{RUN}:session:*",)
+            sessions = set()
+        else:
+            assert one.store.further == ()
+        assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set()) | sessions
         reads, writes = intended.KEYS[one.role]
         assert ({*one.store.read}, {*one.store.write}) == ({f"{RUN}:{keys}" for keys in reads}, {f"{RUN}:{keys}" for keys in writes})
 

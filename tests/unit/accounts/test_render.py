@@ -60,7 +60,15 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
     ("role", "keys", "commands"),
     [
         ("buffer", "%RW~demo:group:*", ["+ping", "+exists", "+getrange", "+info", "+unlink"]),
-        ("rollout", "%RW~demo:group:*", ["+ping", "+getrange", "+setnx"]),
+        (
+            "rollout",
+            "%RW~demo:group:*",
+            [
+                "+ping +getrange +setnx",
+                "(%RW~demo:session:* -@all +expire +get +llen +lrange +rpush +rpushx +setnx +unlink)",
+            ],
+        ),
+        ("gateway", "%RW~demo:session:*", ["+ping", "+get", "+llen", "+lrange", "+rpushx"]),
         ("reward", "%R~demo:group:*", ["+ping", "+getrange"]),
         (
             "trainer",

@@ -274,6 +274,14 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ),
         ({"trainer": {"num_steps_per_rollout": 3}}, "trainer.num_steps_per_rollout", "4 samples do not divide"),
         ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt", "grpo compares the samples of a group"),
+        (
+            {
+                "reward": {"rm_type": "tournament", "judge_url": "http://j/v1", "judge_model": "m"},
+                "eval": {"sets": [{"name": "held", "path": "held.jsonl"}]},
+            },
+            "eval.sets.held",
+            "1 sample a prompt; rm_type = tournament compares two at least",
+        ),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
         ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
         (
@@ -335,6 +343,7 @@ def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
         ({"rm_type": "remote_rm", "rm_url": "judge:8000"}, "reward.rm_url", "judge:8000", "http://host:port/path"),
         ({"rm_url": "http://169.254.169.254/"}, "reward.rm_url", "http://169.254.169.254/", "link-local"),
         ({"rm_type": "judge"}, "reward.judge_url", None, "required with rm_type = judge: http://host:port/v1"),
+        ({"rm_type": "tournament"}, "reward.judge_url", None, "required with rm_type = tournament: http://host:port/v1"),
         ({"judge_url": "http://judge:1/v1"}, "reward.judge_model", None, "required with judge_url"),
         ({"judge_pattern": "("}, "reward.judge_pattern", "(", "no regular expression"),
         ({"answer_pattern": "(a)(b)"}, "reward.answer_pattern", "(a)(b)", "has 2 groups; expected one at most"),

@@ -1,0 +1,341 @@
+"""Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``.
+
+Thinking is told where ``thinking`` asks for it, as there; whether the model thinks is its chat template's affair. Beside Anthropic's own
+fields those of `DrawingFields`, by the client's ``extra_body``.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from services.gateway.wire.conversation import check_tool_results
+from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling
+from services.gateway.wire.request import CalledTool, ChatTurn, TurnDelta, TurnResult, TurnUsage, assistant, chat_call, function_tool
+from services.gateway.wire.request_body import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AnyObject,
+    CalledName,
+    CallId,
+    DrawingFields,
+    Positive,
+    RequestFields,
+    StopTexts,
+    TextPart,
+    Texts,
+    ToolName,
+    TopP,
+    joined,
+    read_body,
+)
+from services.gateway.wire.turn_events import TurnEvents, TurnStart, aborted, event
+from services.gateway.wire.turn_refused import TurnRefused
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _ThinkingBlock(RequestFields):
+    WITHOUT_EFFECT = frozenset({"signature", "cache_control"})
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class _ToolUseBlock(RequestFields):
+    WITHOUT_EFFECT = frozenset({"cache_control", "caller", "toolset_name"})
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: CalledName
+    input: AnyObject
+
+
+class _ToolResultBlock(RequestFields):
+    WITHOUT_EFFECT = frozenset({"cache_control", "is_error", "toolset_name"})
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: Texts = []
+
+
+def _as_blocks(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError("expected a string or a list of blocks")
+    return content
+
+
+_UserBlock = Annotated[TextPart | _ToolResultBlock, Field(discriminator="type")]
+_AssistantBlock = Annotated[TextPart | _ThinkingBlock | _ToolUseBlock, Field(discriminator="type")]
+
+
+class _UserMessage(RequestFields):
+    role: Literal["user"]
+    content: Annotated[list[_UserBlock], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
+
+    def chat(self) -> list[dict[str, Any]]:
+        """Returns the results of tools, each as a message of its own, and what the user says after them."""
+        results = [block for block in self.content if isinstance(block, _ToolResultBlock)]
+        texts = [block for block in self.content if isinstance(block, TextPart)]
+        if any(isinstance(block, TextPart) for block in self.content[: len(results)]):
+            raise TurnRefused(400, "a tool_result block stands behind another block of its message", field="messages", code="invalid_value")
+        messages = [{"role": "tool", "tool_call_id": result.tool_use_id, "content": joined(result.content)} for result in results]
+        return messages + ([{"role": "user", "content": joined(texts)}] if texts else [])
+
+
+class _AssistantMessage(RequestFields):
+    role: Literal["assistant"]
+    content: Annotated[list[_AssistantBlock], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
+
+    def chat(self) -> list[dict[str, Any]]:
+        thinking = "\n".join(block.thinking for block in self.content if isinstance(block, _ThinkingBlock))
+        texts = [block for block in self.content if isinstance(block, TextPart)]
+        calls = [
+            chat_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+            for block in self.content
+            if isinstance(block, _ToolUseBlock)
+        ]
+        return [assistant(joined(texts), thinking, calls)]
+
+
+class _SystemMessage(RequestFields):
+    role: Literal["system"]
+    content: Texts
+
+    def chat(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": joined(self.content)}]
+
+
+class _Tool(RequestFields):
+    WITHOUT_EFFECT = frozenset({"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"})
+
+    type: Literal["custom"] = "custom"
+    name: ToolName
+    description: str | None = None
+    input_schema: AnyObject
+
+
+class _ToolChoice(RequestFields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class _Thinking(RequestFields):
+    WITHOUT_EFFECT = frozenset({"budget_tokens"})
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    display: Literal["summarized", "omitted"] = "summarized"
+
+
+class _OutputConfig(RequestFields):
+    WITHOUT_EFFECT = frozenset({"effort"})
+
+
+_Message = Annotated[_UserMessage | _AssistantMessage | _SystemMessage, Field(discriminator="role")]
+
+
+class _CountBody(DrawingFields):
+    WITHOUT_EFFECT = frozenset({"cache_control", "context_management", "metadata", "service_tier", "inference_geo", "speed"})
+
+    model: str
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: Texts = []
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+
+
+class _MessageBody(_CountBody):
+    max_tokens: Positive
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: TopP | None = None
+    stop_sequences: StopTexts = []
+    stream: bool = False
+
+
+def parse(body: bytes, request_id: str) -> ChatTurn:
+    """Returns the turn that a body asks for. Raises TurnRefused."""
+    asked, ignored = read_body(_MessageBody, body)
+    if asked.messages[-1].role == "assistant":
+        message = "the last message is the assistant's: answers begin at their beginning, prefill is not served"
+        raise TurnRefused(400, message, field="messages", code="unsupported_value")
+    return ChatTurn(
+        request_id=request_id,
+        model=asked.model,
+        messages=_messages(asked),
+        tools=_tools(asked),
+        tool_choice=_tool_choice(asked.tool_choice),
+        sampling=sampling(asked, asked.max_tokens, asked.temperature, asked.top_p, asked.stop_sequences),
+        stream=asked.stream,
+        reasoning=asked.thinking is not None and asked.thinking.type != "disabled" and asked.thinking.display != "omitted",
+        min_version=asked.min_version,
+        ignored=ignored,
+    )
+
+
+def parse_count(body: bytes, request_id: str) -> ChatTurn:
+    """Returns the turn whose prompt is to be counted. Raises TurnRefused."""
+    asked, ignored = read_body(_CountBody, body)
+    choice = _tool_choice(asked.tool_choice)
+    return ChatTurn(
+        request_id=request_id, model=asked.model, messages=_messages(asked), tools=_tools(asked), tool_choice=choice, ignored=ignored
+    )
+
+
+def count_answer(tokens: int) -> dict[str, Any]:
+    """Returns the answer to a count of a prompt's tokens."""
+    return {"input_tokens": tokens}
+
+
+def _messages(asked: _CountBody) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": joined(asked.system)}] if asked.system else []
+    messages = system + [one for message in asked.messages for one in message.chat()]
+    check_tool_results(messages, "messages")
+    return messages
+
+
+def _tools(asked: _CountBody) -> list[dict[str, Any]]:
+    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools]
+
+
+def _tool_choice(choice: _ToolChoice | None) -> Literal["auto", "none"]:
+    if choice is not None and choice.disable_parallel_tool_use:
+        message = f"true is not served: {UNCONSTRAINED}"
+        raise TurnRefused(400, message, field="tool_choice.disable_parallel_tool_use", code="unsupported_value")
+    if choice is None or choice.type == "auto":
+        return "auto"
+    if choice.type == "none":
+        return "none"
+    raise TurnRefused(400, f"expected auto or none: {UNCONSTRAINED}", field="tool_choice.type", code="unsupported_value")
+
+
+def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+    """Returns the message. Raises TurnRefused where the turn was aborted."""
+    if result.finish == "abort":
+        raise aborted()
+    content: list[dict[str, Any]] = [_thinking(result.reasoning)] if result.reasoning and turn.reasoning else []
+    if result.content:
+        content.append({"type": "text", "text": result.content, "citations": None})
+    content += [_tool_use(call) | {"input": json.loads(call.arguments)} for call in result.tool_calls]
+    start = TurnStart(
+        request_id=result.request_id,
+        model=result.model,
+        created=result.created,
+        prompt=result.usage.prompt,
+        cached=result.usage.cached,
+    )
+    return _head(start) | {"content": content, "usage": _usage(result.usage), **_stopped(result), **_beside(result)}
+
+
+class MessageEvents(TurnEvents):
+    """The events of a streamed message."""
+
+    def __init__(self, turn: ChatTurn, start: TurnStart) -> None:
+        super().__init__(turn, start)
+        self._blocks, self._thought = 0, ""
+        self._open: Literal["", "thinking", "text"] = ""
+
+    def begin(self) -> bytes:
+        usage = _usage(TurnUsage(prompt=self.start.prompt, completion=0, cached=self.start.cached))
+        return _event("message_start", message=_head(self.start) | {"usage": usage})
+
+    def delta(self, piece: TurnDelta) -> bytes:
+        events = b""
+        if piece.reasoning and self.turn.reasoning:
+            events += self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            self._thought += piece.reasoning
+            events += self._in_block(type="thinking_delta", thinking=piece.reasoning)
+        if piece.content:
+            events += self._opened("text", {"type": "text", "text": "", "citations": None})
+            events += self._in_block(type="text_delta", text=piece.content)
+        if piece.tool_call is not None:
+            events += self._close() + self._start(_tool_use(piece.tool_call))
+            events += self._in_block(type="input_json_delta", partial_json=piece.tool_call.arguments) + self._stop()
+        return events
+
+    def end(self, result: TurnResult) -> bytes:
+        told = _event("message_delta", delta=_stopped(result), usage=_usage(result.usage), **_beside(result))
+        return self._close() + told + _event("message_stop")
+
+    def refused(self, error: TurnRefused) -> bytes:
+        return event(error.body("anthropic"), "error")
+
+    def ping(self) -> bytes:
+        return _event("ping")
+
+    def _opened(self, kind: Literal["thinking", "text"], block: dict[str, Any]) -> bytes:
+        if self._open == kind:
+            return b""
+        events = self._close() + self._start(block)
+        self._open = kind
+        return events
+
+    def _close(self) -> bytes:
+        """Returns the last events of the block that is open."""
+        if not self._open:
+            return b""
+        signature = self._in_block(type="signature_delta", signature=_signature(self._thought)) if self._open == "thinking" else b""
+        self._open = ""
+        return signature + self._stop()
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        return _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _in_block(self, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _stop(self) -> bytes:
+        self._blocks += 1
+        return _event("content_block_stop", index=self._blocks - 1)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _head(start: TurnStart) -> dict[str, Any]:
+    """Returns the message as it is before it has content."""
+    message = {"id": start.request_id, "type": "message", "role": "assistant", "model": start.model, "content": []}
+    return message | {"stop_reason": None, "stop_sequence": None}
+
+
+def _stopped(result: TurnResult) -> dict[str, Any]:
+    if result.finish == "stop" and result.stop_text is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": result.stop_text}
+    return {"stop_reason": STOP_REASONS[result.finish], "stop_sequence": None}
+
+
+def _beside(result: TurnResult) -> dict[str, Any]:
+    """Returns what the answer has beside Anthropic's fields."""
+    versions = {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}}
+    malformed: Sequence[dict[str, str]] = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
+    return versions | ({"malformed_tool_calls": malformed} if malformed else {})
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": _signature(text)}
+
+
+def _signature(text: str) -> str:
+    """Returns a digest: clients drop thinking that has no signature. It is not looked at when it comes back."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tool_use(call: CalledTool) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+
+
+def _usage(usage: TurnUsage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion,
+    }

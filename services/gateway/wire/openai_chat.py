@@ -1,0 +1,342 @@
+"""OpenAI's chat completions: ``POST /v1/chat/completions``.
+
+Beside OpenAI's own fields those that its clients send by ``extra_body`` to other servers: ``min_version``, ``top_k``, ``min_tokens``,
+``repetition_penalty``, ``stop_token_ids``, ``return_token_ids``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from services.gateway.wire.conversation import check_tool_results
+from services.gateway.wire.request import (
+    CalledTool,
+    ChatTurn,
+    RequestedSampling,
+    TurnDelta,
+    TurnResult,
+    TurnTokens,
+    TurnUsage,
+    assistant,
+    chat_call,
+    function_tool,
+)
+from services.gateway.wire.request_body import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AnyObject,
+    CalledName,
+    CallId,
+    DrawingFields,
+    Positive,
+    RequestFields,
+    StopTexts,
+    Texts,
+    ToolName,
+    TopP,
+    joined,
+    read_body,
+)
+from services.gateway.wire.turn_events import TurnEvents, aborted, event
+from services.gateway.wire.turn_refused import TurnRefused
+
+UNCONSTRAINED = "what is drawn is the policy's own: nothing constrains it, or its log-probs would be another's"
+"""Why whatever would have tokens drawn under a constraint is refused."""
+
+
+class _SystemMessage(RequestFields):
+    WITHOUT_EFFECT = frozenset({"name"})
+
+    role: Literal["system", "developer", "user"]
+    content: Texts
+
+    def chat(self) -> dict[str, Any]:
+        return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
+
+
+class _Function(RequestFields):
+    name: CalledName
+    arguments: str
+
+
+class _Call(RequestFields):
+    WITHOUT_EFFECT = frozenset({"index"})
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _AssistantMessage(RequestFields):
+    WITHOUT_EFFECT = frozenset({"name", "annotations", "malformed_tool_calls"})
+
+    role: Literal["assistant"]
+    content: Texts = []
+    reasoning_content: str = ""
+    reasoning: str = ""
+    tool_calls: Annotated[list[_Call], Field(max_length=MAX_CALLS, fail_fast=True)] = []
+
+    def chat(self) -> dict[str, Any]:
+        calls = [chat_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+        return assistant(joined(self.content), self.reasoning_content or self.reasoning, calls)
+
+
+class _ToolMessage(RequestFields):
+    role: Literal["tool"]
+    content: Texts
+    tool_call_id: CallId
+    name: ToolName | None = None
+
+    def chat(self) -> dict[str, Any]:
+        named = {"name": self.name} if self.name else {}
+        return {"role": "tool", "tool_call_id": self.tool_call_id, "content": joined(self.content), **named}
+
+
+class _FunctionTool(RequestFields):
+    WITHOUT_EFFECT = frozenset({"strict"})
+
+    name: ToolName
+    description: str | None = None
+    parameters: AnyObject | None = None
+
+
+class _Tool(RequestFields):
+    type: Literal["function"]
+    function: _FunctionTool
+
+
+class _StreamOptions(RequestFields):
+    WITHOUT_EFFECT = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+class _ResponseFormat(RequestFields):
+    type: Literal["text"]
+
+
+_Message = Annotated[_SystemMessage | _AssistantMessage | _ToolMessage, Field(discriminator="role")]
+_Stop = Annotated[StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
+
+
+class _ChatBody(DrawingFields):
+    WITHOUT_EFFECT = frozenset(
+        {
+            "metadata",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "reasoning_effort",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+            "verbosity",
+        }
+    )
+
+    model: str
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: TopP | None = None
+    stop: _Stop = []
+    n: int = 1
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = 0
+    response_format: _ResponseFormat | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    modalities: list[Literal["text"]] = ["text"]
+    return_token_ids: bool = False
+
+
+def parse(body: bytes, request_id: str) -> ChatTurn:
+    """Returns the turn that a body asks for. Raises TurnRefused."""
+    asked, ignored = read_body(_ChatBody, body)
+    _check(asked)
+    messages = [message.chat() for message in asked.messages]
+    check_tool_results(messages, "messages")
+    return ChatTurn(
+        request_id=request_id,
+        model=asked.model,
+        messages=messages,
+        tools=[function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in asked.tools],
+        tool_choice=tool_choice(asked.tool_choice),
+        sampling=sampling(asked, asked.max_completion_tokens or asked.max_tokens, asked.temperature, asked.top_p, asked.stop),
+        stream=asked.stream,
+        stream_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        logprobs=asked.logprobs,
+        token_ids=asked.return_token_ids,
+        min_version=asked.min_version,
+        ignored=ignored,
+    )
+
+
+def _check(asked: _ChatBody) -> None:
+    """Raises TurnRefused for what is read but not served."""
+    refusals: Sequence[tuple[bool, str, str]] = (
+        (asked.n != 1, "n", f"{asked.n} choices; one turn of a session has one: ask again for another"),
+        (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
+        (asked.top_logprobs != 0, "top_logprobs", "the log-probs of other tokens than the drawn ones are not kept; expected 0"),
+        (asked.frequency_penalty != 0, "frequency_penalty", f"expected 0: {UNCONSTRAINED}"),
+        (asked.presence_penalty != 0, "presence_penalty", f"expected 0: {UNCONSTRAINED}"),
+        (bool(asked.logit_bias), "logit_bias", f"expected none: {UNCONSTRAINED}"),
+        (asked.stream_options is not None and not asked.stream, "stream_options", "only with stream = true"),
+        (bool(asked.max_tokens and asked.max_completion_tokens), "max_tokens", "only one of max_tokens and max_completion_tokens"),
+    )
+    for refused, field, message in refusals:
+        if refused:
+            raise TurnRefused(400, message, field=field, code="unsupported_value")
+
+
+def tool_choice(choice: Any) -> Literal["auto", "none"]:
+    """Returns an OpenAI request's ``tool_choice``. Raises TurnRefused."""
+    if choice == "auto":
+        return "auto"
+    if choice == "none":
+        return "none"
+    raise TurnRefused(400, f"expected auto or none: {UNCONSTRAINED}", field="tool_choice", code="unsupported_value")
+
+
+def sampling(
+    asked: DrawingFields, max_tokens: int | None, temperature: float | None, top_p: float | None, stop: Sequence[str]
+) -> RequestedSampling:
+    """Returns how a request has its tokens drawn."""
+    return RequestedSampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=asked.top_k,
+        max_tokens=max_tokens,
+        min_tokens=asked.min_tokens,
+        repetition_penalty=asked.repetition_penalty,
+        seed=asked.seed,
+        stop=tuple(stop),
+        stop_token_ids=tuple(asked.stop_token_ids),
+    )
+
+
+def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+    """Returns the chat completion. Raises TurnRefused where the turn was aborted."""
+    if result.finish == "abort":
+        raise aborted()
+    choice = {"index": 0, "message": _message(result), "logprobs": _logprobs(turn, result), "finish_reason": result.finish}
+    return {
+        "id": result.request_id,
+        "object": "chat.completion",
+        "created": result.created,
+        "model": result.model,
+        "choices": [choice | _token_ids(turn, result)],
+        "usage": _usage(result.usage),
+        **_beside(turn, result),
+    }
+
+
+class ChatEvents(TurnEvents):
+    """The chunks of a streamed chat completion."""
+
+    _calls = 0
+
+    def begin(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def delta(self, piece: TurnDelta) -> bytes:
+        fields: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        if piece.content:
+            fields["content"] = piece.content
+        if piece.tool_call is not None:
+            fields["tool_calls"] = [{"index": self._calls, **_call(piece.tool_call)}]
+            self._calls += 1
+        return self._chunk(fields)
+
+    def end(self, result: TurnResult) -> bytes:
+        malformed = _malformed(result)
+        last = self._chunk(
+            malformed, result.finish, _logprobs(self.turn, result), _token_ids(self.turn, result), _beside(self.turn, result)
+        )
+        usage = event(self._envelope([], {"usage": _usage(result.usage)})) if self.turn.stream_usage else b""
+        return last + usage + b"data: [DONE]\n\n"
+
+    def refused(self, error: TurnRefused) -> bytes:
+        return event(error.body("openai"))
+
+    def _chunk(
+        self,
+        delta: Mapping[str, Any],
+        finish: str | None = None,
+        logprobs: Mapping[str, Any] | None = None,
+        in_choice: Mapping[str, Any] = {},
+        beside: Mapping[str, Any] = {},
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **in_choice}
+        return event(self._envelope([choice], {"usage": None, **beside} if self.turn.stream_usage else beside))
+
+    def _envelope(self, choices: list[Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+        start = self.start
+        head = {"id": start.request_id, "object": "chat.completion.chunk", "created": start.created, "model": start.model}
+        return {**head, "choices": choices, **beside}
+
+
+def _message(result: TurnResult) -> dict[str, Any]:
+    content = None if result.tool_calls and not result.content else result.content
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if result.reasoning:
+        message["reasoning_content"] = result.reasoning
+    if result.tool_calls:
+        message["tool_calls"] = [_call(call) for call in result.tool_calls]
+    return message | _malformed(result)
+
+
+def _malformed(result: TurnResult) -> dict[str, Any]:
+    calls = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
+    return {"malformed_tool_calls": calls} if calls else {}
+
+
+def _call(call: CalledTool) -> dict[str, Any]:
+    return chat_call(call.id, call.name, call.arguments)
+
+
+def _usage(usage: TurnUsage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def token_logprobs(tokens: TurnTokens) -> list[dict[str, Any]]:
+    """Returns the log-prob of each drawn token, with its text; one that is a part of a character has no bytes of its own."""
+    drawn = zip(tokens.texts, tokens.logprobs.tolist(), strict=True)
+    return [{"token": text, "bytes": _bytes(text), "logprob": logprob, "top_logprobs": []} for text, logprob in drawn]
+
+
+def _bytes(text: str) -> list[int] | None:
+    return None if "\ufffd" in text else list(text.encode())
+
+
+def _logprobs(turn: ChatTurn, result: TurnResult) -> dict[str, Any] | None:
+    if not turn.logprobs or result.tokens is None:
+        return None
+    return {"content": token_logprobs(result.tokens), "refusal": None}
+
+
+def _token_ids(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+    return {"token_ids": result.tokens.completion.tolist()} if turn.token_ids and result.tokens is not None else {}
+
+
+def _beside(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+    """Returns what the answer has beside OpenAI's fields: the weights' versions, and the prompt's tokens where they are asked for."""
+    versions = {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}}
+    if turn.token_ids and result.tokens is not None:
+        return versions | {"prompt_token_ids": result.tokens.prompt.tolist()}
+    return versions

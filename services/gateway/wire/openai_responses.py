@@ -1,0 +1,392 @@
+"""OpenAI's responses: ``POST /v1/responses``.
+
+The items of ``input`` are the whole conversation; nothing is kept between requests but the session's turns. What is one message of an
+assistant here is a row of items there: its reasoning, its text, its calls.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from services.gateway.wire.conversation import check_tool_results
+from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_logprobs, tool_choice
+from services.gateway.wire.request import CalledTool, ChatTurn, TurnDelta, TurnResult, TurnUsage, assistant, chat_call, function_tool
+from services.gateway.wire.request_body import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AnyObject,
+    CalledName,
+    CallId,
+    DrawingFields,
+    Positive,
+    RequestFields,
+    Texts,
+    ToolName,
+    TopP,
+    joined,
+    read_body,
+)
+from services.gateway.wire.turn_events import TurnEvents, TurnStart, aborted, event
+from services.gateway.wire.turn_refused import TurnRefused
+
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of ``include`` that asks for log-probs."""
+
+
+class _MessageItem(RequestFields):
+    WITHOUT_EFFECT = frozenset({"id", "status", "phase"})
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Texts
+
+
+class _CallItem(RequestFields):
+    WITHOUT_EFFECT = frozenset({"id", "status"})
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: CalledName
+    arguments: str
+
+
+class _CallOutputItem(RequestFields):
+    WITHOUT_EFFECT = frozenset({"id", "status"})
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Texts
+
+
+class _ReasoningText(RequestFields):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class _ReasoningItem(RequestFields):
+    WITHOUT_EFFECT = frozenset({"id", "status", "summary", "encrypted_content"})
+
+    type: Literal["reasoning"]
+    content: Annotated[list[_ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []
+
+
+class _FunctionTool(RequestFields):
+    WITHOUT_EFFECT = frozenset({"strict"})
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: AnyObject | None = None
+
+
+class _TextFormat(RequestFields):
+    type: Literal["text"]
+
+
+class _TextOptions(RequestFields):
+    WITHOUT_EFFECT = frozenset({"verbosity"})
+
+    format: _TextFormat | None = None
+
+
+class _StreamOptions(RequestFields):
+    WITHOUT_EFFECT = frozenset({"include_obfuscation"})
+
+
+def _kind(item: Any) -> str:
+    return str(item.get("type") or "message") if isinstance(item, dict) else str(getattr(item, "type", ""))
+
+
+_Item = Annotated[
+    Annotated[_MessageItem, Tag("message")]
+    | Annotated[_CallItem, Tag("function_call")]
+    | Annotated[_CallOutputItem, Tag("function_call_output")]
+    | Annotated[_ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+def _as_items(given: Any) -> Any:
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise ValueError("expected a string or a list of items")
+    return given
+
+
+class _ResponseBody(DrawingFields):
+    WITHOUT_EFFECT = frozenset(
+        {
+            "max_tool_calls",
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "reasoning",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+        }
+    )
+
+    model: str
+    input: Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_as_items)]
+    instructions: str = ""
+    max_output_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: TopP | None = None
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    top_logprobs: int = 0
+    text: _TextOptions | None = None
+    truncation: Literal["disabled"] = "disabled"
+    include: Annotated[list[str], Field(max_length=32, fail_fast=True)] = []
+    background: Literal[False] = False
+    previous_response_id: str | None = None
+
+
+def parse(body: bytes, request_id: str) -> ChatTurn:
+    """Returns the turn that a body asks for. Raises TurnRefused."""
+    asked, ignored = read_body(_ResponseBody, body)
+    _check(asked)
+    instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    messages = instructions + _messages(asked.input)
+    check_tool_results(messages, "input")
+    return ChatTurn(
+        request_id=request_id,
+        model=asked.model,
+        messages=messages,
+        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in asked.tools],
+        tool_choice=tool_choice(asked.tool_choice),
+        sampling=sampling(asked, asked.max_output_tokens, asked.temperature, asked.top_p, ()),
+        stream=asked.stream,
+        logprobs=LOGPROBS in asked.include,
+        min_version=asked.min_version,
+        ignored=ignored,
+    )
+
+
+def _check(asked: _ResponseBody) -> None:
+    """Raises TurnRefused for what is read but not served."""
+    refusals = (
+        (asked.previous_response_id is not None, "previous_response_id", "responses are not kept: give the whole conversation as input"),
+        (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
+        (asked.top_logprobs != 0, "top_logprobs", "the log-probs of other tokens than the drawn ones are not kept; expected 0"),
+    )
+    for refused, field, message in refusals:
+        if refused:
+            raise TurnRefused(400, message, field=field, code="unsupported_value")
+
+
+def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem]) -> list[dict[str, Any]]:
+    """Returns the conversation of the items: reasoning, text and calls that follow one another, in this order, are one message."""
+    messages: list[dict[str, Any]] = []
+    reasoning, text, calls = "", None, list[dict[str, Any]]()
+
+    def end_assistant() -> None:
+        nonlocal reasoning, text, calls
+        if reasoning or text is not None or calls:
+            messages.append(assistant(text or "", reasoning, calls))
+        reasoning, text, calls = "", None, []
+
+    for item in items:
+        if isinstance(item, _CallItem):
+            calls.append(chat_call(item.call_id, item.name, item.arguments))
+        elif isinstance(item, _ReasoningItem):
+            end_assistant()
+            reasoning = "\n".join(part.text for part in item.content)
+        elif isinstance(item, _MessageItem) and item.role == "assistant":
+            if text is not None or calls:
+                end_assistant()
+            text = joined(item.content)
+        else:
+            end_assistant()
+            messages.append(_other_message(item))
+    end_assistant()
+    return messages
+
+
+def _other_message(item: _MessageItem | _CallOutputItem) -> dict[str, Any]:
+    if isinstance(item, _CallOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
+    return {"role": "user" if item.role == "user" else "system", "content": joined(item.content)}
+
+
+def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+    """Returns the response. Raises TurnRefused where the turn was aborted."""
+    if result.finish == "abort":
+        raise aborted()
+    cut = result.finish == "length"
+    output = [_reasoning_item(result.request_id, result.reasoning)] if result.reasoning else []
+    if result.content or not result.tool_calls:
+        output.append(_message_item(result.request_id, result.content, "incomplete" if cut else "completed", _logprobs(turn, result)))
+    output += [_call_item(call) for call in result.tool_calls]
+    head = _head(turn, result.request_id, result.created, result.model, "incomplete" if cut else "completed")
+    malformed = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
+    return head | {
+        "output": output,
+        "usage": _usage(result.usage),
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]},
+        **({"malformed_tool_calls": malformed} if malformed else {}),
+    }
+
+
+class ResponseEvents(TurnEvents):
+    """The events of a streamed response."""
+
+    def __init__(self, turn: ChatTurn, start: TurnStart) -> None:
+        super().__init__(turn, start)
+        self._number, self._items = 0, 0
+        self._open: Literal["", "reasoning", "message"] = ""
+        self._text = ""
+
+    def begin(self) -> bytes:
+        head = self._response("in_progress")
+        return self._event("response.created", response=head) + self._event("response.in_progress", response=head)
+
+    def delta(self, piece: TurnDelta) -> bytes:
+        events = b""
+        if piece.reasoning:
+            events += self._piece("reasoning", piece.reasoning)
+        if piece.content:
+            events += self._piece("message", piece.content)
+        if piece.tool_call is not None:
+            events += self._close() + self._call(piece.tool_call)
+        return events
+
+    def end(self, result: TurnResult) -> bytes:
+        events = b""
+        if not result.content and not result.tool_calls:
+            events += self._piece("message", "")
+        whole = answer(self.turn, result)
+        events += self._close(result)
+        return events + self._event(f"response.{whole['status']}", response=whole)
+
+    def refused(self, error: TurnRefused) -> bytes:
+        told = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("error", param=error.field, **told) + self._event(
+            "response.failed", response=self._response("failed") | {"error": told}
+        )
+
+    def _piece(self, kind: Literal["reasoning", "message"], text: str) -> bytes:
+        events = b""
+        if self._open != kind:
+            events += self._close() + self._added(kind)
+        self._text += text
+        if kind == "reasoning":
+            return events + self._in_item("response.reasoning_text.delta", delta=text)
+        return events + self._in_item("response.output_text.delta", delta=text, logprobs=[])
+
+    def _added(self, kind: Literal["reasoning", "message"]) -> bytes:
+        self._open, self._text = kind, ""
+        item = self._item("in_progress") | {"content": []}
+        events = self._event("response.output_item.added", output_index=self._items, item=item)
+        return events + self._in_item("response.content_part.added", part=self._part())
+
+    def _close(self, result: TurnResult | None = None) -> bytes:
+        """Returns the last events of the item that is open."""
+        if not self._open:
+            return b""
+        logprobs = [] if result is None else _logprobs(self.turn, result)
+        if self._open == "reasoning":
+            events = self._in_item("response.reasoning_text.done", text=self._text)
+        else:
+            events = self._in_item("response.output_text.done", text=self._text, logprobs=logprobs)
+        events += self._in_item("response.content_part.done", part=self._part(logprobs))
+        cut = result is not None and result.finish == "length" and self._open == "message"
+        item = self._item("incomplete" if cut else "completed", logprobs)
+        events += self._event("response.output_item.done", output_index=self._items, item=item)
+        self._open, self._items = "", self._items + 1
+        return events
+
+    def _call(self, call: CalledTool) -> bytes:
+        item, place = _call_item(call), {"output_index": self._items, "item_id": _call_item(call)["id"]}
+        events = self._event("response.output_item.added", output_index=self._items, item=item | {"arguments": "", "status": "in_progress"})
+        events += self._event("response.function_call_arguments.delta", delta=call.arguments, **place)
+        events += self._event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place)
+        events += self._event("response.output_item.done", output_index=self._items, item=item)
+        self._items += 1
+        return events
+
+    def _item(self, status: str, logprobs: list[Any] | None = None) -> dict[str, Any]:
+        if self._open == "reasoning":
+            return _reasoning_item(self.start.request_id, self._text, status)
+        return _message_item(self.start.request_id, self._text, status, logprobs or [])
+
+    def _part(self, logprobs: list[Any] | None = None) -> dict[str, Any]:
+        part: dict[str, Any] = self._item("completed", logprobs)["content"][0]
+        return part
+
+    def _in_item(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._item("")["id"], output_index=self._items, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return _head(self.turn, self.start.request_id, self.start.created, self.start.model, status)
+
+
+def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str) -> dict[str, Any]:
+    return {
+        "id": request_id,
+        "object": "response",
+        "created_at": created,
+        "status": status,
+        "model": model,
+        "output": [],
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tools": [_tool(tool["function"]) for tool in turn.tools],
+        "tool_choice": turn.tool_choice,
+        "temperature": turn.sampling.temperature,
+        "top_p": turn.sampling.top_p,
+        "max_output_tokens": turn.sampling.max_tokens,
+        "previous_response_id": None,
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "description": None, "parameters": None, "strict": False, **function}
+
+
+def _reasoning_item(request_id: str, text: str, status: str = "completed") -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{request_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def _message_item(request_id: str, text: str, status: str, logprobs: list[Any]) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
+    return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _call_item(call: CalledTool) -> dict[str, Any]:
+    named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    return {"id": f"fc_{call.id}", "type": "function_call", "status": "completed", **named}
+
+
+def _logprobs(turn: ChatTurn, result: TurnResult) -> list[dict[str, Any]]:
+    return token_logprobs(result.tokens) if turn.logprobs and result.tokens is not None else []
+
+
+def _usage(usage: TurnUsage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt + usage.completion,
+    }

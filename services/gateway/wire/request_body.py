@@ -1,0 +1,144 @@
+"""Bodies of requests, read strictly: each field is known and of its type, or the request is refused by the field's name.
+
+A field that is null counts as not given. Fields that a house's own servers take and that have no effect here are in a model's
+``WITHOUT_EFFECT``; `ignored` names those that were given, and the answer tells them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import orjson
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from services.gateway.wire.turn_refused import TurnRefused
+from shared.runtime.errors import near
+from shared.schema.limits import LARGEST
+
+MAX_FIELDS = 128
+"""The most fields of an object that is read."""
+
+MAX_MESSAGES, MAX_TOOLS, MAX_CALLS = 4096, 256, 256
+"""The most messages or items of a conversation, tools of a request, and parts or calls of a message."""
+
+LONGEST_VALUE = 80
+"""The characters of a place or a name that a refusal repeats."""
+
+DEEPEST = 64
+"""Objects and lists in one another, in what a request may hold of any form."""
+
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Version = Annotated[int, Field(ge=0, le=LARGEST)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
+StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+CalledName = Annotated[str, Field(max_length=1 << 16)]
+"""The name in a call: it may be any that was drawn, since what was answered may be sent back."""
+
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _not_deep(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [one for node in level for one in (node.values() if isinstance(node, dict) else node) if isinstance(one, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {DEEPEST} deep")
+
+
+AnyObject = Annotated[dict[str, Any], AfterValidator(_not_deep)]
+"""An object of any form: a schema, the arguments of a call."""
+
+
+class RequestFields(BaseModel):
+    """An object of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, populate_by_name=True)
+
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        if len(fields) > MAX_FIELDS:
+            raise ValueError(f"{len(fields)} fields; expected at most {MAX_FIELDS}")
+        return {name: value for name, value in fields.items() if value is not None and name not in cls.WITHOUT_EFFECT}
+
+
+class DrawingFields(RequestFields):
+    """How tokens are drawn, and by which weights, in the words that the chat formats share beside their house's own."""
+
+    min_version: Version = 0
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    min_tokens: Version | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    stop_token_ids: StopIds = []
+    seed: Version | None = None
+
+
+class TextPart(RequestFields):
+    """A piece of text in a message."""
+
+    WITHOUT_EFFECT = frozenset({"cache_control", "annotations", "citations", "logprobs"})
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+def _as_parts(content: Any) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError("expected a string or a list of parts")
+    return content
+
+
+Texts = Annotated[list[TextPart], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_parts)]
+"""Content that is text alone: a string, or parts."""
+
+
+def joined(parts: Sequence[TextPart]) -> str:
+    """Returns the text of a message: its parts in lines of their own."""
+    return "\n".join(part.text for part in parts)
+
+
+Body = TypeVar("Body", bound=RequestFields)
+
+
+def read_body(kind: type[Body], body: bytes) -> tuple[Body, tuple[str, ...]]:
+    """Returns the request in a body of JSON, and the names of its fields that have no effect. Raises TurnRefused."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise TurnRefused(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise TurnRefused(400, "expected a JSON object", code="invalid_json")
+    try:
+        read = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(kind, error.errors(include_input=False, include_context=False, include_url=False)[0], fields) from None
+    return read, tuple(sorted(name for name in kind.WITHOUT_EFFECT if fields.get(name) is not None))
+
+
+def _refusal(kind: type[RequestFields], error: Mapping[str, Any], body: Mapping[str, Any]) -> TurnRefused:
+    place, message = _place(error["loc"], body), str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        name, outermost = str(error["loc"][-1]), len(error["loc"]) == 1
+        meant = near(name, kind.model_fields) if outermost and len(name) <= LONGEST_VALUE else None
+        return TurnRefused(400, "unknown parameter" + (f"; did you mean {meant}?" if meant else ""), field=place, code="unknown_parameter")
+    return TurnRefused(400, message, field=place or None, code="missing_parameter" if error["type"] == "missing" else "invalid_value")
+
+
+def _place(steps: Sequence[str | int], body: Any) -> str:
+    """Returns the place in the body, as ``messages[0].content``. Among the steps are names of pydantic's own, which the body lacks."""
+    place = ""
+    for index, step in enumerate(steps):
+        inside = step in body if isinstance(body, dict) else isinstance(body, list) and isinstance(step, int) and step < len(body)
+        if inside:
+            body = body[step]
+        if inside or index == len(steps) - 1:
+            place += f"[{step}]" if isinstance(step, int) else f".{step}" if place else str(step)
+    return place[:LONGEST_VALUE]

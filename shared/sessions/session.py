@@ -1,0 +1,292 @@
+"""What a session's log holds, and the state that its records fold to. It is pure: no clock, no I/O.
+
+A session is one rollout of an agent: a key that opens it, and the turns that were drawn under it. Its records stand in one list of the
+store, in the order in which they arrived; whoever reads the list folds it to the same state (`SessionLog`). So gateways hold nothing that
+would die with them, and the order of the list settles every race:
+
+- of two ends of a session, and of two ends of a turn, the first one counts;
+- what arrives after a session's end changes nothing;
+- a turn belongs to the gateway that began it until its lease runs out; then another may take it over, and goes on from its tokens.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from shared.runtime.errors import MyxoError
+from shared.schema.limits import MAX_SPANS, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
+from shared.schema.message import Message, Tokens
+from shared.schema.messages import Sampling
+
+KEY_PREFIX = "sk-myxo-"
+SECRET_BYTES = 24
+
+Finish = Literal["stop", "length", "abort"]
+TokenSpan = tuple[int, int, int]
+"""Tokens ``start`` to ``end`` (exclusive), all drawn under one weight ``version``."""
+
+
+class SessionUnknown(MyxoError):
+    """No session has this key: it was never opened, its secret is another one, or its record has expired."""
+
+
+class SessionOver(MyxoError):
+    """The session has ended: it takes no more turns."""
+
+
+class TurnHeld(MyxoError):
+    """Another gateway is drawing this turn. ``until``: seconds since the epoch, when its lease runs out."""
+
+    def __init__(self, request: str, until: float) -> None:
+        self.until = until
+        super().__init__(f"turn {request} is being drawn by another gateway")
+
+
+def _log_prob_array(value: object) -> NDArray[np.float32]:
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind == "f":
+        return value.astype(np.float32, copy=False)
+    raise ValueError("expected a one-dimensional array of log-probs")
+
+
+LogProbs = Annotated[Any, BeforeValidator(_log_prob_array)]
+"""Log-probs of tokens: float32 [T]."""
+
+RequestId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^\P{C}+$")]
+"""The id of a request for a turn: the client's own, or made from what it asked."""
+
+Spans = Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=MAX_SPANS)]
+
+SecretDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""The SHA-256 of a secret, in hexadecimal digits."""
+
+SessionId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$")]
+
+
+class Session(Message):
+    """The first record of a session: rollout number ``rollout`` of attempt ``attempt`` at a group.
+
+    ``key_digest``: of its key's secret. ``deadline``: the end of its last turn. ``sampling``: how its tokens are drawn, where its client
+    may not say so. ``min_version``: the oldest weight version that may draw for it. ``evaluation``: nothing of it is trained.
+    """
+
+    id: SessionId
+    group: GroupId
+    rollout: Count
+    attempt: Count
+    key_digest: SecretDigest
+    deadline: Timestamp
+    sampling: Sampling
+    min_version: Count = 0
+    evaluation: bool = False
+
+    def opened_by(self, secret: str) -> bool:
+        """Returns whether this is the secret of the session's key. It takes the same time for every wrong one."""
+        return hmac.compare_digest(secret_digest(secret), self.key_digest)
+
+
+class TurnRecord(Message):
+    """Base of the records about one turn. ``holder``: the gateway that writes it."""
+
+    request: RequestId
+    holder: Name
+
+
+class TurnBegun(TurnRecord):
+    """A gateway draws a turn, alone until its lease runs out at ``until``; ``at`` is its own time.
+
+    The prompt is the first ``shared`` tokens of the turn ``parent`` (its prompt and completion together), and then ``rest``.
+    """
+
+    at: Timestamp
+    until: Timestamp
+    parent: RequestId | None = None
+    shared: Count = 0
+    rest: Tokens
+
+
+class TurnDrawn(TurnRecord):
+    """More tokens of a turn, from its token number ``start`` on. ``spans`` count from there. It renews the turn's lease."""
+
+    start: Count
+    completion: Tokens
+    log_probs: LogProbs
+    spans: Spans
+    until: Timestamp
+
+
+class TurnEnded(TurnRecord):
+    """The whole completion of a turn. ``conversation``: the digest of the messages up to it, its answer among them."""
+
+    completion: Tokens
+    log_probs: LogProbs
+    spans: Spans
+    finish: Finish
+    conversation: str = Field(default="", max_length=64)
+    cached: Count = 0
+
+
+class SessionEnded(Message):
+    """The end of a session. ``reward``: what the agent gave, a number or several by name; None: none, the environment scores."""
+
+    at: Timestamp
+    reward: Reward | Parts | None = None
+    reason: Reason = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One turn that has ended.
+
+    prompt: int32 [P], all that the model read; completion: int32 [T]; log_probs: float32 [T], the engine's for exactly those tokens; spans
+    tile [0, T). parent: the request id of the turn whose very tokens the prompt begins with. cached: prompt tokens that were not computed
+    anew.
+    """
+
+    request: str
+    parent: str | None
+    prompt: NDArray[np.int32]
+    completion: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    spans: tuple[TokenSpan, ...]
+    finish: Finish
+    conversation: str = ""
+    cached: int = 0
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Returns prompt and completion: int32 [P + T]."""
+        return np.concatenate([self.prompt, self.completion])
+
+
+@dataclass(eq=False)
+class PendingTurn:
+    """A turn that is being drawn: by ``holder``, until its lease runs out, or is taken over from there. Arrays as in `Turn`."""
+
+    request: str
+    holder: str
+    until: float
+    parent: str | None
+    prompt: NDArray[np.int32]
+    completion: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    spans: tuple[TokenSpan, ...] = ()
+
+
+@dataclass(eq=False)
+class SessionLog:
+    """The state of a session: the fold of its log.
+
+    turns: by request id, in the order of their ends. pending: those that have begun and not ended. length: records that were read.
+    """
+
+    session: Session
+    turns: dict[str, Turn] = field(default_factory=dict)
+    pending: dict[str, PendingTurn] = field(default_factory=dict)
+    ended: SessionEnded | None = None
+    length: int = 1
+
+    def apply(self, records: Iterable[Message]) -> None:
+        """Folds further records, in the order of the log."""
+        for record in records:
+            self.length += 1
+            if self.ended is not None:
+                continue
+            if isinstance(record, SessionEnded):
+                self.ended = record
+            elif isinstance(record, TurnRecord) and record.request not in self.turns:
+                self._apply_turn(record)
+
+    def _apply_turn(self, record: TurnRecord) -> None:
+        pending = self.pending.get(record.request)
+        if isinstance(record, TurnBegun):
+            self._begin(record, pending)
+        elif pending is None or pending.holder != record.holder:
+            return  # by a gateway that had lost the turn to another
+        elif isinstance(record, TurnDrawn):
+            if record.start == len(pending.completion):  # else it was written twice
+                _extend(pending, record)
+        elif isinstance(record, TurnEnded):
+            del self.pending[record.request]
+            self.turns[record.request] = Turn(
+                request=record.request,
+                parent=pending.parent,
+                prompt=pending.prompt,
+                completion=record.completion,
+                log_probs=record.log_probs,
+                spans=record.spans,
+                finish=record.finish,
+                conversation=record.conversation,
+                cached=record.cached,
+            )
+
+    def _begin(self, record: TurnBegun, pending: PendingTurn | None) -> None:
+        if pending is None:
+            prompt = self.prompt_of(record.parent, record.shared, record.rest)
+            self.pending[record.request] = PendingTurn(record.request, record.holder, record.until, record.parent, prompt)
+        elif pending.holder == record.holder or pending.until <= record.at:
+            pending.holder, pending.until = record.holder, record.until
+
+    def prompt_of(self, parent: str | None, shared: int, rest: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Returns the prompt that a `TurnBegun` describes: int32 [P]."""
+        if parent is None or parent not in self.turns:
+            return np.asarray(rest, np.int32)
+        return np.concatenate([self.turns[parent].tokens[:shared], rest])
+
+    def extended(self, prompt: NDArray[np.int32]) -> Turn | None:
+        """Returns the turn with the most tokens that the prompt begins with, of several the newest; None where there is none."""
+        best: Turn | None = None
+        for turn in self.turns.values():
+            length = len(turn.prompt) + len(turn.completion)
+            if length <= len(prompt) and (best is None or length >= len(best.prompt) + len(best.completion)) and extends(prompt, turn):
+                best = turn
+        return best
+
+
+def _extend(pending: PendingTurn, record: TurnDrawn) -> None:
+    pending.spans = joined(pending.spans, record.spans, len(pending.completion))
+    pending.completion = np.concatenate([pending.completion, record.completion])
+    pending.log_probs = np.concatenate([pending.log_probs, record.log_probs])
+    pending.until = max(pending.until, record.until)
+
+
+def joined(spans: Iterable[TokenSpan], further: Iterable[TokenSpan], offset: int) -> tuple[TokenSpan, ...]:
+    """Returns spans that are followed by ``further`` ones, which count from ``offset``; neighbours of one version become one."""
+    found = list(spans)
+    for start, end, version in further:
+        if found and found[-1][2] == version:
+            found[-1] = (found[-1][0], offset + end, version)
+        else:
+            found.append((offset + start, offset + end, version))
+    return tuple(found)
+
+
+def extends(prompt: NDArray[np.int32], turn: Turn) -> bool:
+    """Returns whether a prompt begins with the turn's very tokens."""
+    cut, end = len(turn.prompt), len(turn.prompt) + len(turn.completion)
+    return end <= len(prompt) and np.array_equal(prompt[:cut], turn.prompt) and np.array_equal(prompt[cut:end], turn.completion)
+
+
+def new_key(session: str) -> tuple[str, str]:
+    """Returns a new key of a session, and the digest of its secret, which is all that is stored of it."""
+    secret = secrets.token_hex(SECRET_BYTES)
+    return f"{KEY_PREFIX}{session}-{secret}", secret_digest(secret)
+
+
+def parts_of_key(key: str) -> tuple[str, str]:
+    """Returns the session's id and the secret that a key holds. Raises SessionUnknown for what is no key."""
+    session, dash, secret = key.removeprefix(KEY_PREFIX).rpartition("-")
+    if not (key.startswith(KEY_PREFIX) and dash and session and secret and session.isascii()):
+        raise SessionUnknown("this is no key of a session: they begin with " + KEY_PREFIX)
+    return session, secret
+
+
+def secret_digest(secret: str) -> str:
+    """Returns the SHA-256 of a secret in hexadecimal digits."""
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()

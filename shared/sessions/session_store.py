@@ -1,0 +1,149 @@
+"""Sessions in Redis or Valkey: one list each, to which records are appended and from which none is ever taken.
+
+RPUSHX appends where there is a session, in one step; nothing is read, compared and written back, so that no lock is needed. Writing a
+record twice, after a connection that broke, changes nothing (`shared.sessions.session`).
+"""
+
+import time
+from typing import Any
+
+from shared.bus.subjects import Subjects
+from shared.runtime.errors import BadMessage
+from shared.schema.message import Message
+from shared.sessions.session import (
+    PendingTurn,
+    Session,
+    SessionEnded,
+    SessionLog,
+    SessionOver,
+    SessionUnknown,
+    Turn,
+    TurnBegun,
+    TurnDrawn,
+    TurnEnded,
+    TurnHeld,
+    TurnRecord,
+    parts_of_key,
+)
+from shared.store.payload_store import Store
+
+KEPT_SECONDS = 3600.0
+"""The time after its deadline for which a session can still be read."""
+
+STORE_SECONDS = 30.0
+"""The deadline of one command, with its repetitions while the store is away."""
+
+
+class SessionStore:
+    """The sessions of a run. Every call raises as `Store`'s do: DeadlineExceeded, StoreRefused, StoreFull."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._names = store, Subjects(run)
+
+    async def open(self, session: Session) -> None:
+        """Opens a session. Its record goes by itself `KEPT_SECONDS` after its deadline."""
+        key = self._names.session_key(session.id)
+        left = max(session.deadline - time.time(), 0) + KEPT_SECONDS
+        await self._command(f"opening of session {session.id}", ("RPUSH", key, session.encode()), ("EXPIRE", key, int(left)))
+
+    async def read(self, session: str) -> SessionLog:
+        """Returns a session's state. Raises SessionUnknown."""
+        [found] = await self._command(f"session {session}", ("LRANGE", self._names.session_key(session), 0, -1))
+        if not found:
+            raise SessionUnknown(f"there is no session {session}, or it has expired")
+        try:
+            log = SessionLog(Session.decode(found[0]))
+        except BadMessage as error:
+            raise SessionUnknown(f"session {session} cannot be read: {error}") from error
+        log.apply(map(Message.decode, found[1:]))
+        return log
+
+    async def find(self, key: str) -> SessionLog:
+        """Returns the state of the session that a key opens. Raises SessionUnknown, in the same words whatever is wrong with the key."""
+        session, secret = parts_of_key(key)
+        try:
+            log = await self.read(session)
+        except SessionUnknown:
+            log = None
+        if log is None or not log.session.opened_by(secret):
+            raise SessionUnknown("this key opens no session")
+        return log
+
+    async def refresh(self, log: SessionLog) -> None:
+        """Reads what has been appended to a session's log since. Raises SessionUnknown where it has expired."""
+        key = self._names.session_key(log.session.id)
+        length, found = await self._command(f"session {log.session.id}", ("LLEN", key), ("LRANGE", key, log.length, -1))
+        if not length:
+            raise SessionUnknown(f"there is no session {log.session.id} any more")
+        log.apply(map(Message.decode, found))
+
+    async def begin(self, log: SessionLog, turn: TurnBegun) -> Turn | PendingTurn:
+        """Begins a turn, or takes it over where the lease of who drew it has run out.
+
+        Returns it with the tokens that it has already, or as a whole where it has ended. Raises SessionOver, SessionUnknown, and TurnHeld
+        where another gateway draws it.
+        """
+        await self._append(log, turn)
+        if turn.request in log.turns:
+            return log.turns[turn.request]
+        pending = self._still(log, turn)
+        if pending.holder != turn.holder:
+            raise TurnHeld(turn.request, pending.until)
+        return pending
+
+    async def extend(self, log: SessionLog, drawn: TurnDrawn) -> PendingTurn:
+        """Records more tokens of a turn, and renews its lease. Raises SessionOver, SessionUnknown, and TurnHeld where it was lost."""
+        await self._append(log, drawn)
+        if drawn.request in log.turns:
+            raise TurnHeld(drawn.request, 0.0)
+        pending = self._still(log, drawn)
+        if pending.holder != drawn.holder:
+            raise TurnHeld(drawn.request, pending.until)
+        return pending
+
+    async def append(self, log: SessionLog, turn: TurnEnded) -> Turn:
+        """Records a turn's end, and returns the turn that counts: another gateway may have ended it first.
+
+        Raises SessionOver, SessionUnknown, and TurnHeld where another gateway draws it now.
+        """
+        await self._append(log, turn)
+        if turn.request in log.turns:
+            return log.turns[turn.request]
+        pending = self._still(log, turn)
+        raise TurnHeld(turn.request, pending.until)
+
+    async def end(self, session: str, ended: SessionEnded) -> SessionLog:
+        """Ends a session, and returns its state, with the end that counts: the first one. Raises SessionUnknown."""
+        key = self._names.session_key(session)
+        [length] = await self._command(f"the end of session {session}", ("RPUSHX", key, ended.encode()))
+        if not length:
+            raise SessionUnknown(f"there is no session {session}, or it has expired")
+        return await self.read(session)
+
+    async def remove(self, *sessions: str) -> None:
+        """Removes sessions; absent ones are no error."""
+        if sessions:
+            keys = [self._names.session_key(session) for session in sessions]
+            await self._command(f"removal of {len(sessions)} sessions", ("UNLINK", *keys))
+
+    async def _append(self, log: SessionLog, record: TurnRecord) -> None:
+        """Appends a record and folds what has been appended since the log was read. Raises SessionOver, SessionUnknown."""
+        if log.ended is None:
+            key = self._names.session_key(log.session.id)
+            what = f"turn {record.request} of session {log.session.id}"
+            length, found = await self._command(what, ("RPUSHX", key, record.encode()), ("LRANGE", key, log.length, -1))
+            if not length:
+                raise SessionUnknown(f"there is no session {log.session.id} any more")
+            log.apply(map(Message.decode, found))
+        if log.ended is not None and record.request not in log.turns:
+            raise SessionOver(f"session {log.session.id} has ended" + (f": {log.ended.reason}" if log.ended.reason else ""))
+
+    @staticmethod
+    def _still(log: SessionLog, record: TurnRecord) -> PendingTurn:
+        pending = log.pending.get(record.request)
+        if pending is None:
+            raise SessionUnknown(f"session {log.session.id} knows nothing of turn {record.request}")
+        return pending
+
+    async def _command(self, what: str, *commands: tuple[Any, ...]) -> list[Any]:
+        return await self._store.commands(what, commands, STORE_SECONDS)

@@ -1,0 +1,107 @@
+"""A server that speaks the gateway's formats and answers with given results, so that real clients can be heard about their form."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from services.gateway.wire import anthropic_messages, formats, token_generate
+from services.gateway.wire.formats import CHAT_FORMATS, WireFormat
+from services.gateway.wire.request import CalledTool, ChatTurn, TokenTurn, TurnResult, TurnTokens, TurnUsage
+from services.gateway.wire.turn_events import started
+from services.gateway.wire.turn_refused import TurnRefused
+from shared.runtime.http_address import HttpAddress
+from shared.runtime.http_endpoints import serving
+
+TOKENS = TurnTokens(
+    prompt=np.arange(5, dtype=np.int32),
+    completion=np.asarray([7, 8, 9], np.int32),
+    logprobs=np.asarray([-0.5, -1.25, 0.0], np.float32),
+    texts=["The ", "sum\ufffd", "é"],
+)
+
+PLAIN = TurnResult(
+    request_id="chatcmpl-1",
+    model="tiny",
+    created=1_700_000_000,
+    content="The sum is 4.",
+    finish="stop",
+    usage=TurnUsage(prompt=5, completion=3, cached=2),
+    versions=(3, 4),
+    tokens=TOKENS,
+)
+CALLS = replace(
+    PLAIN,
+    content="I shall see.",
+    finish="tool_calls",
+    reasoning="Two sums, so two calls.",
+    tool_calls=[
+        CalledTool(id="call_1", name="add", arguments='{"a": 1, "b": "zwölf"}'),
+        CalledTool(id="call_2", name="add", arguments="{}"),
+    ],
+)
+
+
+@dataclass
+class WireServer:
+    """``answers``: what the next requests get, in order; the last one also those after it. ``turns``: what they were read as."""
+
+    url: str = ""
+    answers: list[TurnResult | TurnRefused] = field(default_factory=list)
+    turns: list[ChatTurn | TokenTurn] = field(default_factory=list)
+
+    def answer(self, turn: ChatTurn | TokenTurn) -> TurnResult:
+        self.turns.append(turn)
+        given = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(given, TurnRefused):
+            raise given
+        return given
+
+
+@asynccontextmanager
+async def wire_server() -> AsyncIterator[WireServer]:
+    """Serves on a free port of loopback."""
+    server, app = WireServer(), FastAPI()
+    for path, wire in CHAT_FORMATS.items():
+        app.add_api_route(path, _chat_route(server, wire), methods=["POST"])
+
+    async def count(request: Request) -> Response:
+        try:
+            server.turns.append(anthropic_messages.parse_count(await request.body(), "count"))
+        except TurnRefused as error:
+            return JSONResponse(error.body("anthropic"), error.status, headers=dict(error.headers))
+        return JSONResponse(anthropic_messages.count_answer(11))
+
+    async def generate(request: Request) -> Response:
+        try:
+            turn = token_generate.parse(await request.body(), "gen-1")
+            return JSONResponse(token_generate.answer(turn, server.answer(turn)))
+        except TurnRefused as error:
+            return JSONResponse(error.body("openai"), error.status, headers=dict(error.headers))
+
+    async def models() -> Response:
+        return JSONResponse(formats.model_list("tiny", PLAIN.created, 512))
+
+    app.add_api_route("/v1/messages/count_tokens", count, methods=["POST"])
+    app.add_api_route("/inference/v1/generate", generate, methods=["POST"])
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    async with serving(app, HttpAddress("127.0.0.1", 0)) as address:
+        server.url = f"http://{address}"
+        yield server
+
+
+def _chat_route(server: WireServer, wire: WireFormat):
+    async def route(request: Request) -> Response:
+        try:
+            turn = wire.parse(await request.body(), "id")
+            result = server.answer(turn)
+            if turn.stream:
+                return StreamingResponse(wire.events(turn, started(result)).whole(result), media_type="text/event-stream")
+            return JSONResponse(wire.answer(turn, result), headers=formats.answer_headers(turn))
+        except TurnRefused as error:
+            return JSONResponse(error.body(wire.house), error.status, headers=dict(error.headers))
+
+    return route

@@ -1,0 +1,111 @@
+"""The fold of a session's log: the order of its records settles every race."""
+
+import numpy as np
+import pytest
+
+from shared.schema.message import Message
+from shared.schema.messages import Sampling
+from shared.sessions.session import (
+    Session,
+    SessionEnded,
+    SessionLog,
+    SessionUnknown,
+    TurnBegun,
+    TurnDrawn,
+    TurnEnded,
+    new_key,
+    parts_of_key,
+)
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=8)
+
+
+def log() -> SessionLog:
+    return SessionLog(
+        Session(id="s1", group="g1", rollout=0, attempt=0, key_digest="0" * 64, deadline=100.0, sampling=SAMPLING, evaluation=False)
+    )
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def begun(request: str, *rest: int, holder: str = "a", at: float = 0.0, until: float = 10.0, **more: object) -> TurnBegun:
+    return TurnBegun(request=request, holder=holder, at=at, until=until, rest=ids(*rest), **more)
+
+
+def drawn(request: str, start: int, *tokens: int, holder: str = "a", version: int = 1) -> TurnDrawn:
+    values = np.full(len(tokens), -1.0, np.float32)
+    spans = ((0, len(tokens), version),)
+    return TurnDrawn(request=request, holder=holder, start=start, completion=ids(*tokens), log_probs=values, spans=spans, until=20.0)
+
+
+def ended(request: str, *tokens: int, holder: str = "a") -> TurnEnded:
+    values, spans = np.full(len(tokens), -1.0, np.float32), ((0, len(tokens), 1),)
+    return TurnEnded(request=request, holder=holder, completion=ids(*tokens), log_probs=values, spans=spans, finish="stop")
+
+
+def test_a_turn_is_what_its_records_say() -> None:
+    state = log()
+    state.apply([begun("r1", 1, 2), ended("r1", 3, 4)])
+    state.apply([begun("r2", 9, parent="r1", shared=4), ended("r2", 5)])
+    assert list(state.turns) == ["r1", "r2"] and not state.pending and state.length == 5
+    assert state.turns["r2"].prompt.tolist() == [1, 2, 3, 4, 9]
+    assert state.turns["r2"].tokens.tolist() == [1, 2, 3, 4, 9, 5]
+
+
+def test_records_survive_the_wire() -> None:
+    state = log()
+    records = [begun("r1", 1, 2), drawn("r1", 0, 3), ended("r1", 3, 4), SessionEnded(at=1.0, reward={"exact": 1.0}, reason="done")]
+    state.apply([Message.decode(record.encode()) for record in records])
+    assert state.turns["r1"].log_probs.dtype == np.float32
+    assert state.turns["r1"].spans == ((0, 2, 1),)
+    assert state.ended is not None and state.ended.reward == {"exact": 1.0}
+
+
+def test_the_first_end_of_a_turn_counts_and_a_repeated_record_changes_nothing() -> None:
+    state = log()
+    state.apply([begun("r1", 1), drawn("r1", 0, 3), drawn("r1", 0, 3), drawn("r1", 1, 4)])
+    assert state.pending["r1"].completion.tolist() == [3, 4] and state.pending["r1"].spans == ((0, 2, 1),)
+    state.apply([ended("r1", 3, 4, 5), ended("r1", 3, 4, 6), begun("r1", 1), drawn("r1", 0, 7)])
+    assert state.turns["r1"].completion.tolist() == [3, 4, 5] and not state.pending
+
+
+def test_a_turn_belongs_to_who_began_it_until_its_lease_runs_out() -> None:
+    state = log()
+    state.apply([begun("r1", 1, holder="a", at=0, until=10), drawn("r1", 0, 3), begun("r1", 8, 8, holder="b", at=15, until=25)])
+    assert state.pending["r1"].holder == "a", "what it drew renewed its lease to 20"
+    state.apply([ended("r1", 9, holder="b"), begun("r1", 8, 8, holder="b", at=21, until=31)])
+    assert state.pending["r1"].holder == "b"
+    assert state.pending["r1"].prompt.tolist() == [1] and state.pending["r1"].completion.tolist() == [3], "it goes on from there"
+    state.apply([drawn("r1", 1, 5, holder="a"), ended("r1", 3, 5, holder="a"), ended("r1", 3, 4, holder="b")])
+    assert state.turns["r1"].completion.tolist() == [3, 4]
+
+
+def test_nothing_counts_after_the_end_and_the_first_end_counts() -> None:
+    state = log()
+    state.apply([begun("r1", 1), SessionEnded(at=1.0, reward=1.0), ended("r1", 3), begun("r2", 1), SessionEnded(at=2.0, reward=0.0)])
+    assert not state.turns and state.ended is not None and state.ended.reward == 1.0
+
+
+def test_of_several_turns_a_prompt_extends_the_longest() -> None:
+    state = log()
+    state.apply([begun("r1", 1), ended("r1", 2), begun("r2", 3, parent="r1", shared=2), ended("r2", 4)])
+    state.apply([begun("r3", 1), ended("r3", 5)])
+    wanted = {"r2": (1, 2, 3, 4, 7), "r1": (1, 2, 3, 9), "r3": (1, 5), None: (1, 6)}
+    for request, prompt in wanted.items():
+        found = state.extended(ids(*prompt))
+        assert (None if found is None else found.request) == request
+
+
+def test_a_key_opens_its_session_alone() -> None:
+    key, digest = new_key("g1.0.0-x")
+    session, secret = parts_of_key(key)
+    assert session == "g1.0.0-x" and key not in digest and secret not in digest
+    opened = log().session.model_copy(update={"key_digest": digest})
+    assert opened.opened_by(secret)
+    other, _ = new_key("g1.0.0-x")
+    assert not opened.opened_by(parts_of_key(other)[1]) and not opened.opened_by("") and not opened.opened_by("ü")
+    for wrong in ("", "sk-myxo-", "sk-myxo--x", "sk-myxo-a", "sk-other-a-b", "sk-myxo-é-b"):
+        with pytest.raises(SessionUnknown):
+            parts_of_key(wrong)
