@@ -104,7 +104,7 @@ class Rollout:
                 await self._outcomes.close()
 
     async def start_functions(self) -> None:
-        """Starts the processes of the run's generate functions and agents, if it has some. Raises ConfigError for one that cannot be imported."""
+        """Starts the processes of the run's generate functions and agents, if it has some. Raises ConfigError."""
         if generate_paths(self._config):
             await self._custom.start()
         await self._agents.start()

@@ -43,9 +43,12 @@ class RolloutSection(Section):
         ),
         Rule(
             ("agent", "agent_command"),
-            lambda rollout, given: given and sum(bool(getattr(rollout, name)) for name in (*GENERATORS, "rollout_function_path")) > 1,
+            lambda rollout, given: (
+                given and any(getattr(rollout, name) for name in ("custom_generate_function_path", "rollout_function_path"))
+            ),
             "only one of agent, agent_command, custom_generate_function_path and rollout_function_path can generate",
         ),
+        Rule("agent_command", lambda rollout, given: given and rollout.agent, "only one of agent and agent_command can generate"),
         Rule("agent_command", lambda _, given: given and not given[0], "a program, then its arguments"),
         Rule(
             "min_rollouts",

@@ -157,6 +157,11 @@ class RunConfig(Section):
                 yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
     @property
+    def has_agents(self) -> bool:
+        """Returns whether agents play rollouts, the run's or a set's: they need a gateway."""
+        return any(section.agent or section.agent_command for section in (self.rollout, *self.eval.named.values()))
+
+    @property
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens

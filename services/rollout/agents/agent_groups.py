@@ -15,6 +15,7 @@ from typing import Any
 
 from services.rollout.agents.agent_program import AgentProgram, Rewards, agent_data, agent_program
 from services.rollout.agents.agent_runner import AgentDisturbed, AgentRunner
+from services.rollout.agents.gateways import Gateways
 from services.rollout.agents.session_samples import samples_of_session
 from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
@@ -37,7 +38,7 @@ from shared.sessions.trajectories import trajectories
 class AgentGroups:
     """Fills the groups that an agent plays."""
 
-    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: "Gateways") -> None:
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: Gateways) -> None:
         self._service, self._config, self.settings = service, service.config, service.config.rollout
         self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
         self.runner = AgentRunner(service.config)

@@ -17,7 +17,7 @@ Rewards = float | dict[str, float]
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """An agent. ``field``: where the config names it. ``function``: its path; empty where it is a ``command``. ``reward_key``: see `reward`."""
+    """An agent. ``field``: where the config names it. ``function``: its path, empty for a ``command``. ``reward_key``: see `reward`."""
 
     field: str
     function: str

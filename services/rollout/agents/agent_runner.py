@@ -1,4 +1,4 @@
-"""Runs agents outside of the process that feeds the engine: functions in worker processes, many in each; commands in processes of their own."""
+"""Runs agents outside of the process that feeds the engine: functions in worker processes, many in each; each command in its own."""
 
 import asyncio
 from typing import Any

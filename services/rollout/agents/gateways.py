@@ -1,8 +1,6 @@
 """Finds a gateway for a session: the one behind `MYXO_GATEWAY_URL`, or any that is alive by the registry."""
 
-import asyncio
 
-from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.service_base import Service
 
 

@@ -11,7 +11,8 @@ import yaml
 from myxo.run import config_toml
 from shared.config import flags
 from shared.config.config_reading import load, parse, read
-from shared.config.eval_views import eval_view, eval_views, reward_field, reward_key
+from shared.config.eval_views import agents, eval_view, eval_views, reward_field, reward_key
+from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config, values
@@ -49,6 +50,30 @@ def test_a_config_with_sets_comes_back_from_json_and_toml(tmp_path: Path) -> Non
     assert parse({**values(tmp_path), "eval": {"sets": [json.dumps({"name": "y", "path": "a"})]}}).eval.sets[0].name == "y"  # by a flag
     absolute = config.absolute(Path("/base"))
     assert [str(file) for item in absolute.eval.named.values() for file in item.path] == ["/base/x.jsonl", "/base/a", "/base/b", "/base/c"]
+
+
+def test_what_generates_for_a_set_takes_the_place_of_whatever_generates_for_the_run(tmp_path: Path) -> None:
+    kinds = {"f": {"custom_generate_function_path": "my.own:f"}, "a": {"agent": "my.own:a"}, "c": {"agent_command": ["./own"]}, "none": {}}
+    sets = [{"name": name, "path": "x", **own} for name, own in kinds.items()]
+    runs = [{"agent": "my.run:a"}, {"agent_command": ["./run"]}, {"custom_generate_function_path": "my.run:f"}]
+    for of_run in runs:
+        config = run_config(tmp_path, rollout=of_run, eval={"sets": sets})
+        assert config.has_agents
+        for view, own in zip(eval_views(config), kinds.values(), strict=True):
+            found = {name: value for name in GENERATORS if (value := getattr(view.config.rollout, name))}
+            assert found == (own or of_run)
+    config = run_config(tmp_path, eval={"sets": sets})
+    assert agents(config) == {"eval.sets.a.agent": "my.own:a", "eval.sets.c.agent_command": ["./own"]}
+    assert config.has_agents and not run_config(tmp_path, eval={"sets": sets[:1]}).has_agents
+
+
+def test_only_one_can_generate(tmp_path: Path) -> None:
+    for name, field in (("custom_generate_function_path", "agent"), ("rollout_function_path", "agent"), ("agent_command", "agent_command")):
+        with pytest.raises(ConfigError, match="only one of agent") as caught:
+            run_config(tmp_path, rollout={"agent": "m:a", name: ["./a"] if name == "agent_command" else "m:f"})
+        assert caught.value.field == f"rollout.{field}"
+    with pytest.raises(ConfigError, match="set 'x': agent and agent_command; only one of them can generate"):
+        run_config(tmp_path, eval={"sets": [{"name": "x", "path": "x", "agent": "m:a", "agent_command": ["./a"]}]})
 
 
 def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shared.config.run_config import field_sections
+from shared.config.run_config import RunConfig, field_sections
 from shared.hooks import Arguments, DynamicFilterOutput, HookSample, load, nonzero_std, paths
 from shared.hooks.loading import RUN_BY
 from shared.runtime.errors import ConfigError
@@ -68,7 +68,7 @@ def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) ->
     owners = field_sections()
     files = {"custom_config_path", "memory_snapshot_path"}
     hooks = {f"{owners[field]}.{field}" for field in owners if field.endswith("_path") and field not in files}
-    assert hooks | {"data.data_source"} == set(RUN_BY)
+    assert hooks | {"data.data_source", "rollout.agent"} == set(RUN_BY)
     sections: dict[str, dict[str, Any]] = {}
     for field in RUN_BY:
         section, _, name = field.partition(".")
@@ -78,7 +78,7 @@ def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) ->
     for section, fields in sections.items():  # not all of them go together
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
     assert paths(config) == dict.fromkeys(RUN_BY, "my.hooks:f")
-    assert set(paths(config, "rollout")) == {"rollout.custom_generate_function_path", "rollout.rollout_function_path"}
+    assert set(paths(config, "rollout")) == {"rollout.custom_generate_function_path", "rollout.rollout_function_path", "rollout.agent"}
     assert set(paths(config, "buffer")) == {"rollout.buffer_filter_path", "data.data_source"}
     assert set(paths(config, "trainer")) == {field for field in RUN_BY if field.startswith(("algorithm.", "trainer.", "monitoring."))}
     of_services = [set(paths(config, service)) for service in ("buffer", "rollout", "reward", "trainer")]
@@ -90,18 +90,28 @@ def test_what_comes_with_myxo_is_no_function_of_the_users(tmp_path: Path) -> Non
     assert paths(run_config(tmp_path, rollout={"dynamic_sampling_filter_path": "nonzero_std"})) == {}
 
 
+def apart(config: RunConfig, directory: Path) -> subprocess.CompletedProcess[str]:
+    """What checks a config's functions, started in a directory, where they are found as by a service that is started there."""
+    command, environment = [sys.executable, "-m", "shared.hooks"], {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, cwd=directory, env=environment)
+
+
+def test_a_process_apart_checks_what_agents_are_called_with(tmp_path: Path) -> None:
+    (tmp_path / "some_agents.py").write_text("def good(data, base_url, api_key=None, *more): ...\nasync def bad(data, url): ...\n")
+    for name, code in (("good", 0), ("bad", 2)):
+        own = {"name": "x", "path": "x", "agent": f"some_agents:{name}"}
+        done = apart(run_config(tmp_path, rollout={"agent": "some_agents:good"}, eval={"sets": [own]}), tmp_path)
+        assert done.returncode == code, done.stderr
+    field, path, expected = json.loads(done.stdout.splitlines()[-1])
+    assert (field, path) == ("eval.sets.x.agent", "some_agents:bad")
+    assert expected == "expected a function of (data, base_url, api_key): too many positional arguments"
+
+
 def test_a_process_apart_says_what_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "some_talking_hooks.py").write_text("print('hello')\ndef f(args): ...\n")
     for name, code, last in (("f", 0, "hello"), ("g", 2, '["reward.custom_rm_path", "some_talking_hooks:g", "cannot be imported: ')):
         config = run_config(tmp_path, reward={"custom_rm_path": f"some_talking_hooks:{name}"})
-        done = subprocess.run(
-            [sys.executable, "-m", "shared.hooks"],
-            input=config.model_dump_json(),
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,  # found there, as by a service that is started there
-            env={"PYTHONPATH": str(ROOT)},
-        )
+        done = apart(config, tmp_path)
         assert done.returncode == code, done.stderr
         assert done.stdout.splitlines()[-1].startswith(last)
 
