@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
-from shared.config.rollout_section import GENERATORS
+from shared.config.rollout_section import GENERATORS, Command
 from shared.config.section import hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
@@ -39,9 +39,7 @@ class EvalSet(BaseModel):
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: eval_reward_key")
     custom_generate_function_path: str | None = hook("that generates its samples; default: rollout.custom_generate_function_path")
     agent: str | None = hook("that plays its rollouts; default: rollout.agent")
-    agent_command: list[str] | None = Field(
-        default=None, description="command line that plays its rollouts; default: rollout.agent_command"
-    )
+    agent_command: Command | None = Field(default=None, description="command line that plays its rollouts; default: rollout.agent_command")
     n_samples_per_eval_prompt: int | None = Field(default=None, gt=0, le=MAX_SAMPLES, description="samples a prompt")
     temperature: float | None = Field(default=None, ge=0, description="default: eval_temperature")
     top_p: float | None = Field(default=None, gt=0, le=1, description="default: eval_top_p")

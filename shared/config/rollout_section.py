@@ -1,11 +1,12 @@
 """`[rollout]`: generation, and how far it may run ahead of training."""
 
+import shlex
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from shared.config.section import HOOK, MUTABLE, Rule, Section, hook
+from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.overlong import OverlongPolicy
 
@@ -14,6 +15,15 @@ STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: 
 
 GENERATORS = ("custom_generate_function_path", "agent", "agent_command")
 """The fields that put something of the user's in the place of Myxo's own generation; a set of held-out prompts may have its own."""
+
+
+def _as_text(words: list[str]) -> str:
+    """Returns a flag's words as one text: a command whose own arguments begin with dashes is one word."""
+    return words[0] if len(words) == 1 else shlex.join(words)
+
+
+Command = Annotated[list[str], BeforeValidator(lambda given: shlex.split(given) if isinstance(given, str) else given), Words(_as_text)]
+"""A command line: a list, or text that is split as a shell would."""
 
 
 class RolloutSection(Section):
@@ -110,10 +120,10 @@ class RolloutSection(Section):
     agent: str | None = hook(
         "called with (data, base_url, api_key): an agent that plays one rollout over the gateway; it returns the reward, or None"
     )
-    agent_command: list[str] = Field(
+    agent_command: Command = Field(
         default=[],
-        description="command line of an agent in place of a function: data on its standard input, base URL and key in OPENAI_BASE_URL, "
-        "OPENAI_API_KEY and ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, the reward as the last line that it prints",
+        description="command line, as text or a list, of an agent in place of a function: data on its standard input; base URL and key in "
+        "OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY; the reward is the last line that it prints",
     )
     agent_timeout: float = Field(default=600, gt=0, description="seconds for one rollout of an agent", **MUTABLE)
     agent_tries: int = Field(

@@ -159,7 +159,8 @@ class RunConfig(Section):
     @property
     def has_agents(self) -> bool:
         """Returns whether agents play rollouts, the run's or a set's: they need a gateway."""
-        return any(section.agent or section.agent_command for section in (self.rollout, *self.eval.named.values()))
+        own = any(item.agent or item.agent_command for item in self.eval.named.values())
+        return own or bool(self.rollout.agent or self.rollout.agent_command)
 
     @property
     def longest_sample(self) -> int:

@@ -1,6 +1,5 @@
 """What plays a task's rollouts, what it is told of them, and what its result says. It is pure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +74,7 @@ def agent_data(task: Task, rollout: int) -> dict[str, Any]:
     }
 
 
-def environment_of(base_url: str, api_key: str) -> Mapping[str, str]:
+def environment_of(base_url: str, api_key: str) -> dict[str, str]:
     """Returns the variables by which OpenAI's and Anthropic's clients find the gateway. Anthropic's appends ``/v1`` itself."""
     root = base_url.removesuffix("/v1")
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": api_key}

@@ -1,6 +1,5 @@
 """Finds a gateway for a session: the one behind `MYXO_GATEWAY_URL`, or any that is alive by the registry."""
 
-
 from shared.runtime.service_base import Service
 
 
