@@ -67,6 +67,19 @@ def test_what_generates_for_a_set_takes_the_place_of_whatever_generates_for_the_
     assert config.has_agents and not run_config(tmp_path, eval={"sets": sets[:1]}).has_agents
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [(["python agent.py --steps 'a b'"], ["python", "agent.py", "--steps", "a b"]), (["python", "my agent.py"], ["python", "my agent.py"])],
+)
+def test_a_command_is_a_list_or_text_as_for_a_shell(tmp_path: Path, words: list[str], command: list[str]) -> None:
+    assert run_config(tmp_path, **flags.parse(["--agent-command", *words])).rollout.agent_command == command
+    config = run_config(
+        tmp_path, rollout={"agent_command": command}, eval={"sets": [{"name": "x", "path": "x", "agent_command": words[0]}]}
+    )
+    assert config.rollout.agent_command == command
+    assert parse(tomllib.loads(config_toml.dump(config))) == config
+
+
 def test_only_one_can_generate(tmp_path: Path) -> None:
     for name, field in (("custom_generate_function_path", "agent"), ("rollout_function_path", "agent"), ("agent_command", "agent_command")):
         with pytest.raises(ConfigError, match="only one of agent") as caught:
