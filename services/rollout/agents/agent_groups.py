@@ -42,6 +42,7 @@ class AgentGroups:
         self._service, self._config, self.settings = service, service.config, service.config.rollout
         self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
         self.runner = AgentRunner(service.config)
+        self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
         self.sessions = SessionStore(service.store, service.run)
 
     async def start(self) -> None:
@@ -169,7 +170,7 @@ class _AgentRollout:
         await groups.sessions.open(session)
         try:
             alone = self._alone or self._failures.alone
-            running = groups.runner.run(self._program, agent_data(self.task, self.index), base_url, key, alone=alone)
+            running = groups.runner.run(self._program, agent_data(self.task, self.index, groups.model), base_url, key, alone=alone)
             reward = self._program.reward(await self._unless_stopped(running))
             ended = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=reward))
             return self._samples(ended, reward)

@@ -60,14 +60,15 @@ def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
     return None
 
 
-def agent_data(task: Task, rollout: int) -> dict[str, Any]:
-    """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, label, metadata, and the place."""
+def agent_data(task: Task, rollout: int, model: str) -> dict[str, Any]:
+    """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, label, metadata, the model's name."""
     messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
     return {
         "messages": messages,
         "prompt": task.prompt,
         "label": Reference(task.label, task.label_json).value,
         "metadata": task.metadata,
+        "model": model,
         "group": task.group,
         "rollout": rollout,
         "evaluation": is_evaluation(task.group),
