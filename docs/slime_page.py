@@ -46,7 +46,8 @@ Each flag is in one class, and none is ignored in silence:
 
 The same words are keys in TOML: `balance_data = true` or `partial_rollout = true` in any section. Megatron's flags have the same classes:
 [megatron-flags.md](megatron-flags.md). What comes of several nodes, of Transformer Engine or of another package that is missing here is
-told by the checks before the start: the flags themselves are accepted.
+told by the checks before the start: the flags themselves are accepted. An error names the flag that was typed, with the config's field
+beside it: `--lr (trainer.lr) = '-1': …`; of `--eval-config` it names the file, the set and the field.
 
 Values are written as for slime: a list as words (`--rollout-stop-token-ids 1 2`, `--sglang-cuda-graph-bs 1 2 4`) or as Megatron has it
 (`--moe-layer-freq [0]*3+[1]*58`), names with paths in pairs (`--eval-prompt-data aime a.jsonl gpqa b.jsonl`), a part of a file as

@@ -11,37 +11,38 @@ from myxo.commands.up import take_flags, up
 from myxo.display.text import figure_table
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
-from myxo.run import config_toml
+from myxo.run import config_toml, run_directory
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_summary import EvaluationSummary
 from myxo.run.run_versions import chosen_version, materialized
 from shared.bus import runs
-from shared.config import config_reading, flags
+from shared.config import config_reading, flags, typed_flags
+from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.atomic_files import replace_file
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, raise_problems
 
 _ABOUT = """Evaluate a version of a run that lies on disk: an export, a snapshot, a checkpoint, or the initial model.
 
-RUN is a run's name, evaluated on the sets of its own config, or a TOML file, whose run is evaluated on the sets that the file names
-now. Flags are laid over either. The evaluation is a run of its own, RUN-eval-vN beside RUN; its figures go to RUN/evaluations/vN.json."""
+RUN is a run's name or its directory, evaluated on the sets of its own config, or a TOML file, whose run is evaluated on the sets that
+the file names now. Flags are laid over either. The evaluation is a run of its own, RUN-eval-vN beside RUN; its figures go to
+RUN/evaluations/vN.json."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo eval``."""
     command.description, command.usage = _ABOUT, f"{command.prog} RUN|CONFIG [--version N] [--dir DIR] [flags]"
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument("run", metavar="RUN|CONFIG", help="a run's name, or a config's TOML file")
+    command.add_argument("run", metavar="RUN|CONFIG", help="a run's name or its directory, or a config's TOML file")
     command.add_argument("--version", type=int, metavar="N", help="the weight version (default: the newest on disk)")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
     command.set_defaults(run_command=_run, flags=[], take_rest=take_flags)
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    overrides = flags.parse(parsed.flags)
-    config = _config(parsed.run, parsed.dir, overrides)
+    config = config_of(parsed.run, parsed.dir, flags.read(parsed.flags))
     if not config.eval.named:
         raise ConfigError(
             "eval.eval_prompt_data", None, "sets to evaluate on: --eval-prompt-data NAME PATH, --eval-config or [[eval.sets]]"
@@ -63,18 +64,36 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return code
 
 
-def _config(name: str, directory: Path, overrides: flags.Overrides) -> RunConfig:
-    """Returns the config of a file, or that which a run's directory keeps, with flags over it. Raises ConfigError."""
-    if Path(name).is_file():
-        config = config_reading.load(Path(name), overrides)
-    elif (frozen := runs.frozen(directory / name)) is None:
-        raise ConfigError("RUN", name, f"a run in {directory}, or a TOML file; there is neither")
+def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
+    """Returns the config of a file, or that which a run's directory keeps, with flags over it. Raises ConfigError, or Problems."""
+    file = Path(name)
+    if file.is_file():
+        path, values = file, given.overrides
     else:
-        values = frozen.model_dump(mode="json")
-        for section, fields in overrides.items():
-            values.setdefault(section, {}).update(fields)
-        config = config_reading.parse(values).absolute(Path.cwd())
+        path, values = None, _over_frozen(name, directory, given.overrides)
+    reading = config_reading.read(path, values)
+    raise_problems([typed_flags.named(problem, given.typed, alone=False) for problem in (*given.problems, *reading.problems)])
+    config = reading.config
+    assert config is not None  # or there was a problem
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
+
+
+_SETS = ("eval_prompt_data", "eval_config", "sets")
+"""The fields that name sets of held-out prompts: a flag for one takes the place of all that the run has."""
+
+
+def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> dict[str, dict[str, Any]]:
+    """Returns a run's frozen values with flags over them. Raises ConfigError where there is no such run."""
+    try:
+        _, run = run_directory.find(name, directory)
+        if run is None or (frozen := runs.frozen(run.root)) is None:
+            raise run_directory.no_such_run(name, directory)
+    except ConfigError as error:
+        raise ConfigError("RUN", name, f"{error.expected}; nor is there a file {name}, which would be a config") from None
+    values: dict[str, dict[str, Any]] = frozen.model_dump(mode="json")
+    if overrides.get("eval", {}).keys() & set(_SETS):
+        values["eval"] = {field: value for field, value in values["eval"].items() if field not in _SETS}
+    return {section: {**fields, **overrides.get(section, {})} for section, fields in values.items()}
 
 
 def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:

@@ -27,7 +27,7 @@ from myxo.preflight import (
     shape_checks,
 )
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config import flags
+from shared.config import flags, typed_flags
 from shared.config.config_reading import read
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
@@ -142,8 +142,8 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False)
     path, given = source
     problems = list(given.problems)
     try:
-        config, found, notes = read(path, given.overrides)
-        problems += found
+        reading = read(path, given.overrides)
+        config, problems = reading.config, problems + reading.problems
         if config is not None:
             hub = Hub.of()
             config = server_checks.pinned(config, hub, fresh=fresh)
@@ -155,10 +155,11 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False)
             )
             inspection.frozen = config
             os.environ.update(given.environment)
-            problems += inspect(inspection, [] if problems else [*given.notes, *notes])
+            told = [] if problems else [*given.notes, *reading.notes]
+            problems += map(reading.with_origin, inspect(inspection, told))
     except BadInput as error:
         problems += problems_of(error)
-    raise_problems(problems)
+    raise_problems([typed_flags.named(problem, given.typed, alone=path is None) for problem in problems])
     assert config is not None  # or there was a problem
     return config
 

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.config.environment_variables import names_credential
-from shared.config.run_config import section_model
+from shared.config.eval_set import NAME
+from shared.config.run_config import RunConfig, section_model
 from shared.config.section import Misfits
 from shared.runtime.errors import BadInput, ConfigError
 
@@ -46,14 +47,36 @@ def config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[Co
 
 
 def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
-    value: Any = values
-    for part in location:
-        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            value = value.get(part) if isinstance(value, dict) else None
+    location, value = _found(location, values)
     if kind == "missing":
         model = section_model(location[0]) if len(location) > 1 else None
         description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"
         return ConfigError(".".join(location), None, f"required: {description}")
+    if value is None:
+        value = _default(location)
     return ConfigError(".".join(location), _without_secrets(value), message[0].lower() + message[1:])
+
+
+def _default(location: list[str]) -> Any:
+    """Returns the value that a field has where none is given; None for what has none."""
+    if len(location) != 2 or location[0] not in RunConfig.model_fields:
+        return None
+    field = section_model(location[0]).model_fields.get(location[1])
+    return None if field is None or field.is_required() else field.default
+
+
+def _found(location: list[str], values: Any) -> tuple[list[str], Any]:
+    """Returns a location with the names of a list's tables in the place of their numbers, and the value there; a key of a list: of all."""
+    shown = []
+    for part in location:
+        if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
+            values = values[int(part)]
+            name = values.get("name") if isinstance(values, dict) else None
+            shown.append(name if isinstance(name, str) and re.match(NAME, name) else part)
+            continue
+        if isinstance(values, list) and not part.isdecimal():
+            values = [item.get(part) for item in values if isinstance(item, dict)]
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
+        shown.append(part)
+    return shown, values

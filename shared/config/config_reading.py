@@ -20,12 +20,19 @@ class ConfigReading(NamedTuple):
 
     Args:
         config: None where a value is wrong; it is there if the only errors are unknown sections, keys and flags. problems: a ConfigError
-            for each error. notes: lines for the user, of keys under other names or without effect.
+            for each error. notes: lines for the user, of keys under other names or without effect. origins: ``section.field`` → the file
+            that set it, where that is another than the config's own.
     """
 
     config: RunConfig | None
     problems: list[BadInput]
     notes: list[str]
+    origins: dict[str, Path]
+
+    def with_origin(self, problem: BadInput) -> BadInput:
+        """Returns the problem with the file that its field comes from, where that is another than the config's own."""
+        origin = self.origins.get(".".join(problem.field.split(".")[:2])) if isinstance(problem, ConfigError) else None
+        return problem if origin is None else in_file(problem, origin)
 
 
 def parse(values: dict[str, Any]) -> RunConfig:
@@ -61,7 +68,7 @@ def _with_own_gpus(config: RunConfig) -> RunConfig:
 
 
 def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the values with those of the presets that they name; and of each field that was set so the names of the presets."""
+    """Returns the values with those of the presets that they name; and of each field that was set so the preset."""
     try:
         named = [str(name) for name in presets.listed(known.get("algorithm", {}).get("preset", []))]
     except ValueError:  # the field's own check tells it
@@ -72,7 +79,7 @@ def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     found = presets.fields_of(named, given, defaults)
     for field, value in found.items():
         known = {**known, owners[field]: {**known.get(owners[field], {}), field: value}}
-    return known, {f"{owners[field]}.{field}": ", ".join(named) for field in found}
+    return known, {f"{owners[field]}.{field}": str(presets.owner(named, field)) for field in found}
 
 
 def _of_preset(problem: BadInput, preset: dict[str, str]) -> BadInput:
@@ -99,7 +106,7 @@ def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: 
 
 def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
     """Returns the config of `read`. Raises ConfigError for an error in it, or Problems of several."""
-    config, problems, _ = read(path, overrides)
+    config, problems, *_ = read(path, overrides)
     raise_problems(problems)
     assert config is not None  # or there was a problem
     return config
@@ -123,13 +130,9 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
     problems = layers.problems
     try:
         lay_eval_config(layers)
-        return ConfigReading(parse(layers.values).absolute(Path.cwd()), problems, layers.notes)
+        config, found = parse(layers.values).absolute(Path.cwd()), list[BadInput]()
     except BadInput as error:
-        found = without_consequences(problems_of(error), problems)
-        return ConfigReading(None, problems + [_with_origin(problem, layers, origin) for problem in found], layers.notes)
-
-
-def _with_origin(problem: BadInput, layers: Layers, path: Path) -> BadInput:
-    """Returns the problem with the file that it comes from, if that is a base of the config at ``path``."""
-    origin = layers.origins.get(".".join(problem.field.split(".")[:2]), path) if isinstance(problem, ConfigError) else path
-    return problem if origin == path else in_file(problem, origin)
+        config, found = None, without_consequences(problems_of(error), problems)
+    others = {field: file for field, file in layers.origins.items() if file != origin}
+    reading = ConfigReading(config, problems, layers.notes, others)
+    return reading._replace(problems=problems + [reading.with_origin(problem) for problem in found])

@@ -83,6 +83,8 @@ class EvalSection(Section):
         return self.with_files(lambda _, file: file.absolute(base))
 
     def _misfits(self) -> Iterator[str]:
-        names = [item.name for item in (*(self.eval_prompt_data or []), *self.sets)]
-        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            yield f"eval.sets: two sets are called {name!r}; figures and groups are known by their set's name"
+        pairs, tables = [item.name for item in self.eval_prompt_data or []], [item.name for item in self.sets]
+        for name in dict.fromkeys(name for name in (*pairs, *tables) if (*pairs, *tables).count(name) > 1):
+            field = "eval.sets.name" if name in tables else "eval.eval_prompt_data"
+            besides = ", one of them in eval_prompt_data" if name in pairs and name in tables else ""
+            yield f"{field}: two sets are called {name!r}{besides}; figures and groups are known by their set's name"

@@ -49,3 +49,4 @@ def lay_eval_config(layers: Layers) -> None:
     if values.get("eval_prompt_data") is not None:
         layers.notes.append(f"eval.eval_prompt_data: eval_config = {given} takes its place, as with slime")
     values.update(sets=sets, eval_config=None, eval_prompt_data=None)
+    layers.origins["eval.sets"] = Path(str(given))

@@ -35,6 +35,7 @@ class CommandLine:
         overrides: what they set. problems: a ConfigError for each flag that cannot be taken; it takes its values with it.
         renamed: fields that flags under other names set; a field's own flag wins over them.
         notes: lines for the user: flags under other names, without effect, or given twice. environment: variables for the services.
+        typed: ``section.field`` → the flag that sets it, as it was typed.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
@@ -42,9 +43,11 @@ class CommandLine:
     renamed: slime_flags.Fields = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    typed: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def set(self, section: str, name: str, value: Any) -> None:
+    def set(self, section: str, name: str, value: Any, flag: str) -> None:
         """Sets a field; a mapping is added to the one that is there."""
+        self.typed[f"{section}.{name}"] = flag
         fields = self.overrides.setdefault(section, {})
         present = fields.get(name)
         fields[name] = {**present, **value} if isinstance(present, dict) and isinstance(value, dict) else value
@@ -95,21 +98,23 @@ def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> N
     name = flag.removeprefix("--").replace("-", "_")
     positive = name.removeprefix("no_")
     if name in owners:
-        given.set(owners[name], name, _value(flag, section_model(owners[name]).model_fields[name], own, rest))
+        given.set(owners[name], name, _value(flag, section_model(owners[name]).model_fields[name], own, rest), flag)
     elif flag.startswith(SGLANG) and slime_flags.find(name) is None:
         # passed through verbatim: the values that follow, or a switch
         words = _following(rest) if own is None else own
         engine = given.overrides.setdefault("rollout", {}).setdefault("sglang", {})
         engine[flag.removeprefix(SGLANG)] = True if not words else words[0] if len(words) == 1 else words
+        given.typed[f"rollout.sglang.{flag.removeprefix(SGLANG)}"] = flag
     elif positive in owners:
         if not is_switch(positive):
             raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
-        given.set(owners[positive], positive, False)
+        given.set(owners[positive], positive, False, flag)
     elif (entry := slime_flags.find(name)) is not None:
         _slime(flag, name, entry, own, rest, given)
     else:
         megatron_name, value = _megatron(flag, name, text if equals else None, rest)
         given.overrides.setdefault("trainer", {}).setdefault("megatron", {})[megatron_name] = value
+        given.typed[f"trainer.megatron.{megatron_name}"] = flag
 
 
 def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list[str], given: CommandLine) -> None:
@@ -126,6 +131,8 @@ def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list
     except ValueError as error:
         raise ConfigError(flag, " ".join(words), str(error)) from None
     given.renamed = found.over(given.renamed)
+    for field in found.fields:
+        given.typed.setdefault(f"{field_sections()[field]}.{field}", flag)
     given.notes += [note for note in found.notes if note not in given.notes]
     given.environment |= found.environment
 

@@ -125,6 +125,11 @@ def fields_of(presets: Iterable[str], given: Mapping[str, Any], defaults: Mappin
     }
 
 
+def owner(presets: Iterable[str], field: str) -> str | None:
+    """Returns which of several presets a field is set by: the last that has it; None where none has."""
+    return next((preset for preset in reversed(list(presets)) if field in PRESETS[preset]), None)
+
+
 def _gives(value: object) -> bool:
     """Returns whether a value, perhaps a flag's word, is other than nothing."""
     try:
@@ -139,11 +144,21 @@ def told(presets: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
     Args:
         values: every field of the resolved config, by its name.
     """
-    for preset in presets:
-        wanted = {f: values.get(v.field) if isinstance(v, ValueOf) else v for f, v in PRESETS[preset].items()}
-        alike = [f"{field} = {value}" for field, value in wanted.items() if values.get(field) == value]
-        other = [f"{field} = {values.get(field)} (the preset: {value})" for field, value in wanted.items() if values.get(field) != value]
-        yield f"preset {preset}: {', '.join(alike) or 'sets nothing'}" + (f"; given otherwise: {', '.join(other)}" if other else "")
+    named = list(presets)
+    wanted = {preset: {f: values.get(v.field) if isinstance(v, ValueOf) else v for f, v in PRESETS[preset].items()} for preset in named}
+    for position, preset in enumerate(named):
+        alike, over, other = list[str](), list[str](), list[str]()
+        for field, value in wanted[preset].items():
+            found = values.get(field)
+            later = owner(named[position + 1 :], field)
+            if found == value:
+                alike.append(f"{field} = {value}")
+            elif later is not None and wanted[later][field] == found:
+                over.append(f"{field} = {found} (of {later}, which comes later; {preset}: {value})")
+            else:
+                other.append(f"{field} = {found} (the preset: {value})")
+        parts = [", ".join(alike) or "sets nothing", *(f"instead: {', '.join(over)}" for _ in over[:1])]
+        yield f"preset {preset}: " + "; ".join([*parts, *(f"given otherwise: {', '.join(other)}" for _ in other[:1])])
 
 
 def flags_of(preset: str) -> str:

@@ -20,6 +20,23 @@ WEIGHTS = {
 
 _FLAG = "--rollout-function-path"
 
+SETTLED_FROM = {
+    "algorithm.opd_teachers": "reward.rm_url",
+    "algorithm.tis_mode": "algorithm.custom_tis_function_path",
+    "eval.sets": "eval.eval_config",
+    "sft.sft_data": "data.prompt_data",
+    "sft.sft_messages_key": "data.input_key",
+    "sft.sft_batch_size": "trainer.global_batch_size",
+    "sft.sft_num_epoch": "rollout.num_epoch",
+    "sft.sft_steps": "rollout.num_rollout",
+    "sft.sft_lr": "trainer.lr",
+    "sft.sft_min_lr": "trainer.min_lr",
+    "sft.sft_lr_decay_style": "trainer.lr_decay_style",
+    "sft.sft_warmup_iters": "trainer.lr_warmup_iters",
+    "sft.sft_warmup_fraction": "trainer.lr_warmup_fraction",
+}
+"""Field → the field that a user gave, where what slime means by it is set here under another name."""
+
 Values = dict[str, Any]
 """Section → field → value, as flags and TOML give it."""
 

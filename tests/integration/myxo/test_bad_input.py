@@ -75,9 +75,9 @@ def test_files_slices_and_weights_that_are_none(myxo: Myxo, config_file: ConfigF
     assert "data.prompt_data" in (line := refused(myxo, "up", config, "--prompt-data", f"{prompts}@[a:b]"))
     assert "give PATH, PATH@[start:stop] or PATH@[start:stop]*WEIGHT" in line
     line = refused(myxo, "up", config, "--prompt-data", prompts, f"{prompts}@[20:]")
-    assert f"data.prompt_data = '{prompts}@[20:]': the slice is empty: the file has 9 rows" in line
+    assert f"--prompt-data (data.prompt_data) = '{prompts}@[20:]': the slice is empty: the file has 9 rows" in line
     line = refused(myxo, "up", config, "--prompt-data", prompts, tmp_path / "none.jsonl")
-    assert f"data.prompt_data = '{tmp_path}/none.jsonl': no such file" in line
+    assert f"--prompt-data (data.prompt_data) = '{tmp_path}/none.jsonl': no such file" in line
     assert "the weight 0.01 of 9 prompts rounds to none" in refused(myxo, "up", config, "--prompt-data", f"{prompts}*0.01")
     assert "demonstrations are all used, each once" in refused(myxo, "up", config, "--eval-prompt-data", f"{heldout}*2")
     write_jsonl(other := tmp_path / "other.jsonl", [*PROMPTS[:2], {"prompt": "1+1="}])
@@ -88,7 +88,7 @@ def test_parquet_that_cannot_be_read_and_a_row_that_does_not_fit(myxo: Myxo, con
     path = tmp_path / "prompts.parquet"
     path.write_bytes(b"PAR1, but not really")
     line = refused(myxo, "up", config_file(), "--prompt-data", path)
-    assert f"data.prompt_data = '{path}': not a readable Parquet file" in line
+    assert f"--prompt-data (data.prompt_data) = '{path}': not a readable Parquet file" in line
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1=", "1+2="], "label": ["2", None]}), path)
     line = refused(myxo, "up", config_file(), "--prompt-data", path)
     assert "data.prompt_data:label" in line
@@ -108,12 +108,12 @@ def test_prompts_that_are_left_out_are_told(myxo: Myxo, config_file: ConfigFile,
     assert f"{tmp_path}/prompts.jsonl:3" in line
     write_jsonl(tmp_path / "prompts.jsonl", [{"question": "1+1="}] * 3)
     assert "all are left out" in refused(myxo, "up", config, "--bad-prompts", "skip")
-    assert "data.bad_prompts = 'ignore'" in refused(myxo, "up", config, "--bad-prompts", "ignore")
+    assert "--bad-prompts (data.bad_prompts) = 'ignore'" in refused(myxo, "up", config, "--bad-prompts", "ignore")
 
 
 def test_a_data_source_that_is_not_there(myxo: Myxo, config_file: ConfigFile) -> None:
     line = refused(myxo, "up", config_file(), "--data-source", "no_such_package.prompts:make")
-    assert "data.data_source = 'no_such_package.prompts:make': cannot be imported" in line
+    assert "--data-source (data.data_source) = 'no_such_package.prompts:make': cannot be imported" in line
     assert "data.data_source" in refused(myxo, "up", config_file(), "--data-source", "no_such_package.prompts")
 
 
@@ -127,9 +127,9 @@ def test_agents_that_cannot_play(myxo: Myxo, config_file: ConfigFile) -> None:
 def test_functions_that_are_not_there(myxo: Myxo, config_file: ConfigFile) -> None:
     good = ("--custom-generate-function-path", "tests.support.generate_hooks:two_turns", "--dynamic-sampling-filter-path", "nonzero_std")
     line = refused(myxo, "up", config_file(), *good, "--custom-rm-path", "tests.support.reward_hooks:absent")
-    assert "reward.custom_rm_path = 'tests.support.reward_hooks:absent': cannot be imported" in line
+    assert "--custom-rm-path (reward.custom_rm_path) = 'tests.support.reward_hooks:absent': cannot be imported" in line
     assert "name a function that is in it" in line
-    assert "reward.custom_rm_path = 'tests.support.reward_hooks'" in refused(
+    assert "--custom-rm-path (reward.custom_rm_path) = 'tests.support.reward_hooks'" in refused(
         myxo, "up", config_file(), "--custom-rm-path", "tests.support.reward_hooks"
     )
 
@@ -155,13 +155,15 @@ def test_no_samples_in_a_group(myxo: Myxo, config_file: ConfigFile) -> None:
 
 
 def test_no_samples_in_a_group_by_flag(myxo: Myxo, config_file: ConfigFile) -> None:
-    assert "rollout.n_samples_per_prompt = '0'" in refused(myxo, "up", config_file(), "--n-samples-per-prompt", "0")
+    assert "--n-samples-per-prompt (rollout.n_samples_per_prompt) = '0'" in refused(
+        myxo, "up", config_file(), "--n-samples-per-prompt", "0"
+    )
 
 
 def test_an_environment_that_the_run_does_not_have(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
     config = config_file()
     line = refused(myxo, "up", config, "--rm-type", "graderr", "--environments", "{'grader': 'nats:grader'}")
-    assert "reward.rm_type = 'graderr': no such verifier or environment; did you mean grader?" in line
+    assert "--rm-type (reward.rm_type) = 'graderr': no such verifier or environment; did you mean grader?" in line
     assert "reward.environment_url = None: required with rm_type = environment" in refused(myxo, "up", config, "--rm-type", "environment")
     write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {**PROMPTS[2], "metadata": {"rm_type": "deep_scaler"}}])
     line = refused(myxo, "up", config)

@@ -160,8 +160,8 @@ def test_a_run_of_that_name_with_another_config(myxo: Myxo, given: Input, capsys
     assert processor_seconds() - before < LIMIT_SECONDS
     assert (code, out) == (2, "")
     assert [line.partition(": run test exists")[0] for line in err.splitlines()] == [
-        "myxo: rollout.max_staleness = '1 → 3'",
-        "myxo: trainer.lr = '1e-06 → 0.5'",
+        "myxo: --max-staleness (rollout.max_staleness) = '1 → 3'",
+        "myxo: --lr (trainer.lr) = '1e-06 → 0.5'",
     ]
     assert "use --fresh to start it anew, or another run.name" in err
     (given.directory / "runs" / "test" / "config.json").unlink()  # as a run of an earlier release left it: the bus knows

@@ -75,6 +75,6 @@ def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, caps
         "--balance-dat = '': unknown flag; did you mean --balance-data?",
         "did you mean --rollout-max-response-len?",
         "--use-routing-replay = '': a flag of slime's; the router decides anew",
-        "trainer.actor_num_nodes = 2: 1; the ranks of a trainer start on one machine",
+        "--actor-num-nodes (trainer.actor_num_nodes) = 2: 1; the ranks of a trainer start on one machine",
     ):
         assert line in told

@@ -58,7 +58,7 @@ def config_of(words: list[str], fresh: bool = False) -> RunConfig:
     """The config that a command line stands for."""
     path, given = train.source(None, words, now=NOW, fresh=fresh)
     raise_problems(given.problems)
-    config, problems, _ = read(path, given.overrides)
+    config, problems, *_ = read(path, given.overrides)
     raise_problems(problems)
     assert config is not None
     return config

@@ -129,12 +129,14 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
         ({"eval_prompt_data": ["a", "b", "c"]}, "eval.eval_prompt_data", "3 words are no pairs"),
         ({"eval_prompt_data": "a.jsonl*2"}, "eval.eval_prompt_data", "has a weight"),
         ({"sets": [{"name": "a", "path": "p", "temprature": 1}]}, "eval.sets", "did you mean temperature"),
-        ({"sets": [{"name": "a", "path": "p", "temperature": -1}]}, "eval.sets.0.temperature", "greater than or equal to 0"),
+        ({"sets": [{"name": "a", "path": "p", "temperature": -1}]}, "eval.sets.a.temperature", "greater than or equal to 0"),
         ({"sets": [{"name": "a.b", "path": "p"}]}, "eval.sets.0.name", "pattern"),
         ({"sets": [{"path": "p"}]}, "eval.sets.0.name", "required"),
         ({"sets": [{"name": "a", "path": "p", "rm_type": "mth"}]}, "eval.sets.a.rm_type", "no such verifier or environment"),
-        ({"sets": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "eval.sets", "two sets are called 'a'"),
-        ({"sets": [{"name": "a", "path": "p", "custom_rm_path": "no"}]}, "eval.sets.0.custom_rm_path", "pattern"),
+        ({"sets": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "eval.sets.name", "['a', 'a']: two sets are called 'a'; "),
+        ({"eval_prompt_data": ["a", "p", "a", "q"]}, "eval.eval_prompt_data", "['a', 'p', 'a', 'q']: two sets are called 'a'"),
+        ({"eval_prompt_data": ["a", "p"], "sets": [{"name": "a", "path": "q"}]}, "eval.sets.name", "one of them in eval_prompt_data"),
+        ({"sets": [{"name": "a", "path": "p", "custom_rm_path": "no"}]}, "eval.sets.a.custom_rm_path", "pattern"),
         ({"eval_interval": 3}, "eval.eval_interval", "needs sets of held-out prompts"),
     ],
 )
@@ -209,7 +211,7 @@ def test_slimes_file_has_several_forms(tmp_path: Path, content: object) -> None:
 
 def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) -> None:
     path = toml(tmp_path, written(tmp_path, SLIMES))
-    config, problems, notes = read(path, {"eval": {"eval_prompt_data": ["other", "x.jsonl"]}})
+    config, problems, notes, _ = read(path, {"eval": {"eval_prompt_data": ["other", "x.jsonl"]}})
     assert config is not None and not problems
     assert [view.name for view in eval_views(config)] == ["aime", "gpqa"]
     assert any("eval.eval_prompt_data" in note and "takes its place" in note for note in notes)
@@ -230,6 +232,8 @@ def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) ->
         ({"datasets": [{"name": "a", "path": "/a", "min_eval_samples": 3}]}, "nothing in slime reads it"),
         ({"datasets": [{"name": "a", "path": "${oc.env:DATA}/a"}]}, "interpolations are not read"),
         ("datasets:\n  - {name: a, path: /a, path: /b}", "'path' is there twice"),
+        ({"datasets": [{"name": "a", "path": "/a", "temperature": -1}]}, "eval.sets.a.temperature = -1: "),
+        ({"datasets": [{"name": "a", "path": "/a"}, {"name": "a", "path": "/b"}]}, "eval.sets.name = ['a', 'a']: two sets are called 'a'"),
     ],
 )
 def test_what_is_wrong_in_slimes_file_is_named(tmp_path: Path, content: object, words: str) -> None:
@@ -237,6 +241,7 @@ def test_what_is_wrong_in_slimes_file_is_named(tmp_path: Path, content: object, 
         load(toml(tmp_path, written(tmp_path, content)))
     text = str(caught.value)
     assert words in text.replace("'None'", "None") or words.split(" = None")[0] in text, text
+    assert str(tmp_path / "eval.yaml") in text
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -79,6 +79,18 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert otherwise == "eps_clip = 0.1 (the preset: 0.2)"
 
 
+def test_what_a_later_preset_sets_is_said_to_be_its(tmp_path: Path) -> None:
+    config = read(tmp_path, "--preset gspo icepop --eps-clip 0.1")
+    first, second = presets.told(config.algorithm.preset, fields(config))
+    assert "; instead: off_policy = decoupled (of icepop, which comes later; gspo: none); given otherwise: eps_clip = 0.1" in first
+    assert "otherwise" not in second and "instead" not in second
+
+
+def test_an_error_names_the_preset_that_set_its_field(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"use_opsm = True: .*\(set by preset opsm\)"):
+        read(tmp_path, "--preset opsm gspo")
+
+
 def test_a_preset_of_which_nothing_is_left_says_so(tmp_path: Path) -> None:
     config = read(tmp_path, "--preset tis icepop --tis-mode clip --tis-clip 9 --tis-clip-low 0.1 --off-policy decoupled")
     first, _ = presets.told(config.algorithm.preset, fields(config))
