@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from openai import AsyncOpenAI
 
 from shared.sessions.session import SessionLog, SessionUnknown, TurnBegun, TurnEnded
 from shared.sessions.session_store import SessionStore
@@ -168,3 +169,15 @@ async def opens(base_url: str, api_key: str) -> bool:
 
 def two_arguments(data: dict[str, Any], base_url: str) -> float:
     return 0.0
+
+
+async def over_a_push(data: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Over the gateway: a turn, then, once `go_on` is there, another one."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = list(data["messages"])
+        for _ in range(2):
+            completion = await client.chat.completions.create(model=data["model"], messages=messages)
+            messages += [completion.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
+            note(data, base_url, api_key)
+            while not (Path(os.environ[DIRECTORY]) / "go_on").exists():
+                await asyncio.sleep(0.05)

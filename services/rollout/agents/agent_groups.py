@@ -22,6 +22,7 @@ from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
 from services.rollout.replica import Replica
 from services.rollout.rollout_fate import GroupLosses, RolloutFailures
+from services.rollout.sample_seeds import SampleSeeds
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
@@ -96,6 +97,7 @@ class AgentGroups:
             key_digest=digest,
             deadline=time.time() + self.settings.agent_timeout,
             sampling=task.sampling,
+            seed=self._seeds.of_sample(rollout),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
         )
