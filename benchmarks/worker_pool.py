@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.reward import verifiers
 from services.reward.scoring_pools import Verification, VerifierPool
+from shared.rewards import verifiers
 from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded
 

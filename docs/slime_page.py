@@ -66,7 +66,7 @@ twice the last counts, and that is told. A switch that is on by default is turne
 | `--custom-config-path FILE` | Its keys stand over all flags: fields of that name, the rest are attributes of `args` for your functions. |
 | `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
 | user functions | The same files, with slime's import names, `args` and `Sample`: [hooks.md](hooks.md). |
-| `--rm-type` | The same names and values: [math-rewards.md](math-rewards.md), [environments.md](environments.md). |
+| `--rm-type` | The same names and values: [rewards.md](rewards.md). Without it and `--custom-rm-path`, samples or prompts name their own. |
 | `slime.rollout.sft_rollout.generate_rollout` | Supervised training alone: `[sft]` with `--num-rollout 0`. |
 
 ## What differs

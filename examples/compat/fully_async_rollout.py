@@ -1,7 +1,8 @@
 """A rollout function in slime's manner: a pool of groups is generated in the background, across training steps.
 
-``--rollout-function-path examples.compat.fully_async_rollout.generate_rollout``. Nothing in this file is Myxo's: it imports slime's names
-only, and runs under either.
+``--rollout-function-path examples.compat.fully_async_rollout.generate_rollout``, and where the run evaluates
+``--eval-function-path slime.rollout.sglang_rollout.generate_rollout``, since a pool does not. Nothing in this file is Myxo's: it imports
+slime's names only, and runs under either.
 """
 
 import asyncio

@@ -135,7 +135,8 @@ def _check(
         unread = _unread(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
         return unread or _left_out(field, prompts), prompts.longest
 
-    limits = [config.rollout.rollout_max_prompt_len, config.reward.rm_type, config.reward.environment_names()]
+    rollout, reward = config.rollout, config.reward
+    limits = [rollout.rollout_max_prompt_len, rollout.may_give_rewards, reward.rm_type, reward.environment_names()]
     note, longest = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
     inspection.longest_prompts[field] = longest
     yield from [Note(note)] if note is not None else []

@@ -142,6 +142,8 @@ class SummaryTally:
                 self._eval_failed[reason] += 1
             case EvalEnded():
                 self._eval_failed[LATE] += record.late
+                if record.reason:  # an evaluation function's: no prompt of it failed by itself
+                    self._eval_failed[record.reason] += record.failed
                 if not record.samples:
                     return
                 step = min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout)

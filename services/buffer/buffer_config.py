@@ -19,7 +19,8 @@ class BufferConfig:
     eval_sets: the sets of held-out prompts, name → number of prompts. passes: reward from which on a sample passes. active_since: when
     this buffer became active (seconds since the epoch): an evaluation's time does not run while the run stands still. has_critic: whether
     a critic trains the same batches. longest_sample: tokens of a micro-batch. message_bytes: of the bus's largest message. rollout_only:
-    nothing is trained, and version 0 is the only one. named_rewards: batches have the named rewards of each sample.
+    nothing is trained, and version 0 is the only one. named_rewards: batches have the named rewards of each sample. eval_function:
+    the user's own function evaluates.
     """
 
     rollout: RolloutSection
@@ -33,6 +34,7 @@ class BufferConfig:
     message_bytes: int = 1_000_000
     rollout_only: bool = False
     named_rewards: bool = False
+    eval_function: bool = False
 
     @property
     def surplus(self) -> int:

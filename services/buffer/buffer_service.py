@@ -15,6 +15,7 @@ from typing import TypeVar
 from services.buffer import amendment, ended_groups, evaluation_report, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
+from services.buffer.evaluation_logger import EvaluationLogger
 from services.buffer.ledger_writer import LedgerWriter
 from services.buffer.outcome_consumer import OutcomeConsumer
 from services.buffer.prompt_supply import PromptSupply, open_prompts
@@ -31,7 +32,7 @@ from shared.bus.registry import STANDBY
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
-from shared.hooks.loading import shows_samples
+from shared.hooks.loading import eval_function, shows_samples
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema import ledger
@@ -89,6 +90,7 @@ class Buffer:
             message_bytes=service.bus.message_limit,
             rollout_only=config.debug.debug_rollout_only,
             named_rewards=shows_samples(config),
+            eval_function=eval_function(config) is not None,
         )
         self._tasks = TaskPublisher(service.bus, config, prompts)
         self._prompts = prompts
@@ -103,6 +105,7 @@ class Buffer:
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
         self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
+        self._eval_log = EvaluationLogger(service, self._keeper.release, partial(self._decide, list))
         self._broken: asyncio.Queue[Exception] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -152,9 +155,9 @@ class Buffer:
             await service.announce()
             await service.tell("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
-        outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, self._keeper.release)
-        publishing = (self._tasks.publish(TRAIN, outcomes.settle), self._tasks.publish(EVAL, outcomes.settle))
-        async with service.background(*publishing, self._keeper.run(), self._free(), outcomes.run(), *watching):
+        outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, self._eval_log.release, self._admits)
+        publishing = (self._tasks.publish(TRAIN, outcomes.settle), self._tasks.publish(EVAL, outcomes.settle), self._tasks.ask_function())
+        async with service.background(*publishing, self._keeper.run(), self._eval_log.run(), self._free(), outcomes.run(), *watching):
             await service.stopping.wait()
             with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)
@@ -168,10 +171,7 @@ class Buffer:
         self._keeper.release(released)
         evaluation_report.show_evaluations(self._service, state.evaluated.values())
         self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
-        for group in state.outstanding:
-            self._tasks.group(group, state, self._limits)
-        for evaluation in state.evaluations.values():
-            self._tasks.evaluation(evaluation, self._limits)
+        self._tasks.outstanding(state, self._limits)
         if state.finished_steps >= self._limits.rollout.num_rollout:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 
@@ -206,12 +206,16 @@ class Buffer:
                 raise BadRecord(f"no decision: {type(error).__name__}: {error}") from error
             await self._record(decided)
             while records := [
-                *policy.close(self._state, self._limits, time.time()),
-                *([] if self._failure.reason or self._service.held_back else policy.admit(self._state, self._limits, time.time())),
+                *policy.close(self._state, self._limits, time.time(), logging=bool(self._eval_log.open)),
+                *(policy.admit(self._state, self._limits, time.time()) if self._admits() else []),
             ]:
                 await self._record(records)
         async with self._changed:
             self._changed.notify_all()
+
+    def _admits(self) -> bool:
+        """Returns whether groups may be let in: not into a run that has failed, nor while the store or a stream is full."""
+        return not self._failure.reason and not self._service.held_back
 
     async def _record(self, records: Sequence[LedgerRecord]) -> None:
         for entry in self._ledger.tried(records):
@@ -222,7 +226,8 @@ class Buffer:
                 self._prompts.follow(self._state, record)
                 self._state.apply(record)
                 await self._failure.see(record, self._state.dead)
-                self._keeper.release(self._state.released)
+                self._eval_log.see(record)
+                self._eval_log.release(self._state.released)
                 await self._act(record)
             except Exception as error:
                 self._broken.put_nowait(error)
@@ -343,7 +348,7 @@ class Buffer:
         return Accepted()
 
     async def _on_evaluations(self, request: EvaluationsRequest) -> Message:
-        return evaluation_report.evaluations_after(request, self._state.evaluated)
+        return evaluation_report.evaluations_after(request, self._state.evaluated, self._eval_log)
 
     # --- status and gauges
 

@@ -2,21 +2,20 @@
 
 An evaluation belongs to the version that was live when it began. No replica on an older version takes its prompts; pushes go on
 meanwhile, as training does, so that a later version may draw some of its tokens: the figures name the oldest and the newest that did.
+Where the user's own function evaluates, it is asked once for all sets of a version, and a set ends with what it gives for it.
 """
 
 from typing import Any
 
-import numpy as np
-
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, EvaluationState
-from shared.data import pass_rates
-from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord
-from shared.schema.messages import Failed, Scored
+from shared.data.eval_figures import eval_figures
+from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord, eval_group_parts
+from shared.schema.messages import Evaluated, Failed, Scored
 from shared.schema.versions import is_periodic
 
-QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-"""Those of the lengths of responses."""
+MOST_OWN_SETS = 64
+"""The sets of one version that a function may give results for although the run does not name them."""
 
 
 def is_due(limits: BufferConfig, version: int) -> bool:
@@ -71,6 +70,37 @@ def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[
     ]
 
 
+def given(state: BufferState, limits: BufferConfig, message: Evaluated, now: float) -> list[LedgerRecord]:
+    """Takes what the user's function gives for a set: one of the run's, or one of its own while an evaluation of that version goes on.
+
+    A set that has ended, a version that is not being evaluated, and a result that nobody asked for give no record.
+    """
+    named, result = eval_group_parts(message.group), message.result
+    if not limits.eval_function or named is None or (named[1], named[0]) in state.evaluated:
+        return []
+    dataset, version, _ = named
+    current = state.evaluations.get((version, dataset))
+    begun: list[LedgerRecord] = []
+    if current is None:
+        current = _own_set(state, limits, message, dataset, version)
+        if current is None:
+            return []
+        begun = [EvalStarted(dataset=dataset, version=version, prompts=result.prompts, at=now)]
+    counts = {} if result.samples else {"prompts": current.prompts, "failed": current.prompts}
+    found = {**result.model_dump(), "dataset": dataset, **counts}
+    live, seconds = max(version, state.live_version), max(0.0, now - max(current.started, limits.active_since))
+    return [*begun, EvalEnded(**found, version=version, live=live, seconds=seconds, at=now)]
+
+
+def _own_set(state: BufferState, limits: BufferConfig, message: Evaluated, dataset: str, version: int) -> EvaluationState | None:
+    """Returns the beginning of a set that the run does not name; None where it is not taken."""
+    started = min((current.started for (of, _), current in state.evaluations.items() if of == version), default=None)
+    there = sum(of == version and name not in limits.eval_sets for of, name in state.evaluated)
+    if started is None or there >= MOST_OWN_SETS or not message.result.samples:
+        return None
+    return EvaluationState(dataset, version, message.result.prompts, started, {})
+
+
 def is_over(evaluation: EvaluationState, limits: BufferConfig, now: float) -> bool:
     """Returns whether all prompts of an evaluation have come back, or its deadline has passed."""
     return not evaluation.pending or now >= limits.eval_deadline(evaluation.started)
@@ -78,31 +108,18 @@ def is_over(evaluation: EvaluationState, limits: BufferConfig, now: float) -> bo
 
 def ended(evaluation: EvaluationState, state: BufferState, limits: BufferConfig, now: float) -> EvalEnded:
     """Returns the end of an evaluation, with the figures of what has come back."""
-    counts = pass_rates.pass_counts(evaluation.groups, limits.passes)
-    rewards = [reward for group in evaluation.groups for reward in group]
-    rates = {f"pass@{k}": pass_rates.pass_at(counts, k) for k in pass_rates.powers(counts)}
-    rates |= {f"pass^{k}": pass_rates.pass_all(counts, k) for k in pass_rates.powers(counts)}
+    figures = eval_figures(evaluation.groups, evaluation.lengths, evaluation.truncated, limits.passes)
+    has = bool(figures["samples"])
     return EvalEnded(
         dataset=evaluation.dataset,
         version=evaluation.version,
-        oldest=evaluation.oldest if rewards else evaluation.version,
-        newest=evaluation.newest if rewards else evaluation.version,
+        oldest=evaluation.oldest if has else evaluation.version,
+        newest=evaluation.newest if has else evaluation.version,
         live=max(evaluation.version, state.live_version),
         prompts=evaluation.prompts,
         failed=evaluation.failed,
         late=len(evaluation.pending),
-        samples=len(rewards),
-        mean_reward=sum(rewards) / len(rewards) if rewards else 0.0,
-        rates=rates,
-        lengths=_lengths(np.asarray(evaluation.lengths)),
-        truncated=evaluation.truncated / len(rewards) if rewards else 0.0,
         seconds=max(0.0, now - max(evaluation.started, limits.active_since)),
         at=now,
+        **figures,
     )
-
-
-def _lengths(tokens: Any) -> dict[str, float]:
-    if not len(tokens):
-        return {}
-    quantiles = np.quantile(tokens, list(QUANTILES.values()))
-    return {"mean": float(tokens.mean()), **dict(zip(QUANTILES, map(float, quantiles), strict=True))}

@@ -1,9 +1,10 @@
 """Tells of evaluations that have ended: in the log, as gauges, and to the trainer that asks for those it has not heard of."""
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
+from services.buffer.evaluation_logger import EvaluationLogger
 from shared.runtime.service_base import Service
 from shared.schema.ledger import EvalEnded
 from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
@@ -14,11 +15,12 @@ MOST_EVALUATIONS = 256
 
 def log_evaluation(service: Service, record: EvalEnded) -> None:
     """Logs and shows an evaluation that has just ended; one that was late as a warning."""
-    log = service.log.warning if record.late else service.log.info
+    log = service.log.warning if record.late or record.reason else service.log.info
     counted = {"samples": record.samples, "failed": record.failed, "late": record.late, "prompts": record.prompts}
     versions = {"version": record.version, "newest": record.newest, "lag": record.lag}
     figures = {"mean_reward": record.mean_reward, **record.rates, "truncated": record.truncated, "response_len": record.lengths}
-    log("evaluated", dataset=record.dataset, **figures, **versions, **counted)
+    more = ({"metrics": record.metrics} if record.metrics else {}) | ({"error": record.reason} if record.reason else {})
+    log("evaluated", dataset=record.dataset, **figures, **versions, **counted, **more)
     show_evaluations(service, [record])
 
 
@@ -31,8 +33,12 @@ def show_evaluations(service: Service, records: Iterable[EvalEnded]) -> None:
             service.metrics.set(f"eval_{name}", value, dataset=record.dataset)
 
 
-def evaluations_after(request: EvaluationsRequest, ended: Mapping[Any, EvalEnded]) -> EvaluationsEnded:
-    """Returns the next ones of the evaluations that have ended, in their order."""
+def evaluations_after(request: EvaluationsRequest, ended: Mapping[Any, EvalEnded], log: EvaluationLogger) -> EvaluationsEnded:
+    """Returns the next ones of the evaluations that have ended, in order, up to those that the user's log function is still to see."""
     found = islice(ended.values(), request.known, request.known + MOST_EVALUATIONS)
     names = EvalFigures.model_fields
-    return EvaluationsEnded(evaluations=[EvalFigures(**{name: getattr(record, name) for name in names}) for record in found])
+    told = []
+    for record in takewhile(lambda record: record.version not in log.open, found):
+        figures = EvalFigures(**{name: getattr(record, name) for name in names})
+        told.append(figures.model_copy(update={"logged": figures.logged or log.logged.get(record.version, False)}))
+    return EvaluationsEnded(evaluations=told)

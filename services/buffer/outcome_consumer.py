@@ -11,7 +11,7 @@ from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.service_base import Service
 from shared.schema.ledger import LedgerRecord
-from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, failure_of
+from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted, failure_of
 
 FETCH = 256
 """Outcomes that are taken at once."""
@@ -24,7 +24,8 @@ class OutcomeConsumer:
 
     Args:
         held: awaited before messages are acted on; it raises where another buffer is active. decide: has a decision made and recorded,
-            and raises BadRecord where that cannot be. free: has payload keys removed from the store.
+            and raises BadRecord where that cannot be. free: has payload keys removed from the store. admits: returns whether groups may be
+            let in now; a rollout function that wants more asks again.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class OutcomeConsumer:
         held: Callable[[], Awaitable[None]],
         decide: Callable[[Decision], Awaitable[None]],
         free: Callable[[Iterable[str]], None],
+        admits: Callable[[], bool],
     ) -> None:
         self._service, self._limits, self._state = service, limits, state
-        self._held, self._decide, self._free = held, decide, free
+        self._held, self._decide, self._free, self._admits = held, decide, free, admits
         self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._on_unreadable)
 
     async def run(self) -> None:
@@ -50,7 +52,9 @@ class OutcomeConsumer:
             if rewards := [outcome for outcome in outcomes if isinstance(outcome, Scored)]:
                 await self.settle(rewards)
             for lease, outcome in zip(leases, outcomes, strict=True):
-                if not isinstance(outcome, Scored):
+                if isinstance(outcome, Wanted) and not self._admits():
+                    self._service.log.info("wanted_groups_held_back", count=outcome.count, by=outcome.by)
+                elif not isinstance(outcome, Scored):
                     await self.settle([outcome])
                 if late := policy.unwanted(self._state, outcome):
                     self._free(late)

@@ -5,9 +5,9 @@ none, whatever it claims.
 """
 
 from shared.bus.subjects import REWARD, ROLLOUT, Subjects
-from shared.schema.messages import Discarded, Failed, Interrupted, Outcome, Scored, Wanted
+from shared.schema.messages import Discarded, Evaluated, Failed, Interrupted, Outcome, Scored, Wanted
 
-KINDS: dict[str, tuple[type[Outcome], ...]] = {ROLLOUT: (Failed, Interrupted, Discarded, Wanted), REWARD: (Scored, Failed)}
+KINDS: dict[str, tuple[type[Outcome], ...]] = {ROLLOUT: (Failed, Interrupted, Discarded, Wanted, Evaluated), REWARD: (Scored, Failed)}
 """The outcomes that a role's services report."""
 
 

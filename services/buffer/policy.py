@@ -22,6 +22,7 @@ from shared.schema.messages import (
     Batch,
     BatchGroup,
     Discarded,
+    Evaluated,
     Failed,
     GroupOutcome,
     Interrupted,
@@ -107,6 +108,8 @@ def outcomes(state: BufferState, limits: BufferConfig, messages: Sequence[GroupO
             return discarded(state, message, now)
         case [Wanted() as message]:
             return wanted(state, limits, message, now)
+        case [Evaluated() as message]:
+            return evaluation.given(state, limits, message, now)
         case _:
             return scored(state, limits, [message for message in messages if isinstance(message, Scored)], now)
 
@@ -345,12 +348,12 @@ def is_late(state: BufferState, limits: BufferConfig, now: float) -> bool:
     return any(evaluation.is_over(current, limits, now) for current in state.evaluations.values())
 
 
-def close(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
-    """Ends evaluations that are complete or late, and the run once all of it is done."""
+def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = False) -> list[LedgerRecord]:
+    """Ends evaluations that are complete or late, and the run once all of it is done. ``logging``: a log function is still to see one."""
     records: list[LedgerRecord] = [
         evaluation.ended(current, state, limits, now) for current in state.evaluations.values() if evaluation.is_over(current, limits, now)
     ]
-    evaluating = bool(state.evaluations) or evaluation.awaited(state, limits)
+    evaluating = logging or bool(state.evaluations) or evaluation.awaited(state, limits)
     if state.durable_steps >= limits.rollout.num_rollout > state.finished_steps and not evaluating:
         # over-sampled, or of a run that was resumed with fewer steps than it had admitted groups for
         surplus = [name for name, group in state.groups.items() if group.step is None]

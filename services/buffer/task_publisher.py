@@ -1,7 +1,7 @@
 """Publishes tasks: a worker for each class sends the outstanding tasks of the state, so that a full queue delays no decision."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from services.buffer import policy
@@ -16,7 +16,7 @@ from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, MessageTooLarge
 from shared.schema.ledger import eval_group_parts
-from shared.schema.messages import Failed, Sampling, Task
+from shared.schema.messages import Evaluate, Failed, Sampling, Task
 
 GiveUp = Callable[[Sequence[Failed]], Awaitable[None]]
 
@@ -36,6 +36,15 @@ class TaskPublisher:
         self._sets = {view.name: _set_fields(view, prompts.stop_ids) for view in eval_views(config)}
         self._longest = {view.name: view.max_context_len for view in eval_views(config)}
         self._queues: dict[str, asyncio.Queue[dict[str, Any]]] = {TRAIN: asyncio.Queue(), EVAL: asyncio.Queue()}
+        self._by_function: asyncio.Queue[Evaluate] = asyncio.Queue()
+        self._asked = -1  # the newest version that the evaluation function was asked for
+
+    def outstanding(self, state: BufferState, limits: BufferConfig) -> None:
+        """Queues all that is under way, again: a buffer that was killed may not have published it."""
+        for group in state.outstanding:
+            self.group(group, state, limits)
+        for evaluation in state.evaluations.values():
+            self.evaluation(evaluation, limits)
 
     def group(self, group: GroupState, state: BufferState, limits: BufferConfig) -> None:
         """Queues a training group's present attempt. Its prompt is read only when it is published: no decision waits for a tokenizer."""
@@ -44,11 +53,21 @@ class TaskPublisher:
         self._queues[TRAIN].put_nowait({**attempt, "n": self._samples, "sampling": self._sampling, "min_version": minimum})
 
     def evaluation(self, evaluation: EvaluationState, limits: BufferConfig) -> None:
-        """Queues the held-out prompts of an evaluation that have not come back."""
+        """Queues the held-out prompts of an evaluation that have not come back; or, once for all sets of its version, that the user's
+        function evaluates it."""
+        if limits.eval_function:
+            if evaluation.version > self._asked:
+                self._asked, deadline = evaluation.version, limits.eval_deadline(evaluation.started)
+                self._by_function.put_nowait(Evaluate(version=evaluation.version, deadline=deadline))
+            return
         own = self._sets.get(evaluation.dataset, {})  # a set that the run does not have any more has no prompts either
         fields = {"attempt": 0, **own, "min_version": evaluation.version, "deadline": limits.eval_deadline(evaluation.started)}
         for name in evaluation.pending:
             self._queues[EVAL].put_nowait({"group": name, **fields})
+
+    def publishers(self, give_up: GiveUp) -> tuple[Coroutine[Any, Any, None], ...]:
+        """Returns what publishes all that is queued, until cancelled. ``give_up``: as in `publish`."""
+        return self.publish(TRAIN, give_up), self.publish(EVAL, give_up), self.ask_function()
 
     async def publish(self, task_class: str, give_up: GiveUp) -> None:
         """Publishes the tasks of a class until cancelled. ``give_up``: takes the groups whose prompt cannot be read, or sent."""
@@ -69,6 +88,12 @@ class TaskPublisher:
                 if len(tasks) < BATCH and size < BATCH_BYTES and not queue.empty():
                     batch.append(queue.get_nowait())
             await self._publish(self._subjects.task(task_class), tasks, give_up)
+
+    async def ask_function(self) -> None:
+        """Publishes what the user's evaluation function is asked for until cancelled."""
+        while True:
+            asked = await self._by_function.get()
+            await self._bus.publish(self._subjects.task(EVAL), asked, msg_id=f"evaluate.{asked.version}", deadline=600)
 
     async def _publish(self, subject: str, tasks: dict[str, Task], give_up: GiveUp) -> None:
         try:

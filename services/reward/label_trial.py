@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
-from services.reward.verifiers import Value, load, read_label, verify
 from shared.rewards.names import QUEUES, TEXT, base, needs_label
 from shared.rewards.reference import Reference
+from shared.rewards.verifiers import Value, load, read_label, verify
 
 LABEL_SECONDS = 5.0
 """The time for a label. One that needs more would take it from every response that is compared with it."""

@@ -13,6 +13,7 @@ from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.hooks import reward_values
+from shared.rewards.names import GIVEN
 from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema.messages import Generated
@@ -51,8 +52,14 @@ class Scorer(ABC):
         """
 
 
+_UNSCORED = (
+    "a sample came without a reward, and nothing is named that scores it: let the function that generates it set sample.reward, or give "
+    "rm_type, custom_rm_path or the prompt's metadata.rm_type"
+)
+
+
 class VerifierScorer(Scorer):
-    """The verifiers of `services.reward.verifiers` that share a queue."""
+    """The verifiers of `shared.rewards.verifiers` that share a queue."""
 
     def __init__(self, queue: str, pool: VerifierPool, config: RunConfig) -> None:
         super().__init__(queue, config.reward.reward_workers * IN_HAND)
@@ -61,8 +68,11 @@ class VerifierScorer(Scorer):
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         first, *others = references = [sample.reference for sample in samples]
         for reference in references:
+            if environment == GIVEN:
+                raise WorkerFailed(_UNSCORED)
             if (problem := label_problem(environment, reference)) is not None:
-                raise WorkerFailed(f"verifier {environment}: the label: {problem}")
+                came = "; its sample came without a reward" if self._config.rollout.may_give_rewards else ""
+                raise WorkerFailed(f"verifier {environment}: the label: {problem}{came}")
         asked = Verification(
             environment,
             [sample.text for sample in samples],

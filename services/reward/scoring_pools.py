@@ -66,7 +66,7 @@ class VerifierPool(ScoringPool):
     """Runs the verifiers of one queue.
 
     Args:
-        queue: its name. names: the verifiers, keys of `services.reward.verifiers.VERIFIERS`.
+        queue: its name. names: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`.
     """
 
     def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE) -> None:

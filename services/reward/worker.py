@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
-from services.reward.verifiers import Value, load, pattern_answer, read_label, verify
 from shared.hooks import reward_values
 from shared.rewards.names import base, missing_package, wrong
 from shared.rewards.reference import Reference
+from shared.rewards.verifiers import Value, load, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.workers.call_server import Calls, serve_calls
 

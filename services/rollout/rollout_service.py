@@ -13,6 +13,7 @@ from services.rollout.engine_profiler import EngineProfiler
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import restored, samples_of
+from services.rollout.producer.evaluator import Evaluator
 from services.rollout.producer.producer import Producer
 from services.rollout.replica import Replica
 from services.rollout.router import Router, router_url
@@ -28,7 +29,7 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.hooks.loading import generate_paths, paths
+from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
@@ -75,6 +76,7 @@ class Rollout:
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
         self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._tokenizer, self._count)
+        self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
         self.tokens = 0
 
@@ -85,7 +87,7 @@ class Rollout:
         await self.weights.listen()
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
-        work = [self.replica.keep_engine(), self._catch_up.keep(), self.take(EVAL), self.measure(), self.stop_stale()]
+        work = [self.replica.keep_engine(), self._catch_up.keep(), self.evaluate(), self.measure(), self.stop_stale()]
         work.append(self.take(TRAIN) if self.producer is None else self.producer.run())
         work += [router.keep() for router in routers]
         if (profiler := EngineProfiler(service, self.replica)).wanted:
@@ -113,6 +115,10 @@ class Rollout:
         """Kills the processes of generate functions and agents."""
         await self._custom.close()
         await self._agents.close()
+
+    async def evaluate(self) -> None:
+        """Generates held-out prompts, or has the user's own function do it."""
+        await (self.take(EVAL) if self.evaluator is None else self.evaluator.run())
 
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity for it."""
@@ -248,7 +254,7 @@ class Rollout:
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
-            metrics.set("lost_rollouts", self._custom.lost)
+            metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             await asyncio.sleep(RATE_SECONDS)
 
 

@@ -1,6 +1,7 @@
 """The inputs of the loss on one rank: rewards, advantages and importance-weight statistics, or the results of the user's functions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -63,6 +64,7 @@ class LossInputs:
         Raises:
             HookFailed; BadSample: an advantage that is not finite.
         """
+        batch = self._post_processed(batch)
         objective, trained = self._objective, batch.masks()
         masks = [trained[index] for index in batch.indices]
         found = self._advantages(batch, masks)
@@ -93,7 +95,7 @@ class LossInputs:
         partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
         groups = [item.group for item in partition.items]
         kl = _in_order(batch, "kl") if wanted.kl else None
-        rewards: Rewards = self._rewards(batch)
+        rewards: Rewards = partition.rewards if batch.rewards is None else batch.rewards
         if kl is not None and self._objective.advantage_estimator == "rloo":
             rewards = less_kl(self._objective, rewards, own, kl, masks, self._total)
         of_sample = reward_advantages(self._objective, rewards, groups, rollouts_of(partition, batch.sample_stats))[own]
@@ -104,16 +106,14 @@ class LossInputs:
         values = _in_order(batch, "values") if wanted.values else None
         return token_advantages(self._objective, of_sample, masks, kl=kl, values=values)
 
-    def _rewards(self, batch: TrainBatch) -> list[float]:
-        """Returns the whole batch's rewards by index, as a convert function or ``custom_reward_post_process_path`` makes them of all
-        samples."""
+    def _post_processed(self, batch: TrainBatch) -> TrainBatch:
+        """Returns the batch with the rewards that ``custom_reward_post_process_path`` makes, if no convert function has made some."""
         partition = batch.partition
-        if batch.rewards is not None:
-            return batch.rewards
-        if REWARDS not in self._custom:
-            return partition.rewards
+        if batch.rewards is not None or REWARDS not in self._custom:
+            return batch
         with runtime.together(f"the rewards of step {partition.batch.step}"):
-            return self._custom.post_processed(scored(partition, self._store, self._custom.args.reward_key))
+            raw, rewards = self._custom.post_processed(scored(partition, self._store, self._custom.args.reward_key))
+        return replace(batch, raw=raw, rewards=rewards)
 
 
 def _in_order(batch: TrainBatch, field: str) -> list[Tensor]:

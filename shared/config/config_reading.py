@@ -55,8 +55,10 @@ def _without_steps(config: RunConfig) -> RunConfig:
         return config
     half = {"debug_rollout_only": True} if config.sft.sft_data is None else {} if config.eval.named else {"debug_train_only": True}
     trainer = config.trainer.model_copy(update={"lr_decay_style": "constant"})  # over no steps nothing decays
-    rollout = config.rollout.model_copy(update={"rollout_function_path": None})  # nothing is drawn
-    return config.model_copy(update={"debug": config.debug.model_copy(update=half), "trainer": trainer, "rollout": rollout})
+    rollout = config.rollout.model_copy(update={"rollout_function_path": None})  # nothing is drawn, but it may be what evaluates
+    evaluates = (config.eval.eval_function_path or config.rollout.rollout_function_path) if config.eval.named else None
+    changed = {"trainer": trainer, "rollout": rollout, "eval": config.eval.model_copy(update={"eval_function_path": evaluates})}
+    return config.model_copy(update={"debug": config.debug.model_copy(update=half), **changed})
 
 
 def _with_own_gpus(config: RunConfig) -> RunConfig:

@@ -11,9 +11,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from shared.config.eval_set import EvalSet, PromptPairs, Sets
-from shared.config.section import MUTABLE, Rule, Section
+from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.data.data_files import DataFile
 from shared.schema.limits import MAX_SAMPLES
+
+EVAL_LOOP = "slime.rollout.sglang_rollout.generate_rollout"
+"""slime's own function, which stands for Myxo's own loop over the sets."""
 
 
 class EvalSection(Section):
@@ -24,6 +27,11 @@ class EvalSection(Section):
             "eval_interval",
             lambda held_out, given: given is not None and not held_out.named,
             "needs sets of held-out prompts: eval_prompt_data, eval_config or [[eval.sets]]",
+        ),
+        Rule(
+            "eval_function_path",
+            lambda held_out, given: given is not None and not held_out.named,
+            "needs sets of held-out prompts, as with slime: eval_prompt_data, eval_config or [[eval.sets]]",
         ),
         Rule("eval_top_k", lambda _, given: given is not None and given == 0, "at least 1, or -1 for all tokens"),
     )
@@ -39,6 +47,10 @@ class EvalSection(Section):
     eval_config: Path | None = Field(
         default=None,
         description="a YAML or JSON file of sets in slime's form (defaults, datasets), for eval_prompt_data; becomes sets",
+    )
+    eval_function_path: str | None = hook(
+        "that evaluates all sets of a version; default: rollout_function_path, where that is given, else Myxo's own loop, which is also "
+        f"what {EVAL_LOOP} stands for"
     )
     eval_interval: int | None = Field(default=None, gt=0, description="steps between evaluations, besides first and last", **MUTABLE)
     eval_timeout: float = Field(

@@ -17,6 +17,7 @@ class MonitoringSection(Section):
     log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
     passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)
     custom_rollout_log_function_path: str | None = hook("that logs a batch's samples; if it returns true, Myxo does not")
+    custom_eval_rollout_log_function_path: str | None = hook("that logs an evaluation; if it returns true, Myxo does not")
     use_wandb: bool = Field(default=False, description="write to W&B, too; needs the extra wandb", **MUTABLE)
     wandb_project: str = Field(default="myxo", min_length=1, description="W&B project", **MUTABLE)
     wandb_group: str | None = Field(default=None, description="W&B group; default: the run's name", **MUTABLE)

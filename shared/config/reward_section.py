@@ -10,7 +10,7 @@ from pydantic import Field
 from shared.config.environment_variables import VARIABLE
 from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.environment import environment_url as address
-from shared.rewards.names import QUEUES, VERIFIERS, queue_of
+from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
 from shared.runtime.errors import nearest
 
 OWN = "environment"
@@ -79,7 +79,7 @@ class RewardSection(Section):
         default="math_verify",
         description=f"what scores: {', '.join(QUEUES)}, one of these behind boxed_, remote_rm (the server at rm_url), environment (the "
         "one at environment_url), a name of environments, judge (the model at judge_url), tournament (the same, which compares the samples "
-        "of a group), weighted (reward_weights); a prompt's metadata.rm_type overrides it",
+        "of a group), weighted (reward_weights), given (samples come with their rewards); a prompt's metadata.rm_type overrides it",
     )
     reward_weights: dict[str, float] = Field(
         default={},
@@ -162,7 +162,7 @@ class RewardSection(Section):
     reward_replicas: int = Field(default=1, gt=0, description="reward services that `myxo up` starts", **MUTABLE)
 
     def _misfits(self) -> Iterator[str]:
-        taken = (*VERIFIERS, OWN, CUSTOM, REMOTE, JUDGE, TOURNAMENT, WEIGHTED, *QUEUES.values())
+        taken = (*VERIFIERS, GIVEN, OWN, CUSTOM, REMOTE, JUDGE, TOURNAMENT, WEIGHTED, *QUEUES.values())
         for name, url in self.environments.items():
             if not address.NAME.match(name):
                 yield f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'"
@@ -200,7 +200,7 @@ class RewardSection(Section):
                 needed, expected = _NEEDS.get(name, ("", ""))
                 if needed and getattr(self, needed) is None:
                     yield f"reward.{needed}: required with {field} = {name}: {expected}"
-                elif name not in (*names, WEIGHTED) or (field == "reward_weights" and name == WEIGHTED):
+                elif name not in (*names, WEIGHTED) or (field == "reward_weights" and name in (WEIGHTED, GIVEN)):
                     yield f"reward.{field}: no such verifier or environment; {nearest(name, names)}"
 
     @property
@@ -221,7 +221,7 @@ class RewardSection(Section):
             return [CUSTOM]
         judged = dict.fromkeys((JUDGE, TOURNAMENT), self.judge_url)
         given = {REMOTE: self.rm_url, **judged, WEIGHTED: self.reward_weights or None, CUSTOM: self.custom_rm_path}
-        return sorted({*VERIFIERS, *self.external, *(name for name, value in given.items() if value is not None)})
+        return sorted({*VERIFIERS, GIVEN, *self.external, *(name for name, value in given.items() if value is not None)})
 
     def queues(self) -> list[str]:
         """Returns the queues of the run's environments: verifiers that need the same libraries share one."""

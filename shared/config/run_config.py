@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
@@ -69,6 +70,8 @@ class RunConfig(Section):
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
         yield from self._lonely_samples()
+        if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
+            yield problem
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -155,6 +158,11 @@ class RunConfig(Section):
         for field, (named, n) in {"rollout.n_samples_per_prompt": training, **sets}.items():
             if self.reward.environment_of(named) == TOURNAMENT and n < 2:
                 yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
+
+    @property
+    def log_probs_reader(self) -> str | None:
+        """Returns which setting needs the rollout's log-probs, as a sentence; None where samples may lack them."""
+        return log_probs_reader.log_probs_reader(self.algorithm, self.rollout)
 
     @property
     def has_agents(self) -> bool:

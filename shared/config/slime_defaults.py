@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.config import presets, slime_functions
+from shared.rewards.names import GIVEN
 
 Values = Mapping[str, Mapping[str, Any]]
 """Section → field → value, as flags give it: text, or plain."""
@@ -34,6 +35,8 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
             found["algorithm"] = {"use_tis": False}
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not _presets(algorithm, "kl_loss_type"):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
+    if not given.get("reward", {}).keys() & {"rm_type", "custom_rm_path"}:
+        found["reward"] = {"rm_type": GIVEN}
     if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
         ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
         found["rollout"]["rollout_num_gpus"] = ranks

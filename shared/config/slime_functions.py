@@ -7,7 +7,9 @@ server; its importance weights are `algorithm.tis_mode`.
 
 from typing import Any
 
-DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
+from shared.config.eval_section import EVAL_LOOP
+
+DEFAULT = EVAL_LOOP
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 DEMONSTRATIONS = "slime.rollout.sft_rollout.generate_rollout"
 

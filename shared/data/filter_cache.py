@@ -43,7 +43,8 @@ class FilterCache:
 
     def __init__(self, config: RunConfig, field: str, files: list[DataFile], size: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._root, self._size = config.run.root, size
-        limits = (config.rollout.rollout_max_prompt_len, config.reward.rm_type, config.reward.environment_names())
+        rollout, reward = config.rollout, config.reward
+        limits = (rollout.rollout_max_prompt_len, rollout.may_give_rewards, reward.rm_type, reward.environment_names())
         self._key = fingerprint(
             config.model.hf_checkpoint, files, [_FORMAT, field, limits, dict(metadata or {}), config.data.model_dump(mode="json")]
         )

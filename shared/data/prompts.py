@@ -20,6 +20,7 @@ from shared.data.read_progress import ReadProgress
 from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
+from shared.rewards.names import GIVEN
 from shared.rewards.reference import Reference, label_problem, label_text
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.untrusted_files import parse_json
@@ -66,7 +67,7 @@ class PromptReader:
         self._overrides = dict(metadata or {})
         self._data, self._reward, self._tokenizer = config.data, config.reward, tokenizer
         self._max_tokens = config.rollout.rollout_max_prompt_len
-        self._environments = config.reward.environment_names()
+        self._environments, self._given = config.reward.environment_names(), config.rollout.may_give_rewards
 
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
@@ -103,7 +104,8 @@ class PromptReader:
             expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
             raise entry.refusal(data.input_key, expected) from None
         environment = self._environment(entry, metadata)
-        if (problem := label_problem(environment, Reference(label, is_json, metadata))) is not None:
+        problem = None if self._given else label_problem(environment, Reference(label, is_json, metadata))
+        if problem is not None:
             raise entry.refusal(data.label_key or "label_key", problem)
         return Prompt(content, _NO_TOKENS, label, is_json, metadata, environment, size), self._text(entry, content)
 
@@ -121,6 +123,11 @@ class PromptReader:
         if environment not in self._environments:
             expected = f"expected a verifier or environment of [reward] ({nearest(str(environment), self._environments)})"
             raise entry.refusal(f"{self._data.metadata_key}.rm_type", f"{expected}, found {environment!r}", UnknownEnvironment)
+        if environment == GIVEN and not self._given:
+            expected = (
+                "expected what scores the prompt's samples, which come without a reward; or give the run an rm_type or a custom_rm_path"
+            )
+            raise entry.refusal(f"{self._data.metadata_key}.rm_type", expected)
         return environment
 
     def _text(self, entry: RowEntry, content: Any) -> str:

@@ -6,18 +6,24 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from shared.config.eval_section import EVAL_LOOP
 from shared.config.eval_views import generate_functions, reward_functions
 from shared.config.run_config import RunConfig
 from shared.hooks import slime_names
 from shared.runtime.errors import ConfigError, MyxoError
 
 GENERATE = "rollout.custom_generate_function_path"
+ROLLOUT_FUNCTION = "rollout.rollout_function_path"
+EVAL_FUNCTION = "eval.eval_function_path"
+EVAL_LOG = "monitoring.custom_eval_rollout_log_function_path"
 AGENT = "rollout.agent"
 
 RUN_BY = {
     GENERATE: "rollout",
-    "rollout.rollout_function_path": "rollout",
+    ROLLOUT_FUNCTION: "rollout",
     AGENT: "rollout",
+    EVAL_FUNCTION: "rollout",
+    EVAL_LOG: "buffer",
     "reward.custom_rm_path": "reward",
     "rollout.dynamic_sampling_filter_path": "reward",
     "rollout.rollout_sample_filter_path": "reward",
@@ -36,7 +42,7 @@ RUN_BY = {
     "trainer.custom_megatron_before_log_prob_hook_path": "trainer",
     "trainer.custom_megatron_before_train_step_hook_path": "trainer",
 }
-"""The service that calls the function of each field."""
+"""The service that calls the function of each field; where a function of the user's evaluates, the rollout service calls `EVAL_LOG`."""
 
 
 SHOWN_SAMPLES = {
@@ -51,11 +57,11 @@ class HookFailed(MyxoError):
     """A custom function raised, or returned a value that cannot be used.
 
     Args:
-        field, path: which one. reason: what happened, on one line. final: it should not be tried again.
+        field, path: which one. reason: what happened, on one line. disruptive: it held up or ended the process that it ran in.
     """
 
-    def __init__(self, field: str, path: str, reason: str, final: bool = False) -> None:
-        self.field, self.path, self.reason, self.final = field, path, reason, final
+    def __init__(self, field: str, path: str, reason: str, disruptive: bool = False) -> None:
+        self.field, self.path, self.reason, self.disruptive = field, path, reason, disruptive
         super().__init__(f"{field} = {path}: {reason}")
 
 
@@ -65,14 +71,34 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
     Built-in filters are not included.
     """
     found = {}
-    for field, runs_in in RUN_BY.items():
-        section, _, name = field.partition(".")
-        path = getattr(getattr(config, section), name)
+    moved = {EVAL_LOG: "rollout"} if eval_function(config) is not None else {}
+    for field, runs_in in {**RUN_BY, **moved}.items():
+        path = _path(config, field)
         if path is not None and re.search("[.:]", path) and service in (None, runs_in):
             found[field] = path
     for runs_in, own in (("reward", reward_functions(config)), ("rollout", generate_functions(config))):
         found |= dict(own) if service in (None, runs_in) else {}
     return found
+
+
+def eval_function(config: RunConfig) -> tuple[str, str] | None:
+    """Returns the function of the user's that evaluates, its field and its path; None where Myxo's own loop does, or there is no set.
+
+    As with slime it is the rollout function, unless another is named.
+    """
+    if not config.eval.named:
+        return None
+    if config.eval.eval_function_path is not None:
+        path = _path(config, EVAL_FUNCTION)
+        return None if path is None else (EVAL_FUNCTION, path)
+    path = config.rollout.rollout_function_path
+    return None if path is None else (ROLLOUT_FUNCTION, path)
+
+
+def _path(config: RunConfig, field: str) -> str | None:
+    section, _, name = field.partition(".")
+    path: str | None = getattr(getattr(config, section), name)
+    return None if field == EVAL_FUNCTION and (path or "").replace(":", ".") == EVAL_LOOP else path
 
 
 def shows_samples(config: RunConfig) -> bool:

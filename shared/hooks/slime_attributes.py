@@ -4,15 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shared.config.eval_section import EVAL_LOOP
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.hooks.slime_eval_datasets import eval_datasets, eval_prompt_data
 from shared.model.families import read_architecture
+from shared.rewards.names import GIVEN
 from shared.runtime.errors import ConfigError
 
 NOT_SET = """
-    custom_eval_rollout_log_function_path custom_model_provider_path custom_update_weight_post_write_path eval_function_path
-    http_proxy load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path model_name
+    custom_model_provider_path custom_update_weight_post_write_path http_proxy
+    load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path model_name
     multimodal_keys opd_teacher_ckpt_step ref_ckpt_step rollout_buffer_url rollout_external_engine_addrs router_policy
     sglang_model_routers sglang_speculative_algorithm start_rollout_id tb_experiment_name tb_project_name
     update_weight_local_checkpoint_dir wandb_key wandb_run_id
@@ -34,7 +36,7 @@ OTHERS: dict[str, Any] = {
     "actor_num_nodes": 1,
     "num_gpus_per_node": 8,
     "train_backend": "megatron",
-    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "rollout_function_path": EVAL_LOOP,
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_sample_hook_path": [],
     "rollout_task_type": "math",
@@ -53,6 +55,7 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "rollout_num_gpus": lambda config: config.rollout.rollout_replicas * config.rollout.rollout_num_gpus_per_engine,
     "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency * config.rollout.n_samples_per_prompt,
     "eval_datasets": eval_datasets,
+    "eval_function_path": lambda config: config.rollout.rollout_function_path or EVAL_LOOP,
     "eval_prompt_data": eval_prompt_data,
     "eval_max_context_len": lambda config: config.rollout.rollout_max_context_len,
     "save": lambda config: str(config.run.root / "checkpoints"),
@@ -62,6 +65,7 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
 
 SAID_OTHERWISE: dict[str, Callable[[Any], Any]] = {
     "eval_prompt_data": lambda _: None,  # it follows from all sets
+    "rm_type": lambda given: None if given == GIVEN else given,
     "rollout_skip_special_tokens": lambda given: bool(given),
     "rollout_stop": lambda given: given or None,
     "rollout_stop_token_ids": lambda given: given or None,

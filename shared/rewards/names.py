@@ -35,6 +35,10 @@ WITHOUT_LABEL = ("gpqa", "ifbench", "random")
 """Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
 
 
+GIVEN = "given"
+"""The ``rm_type`` of samples that come with their reward, or whose prompts name what scores them: slime's default."""
+
+
 def base(name: str) -> str:
     """Returns a verifier's name without `BOXED`."""
     return name.removeprefix(BOXED) if name in VERIFIERS else name
@@ -42,7 +46,7 @@ def base(name: str) -> str:
 
 def queue_of(name: str) -> str:
     """Returns the queue of an environment: one of the above for verifiers, any other has one of its own name."""
-    return QUEUES.get(base(name), name)
+    return TEXT if name == GIVEN else QUEUES.get(base(name), name)
 
 
 def missing_package(name: str) -> str | None:

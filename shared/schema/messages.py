@@ -14,12 +14,14 @@ from shared.schema import codec
 from shared.schema.limits import (
     LARGEST,
     MAX_KEYS,
+    MAX_PARTS,
     MAX_SAMPLES,
     MAX_SPANS,
     Count,
     Digest,
     GroupId,
     Name,
+    PartName,
     Parts,
     Reason,
     Reward,
@@ -209,7 +211,53 @@ class Wanted(Outcome):
     payload: Payload | None = None
 
 
-GroupOutcome = Scored | Failed | Interrupted | Discarded | Wanted
+class Evaluate(Message):
+    """The user's evaluation function is to evaluate weights of ``version``. Subject ``<run>.task.eval``, of runs that have one.
+
+    ``deadline``: seconds since the epoch, from which on nobody waits for it. A replica on an older version hands it back.
+    """
+
+    version: Count
+    deadline: float = Field(ge=0, allow_inf_nan=False)
+
+
+class EvalResult(Part):
+    """What a set of held-out prompts came to.
+
+    ``oldest``/``newest``: versions that drew its tokens. ``prompts``: of the set; ``failed`` of them have no rewards. ``samples``: of the
+    others, which all figures are of; where there are none, the figures are 0, and ``reason`` may say why. ``rates``: ``pass@k`` and
+    ``pass^k``. ``lengths``: of responses in tokens: ``mean``, ``median``, ``min``, ``max``, ``p90``, ``p99``. ``truncated``: share of
+    samples that ended at their length. ``metrics``: of an evaluation function, by its own names. ``logged``: a log function of the user's
+    has logged it in Myxo's place.
+    """
+
+    dataset: Name
+    oldest: Count
+    newest: Count
+    prompts: Count
+    failed: Count
+    samples: Count
+    mean_reward: Reward
+    rates: dict[str, FiniteFloat] = {}
+    lengths: dict[str, FiniteFloat] = {}
+    truncated: float = Field(default=0.0, ge=0, le=1)
+    metrics: dict[PartName, FiniteFloat] = Field(default={}, max_length=MAX_PARTS)
+    logged: bool = False
+    reason: Reason = ""
+
+
+class Evaluated(Outcome):
+    """The user's evaluation function has given the result of one set, or has not.
+
+    ``group``: the id of the set's first held-out prompt, which names the version. ``by``: whose function it was.
+    """
+
+    result: EvalResult
+    by: Name
+    payload: Payload | None = None
+
+
+GroupOutcome = Scored | Failed | Interrupted | Discarded | Wanted | Evaluated
 """The kinds of outcomes that there are."""
 
 
@@ -290,29 +338,16 @@ class RunDone(BatchAnswer):
     reason: Reason = ""
 
 
-class EvalFigures(Part):
+class EvalFigures(EvalResult):
     """The figures of one set of held-out prompts, evaluated because weights of ``version`` went live.
 
-    ``oldest``/``newest``: versions that drew its tokens; ``live``: the one that was live when the figures were known. ``prompts``: of the
-    set; ``failed`` of them have no rewards, and ``late`` ones had not come back at the deadline. ``samples``: of the others, which all
-    figures are of; where there are none, the figures are 0. ``rates``: ``pass@k`` and ``pass^k``. ``lengths``: of responses in tokens:
-    ``mean``, ``median``, ``min``, ``max``, ``p90``, ``p99``. ``truncated``: share of samples that ended at their length. ``seconds``: from
+    ``live``: the one that was live when the figures were known. ``late``: prompts that had not come back at the deadline. ``seconds``: from
     its start.
     """
 
-    dataset: Name
     version: Count
-    oldest: Count
-    newest: Count
     live: Count
-    prompts: Count
-    failed: Count
     late: Count = 0
-    samples: Count
-    mean_reward: Reward
-    rates: dict[str, FiniteFloat] = {}
-    lengths: dict[str, FiniteFloat] = {}
-    truncated: float = Field(default=0.0, ge=0, le=1)
     seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     @property

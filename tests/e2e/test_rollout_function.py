@@ -16,6 +16,8 @@ FLAGS = (
     "examples.compat.fully_async_rollout.generate_rollout",
     "--custom-rm-path",
     "examples.compat.fully_async_rollout.score",
+    "--eval-function-path",
+    "slime.rollout.sglang_rollout.generate_rollout",
 )
 
 

@@ -19,6 +19,7 @@ from services.trainer.shard_reader import ShardReader
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
+from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore
 from tests.integration.test_batches import assemble_all, inputs, read, stored
 from tests.support.run_config import run_config
@@ -68,6 +69,27 @@ def test_a_function_of_ones_own_makes_the_advantages(
         assert len(seen["rollout_log_probs"]) == len(item.indices)  # type: ignore[arg-type]
 
 
+def test_rewards_of_ones_own_are_what_advantages_start_from_and_what_is_shown(
+    valkey: EmbeddedValkey, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("rewards_of_this_test")
+    module.halved = lambda args, samples: (  # type: ignore[attr-defined]
+        [sample.reward + 10 for sample in samples],
+        [sample.reward / 2 for sample in samples],
+    )
+    monkeypatch.setitem(sys.modules, "rewards_of_this_test", module)
+    config = run_config(tmp_path, algorithm={"custom_reward_post_process_path": "rewards_of_this_test:halved"})
+    batch = asyncio.run(stored(valkey.url, run_name, REWARDS))
+    [item] = assemble_all(batch, valkey.url, 1, 1, config.algorithm)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        made = inputs(config.algorithm, valkey.url, CustomFunctions.of(config)).with_advantages(item)
+        assert made.raw == [11.0, 10.0, 13.0, 12.0, 12.5]
+        assert made.rewards == [0.5, 0.0, 1.5, 1.0, 1.25]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_function_that_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path, algorithm={"custom_tis_function_path": "no_such_module:f"})
     with pytest.raises(ConfigError, match=r"algorithm\.custom_tis_function_path"):
@@ -98,7 +120,7 @@ def test_what_sums_are_divided_by_is_the_optimizer_steps(valkey: EmbeddedValkey,
 def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, run_name: str) -> None:
     objective = AlgorithmSection(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
     partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
-    shard = ShardReader(BlockingStore(valkey.url), 0, 100).take(partition)
+    shard = ShardReader(BlockingStore(valkey.url), 0, SampleLimits(100)).take(partition)
 
     def assembled() -> batches.TrainBatch:
         return batches.assemble(shard, shard.stats, objective, rank=0)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,8 @@ def recorded(config: RunConfig) -> str:
         record.sft(2, 2, result(2.0))
         assert link.service.metrics.values["sft_seconds_left"] == 0
         now = time.time()
-        first, second = batch(0, [[1.0, 1.0], [0.0, 1.0]]), batch(1, [[0.0, 0.0], [0.0, 1.0]])
+        first = batch(0, [[1.0, 1.0], [0.0, 1.0]])
+        second = replace(batch(1, [[0.0, 0.0], [0.0, 1.0]]), raw=[0.0, 0.0, 0.0, 3.0], rewards=[0.0, 0.0, 0.0, 1.0])
         record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, token_means={"log_probs": -0.5})
         pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
         record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
@@ -106,7 +108,7 @@ async def test_a_step_is_written_everywhere(
     assert written["train/agreement_tokens"] == [8.0, 4.0]
     assert written["sft/loss"] == [4.0, 2.0]
     assert written["train/grad_norm"] == [6.0, 2.0]
-    assert written["rollout/raw_reward"] == [0.75, 0.25]
+    assert written["rollout/raw_reward"] == [0.75, 0.75], "the second batch's as the user's function shows them"
     assert written["rollout/rewards"] == pytest.approx([0.0, 0.0], abs=1e-6)
     assert written["rollout/response_len/max"] == [4.0, 4.0]
     assert written["rollout/truncated_ratio"] == [0.5, 0.5]

@@ -20,10 +20,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.reward.verifiers import verify
 from shared.rewards import boxed_math, dapo, f1, gpqa
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference, label_text
+from shared.rewards.verifiers import verify
 from tests.support import reward_cases
 from tests.support.reward_cases import Case
 

@@ -3,9 +3,9 @@
 import tomllib
 from pathlib import Path
 
-from services.reward.verifiers import pattern_answer, verify
 from shared.config.reward_section import RewardSection
 from shared.rewards.reference import Reference
+from shared.rewards.verifiers import pattern_answer, verify
 
 _CONFIG = Path(__file__).parents[2] / "examples" / "arithmetic" / "quickstart.toml"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.hooks import Sample
-from shared.hooks.slime.rollout_output import RolloutFnTrainOutput
+from shared.hooks.slime.rollout_output import RolloutFnEvalOutput, RolloutFnTrainOutput
 
 TOKENS = 6
 """The tokens of each response."""
@@ -189,3 +189,45 @@ def in_the_background(args: Any, rollout_id: int, data_source: Any, evaluation: 
             found.append(pool.done.pop(0))
         time.sleep(0.01)
     return RolloutFnTrainOutput(found, {"queue": len(pool.done)})
+
+
+def evaluates(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Two samples of each of two prompts for each of the run's sets, a set of its own without samples, and metrics."""
+    if not evaluation:
+        return rewarded(args, rollout_id, data_source)
+    data: dict[str, Any] = {}
+    for dataset in args.eval_datasets:
+        samples = [Sample(tokens=[5, 6, 7 + index // 2], index=index) for index in range(4)]
+        generated(args, [samples])
+        rewards = [float(index % 2) for index in range(4)]
+        data[dataset.name] = {"rewards": rewards, "truncated": [False, False, False, True], "samples": samples}
+    data["own"] = {"rewards": [0.5, 1.0, 1.0]}
+    return RolloutFnEvalOutput(data, {"eval/rollout": rollout_id, "eval/pid": os.getpid(), "note": "no number"})
+
+
+def evaluates_strangely(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A result that does not fit, after one of another set than the run's, in the older form; then one that raises."""
+    if rollout_id == 0:
+        return {"other": {"rewards": [1.0]}}
+    if rollout_id == 1:
+        return RolloutFnEvalOutput({"heldout": {"rewards": [1.0, "good"]}})
+    raise RuntimeError("no search server")
+
+
+def evaluates_in_its_second_life(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Is killed; the next life of its process evaluates, and hangs for later versions."""
+    if first_life():
+        os.kill(os.getpid(), 9)
+    if rollout_id > 0:
+        time.sleep(600)
+    return {"heldout": {"rewards": [1.0, 0.0]}}
+
+
+def logs_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
+    """Writes what it is called with beside the test; it logs in Myxo's place, except for the first evaluation."""
+    path = Path(os.environ["TMPDIR"]) / "logged"
+    first = not path.exists()
+    sets = {name: [one["rewards"], len(one.get("samples", []))] for name, one in data.items()}
+    with path.open("a") as file:
+        file.write(json.dumps([rollout_id, args.rollout_batch_size, sets, sorted(extra_metrics or {})]) + "\n")
+    return not first

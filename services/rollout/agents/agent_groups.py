@@ -37,14 +37,18 @@ from shared.sessions.trajectories import trajectories
 
 
 class AgentGroups:
-    """Fills the groups that an agent plays."""
+    """Fills the groups that an agent plays.
+
+    Attributes:
+        lost: rollouts that were given up.
+    """
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: Gateways) -> None:
         self._service, self._config, self.settings = service, service.config, service.config.rollout
         self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
         self.runner = AgentRunner(service.config)
         self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
-        self.sessions = SessionStore(service.store, service.run)
+        self.sessions, self.lost = SessionStore(service.store, service.run), 0
 
     async def start(self) -> None:
         """Starts the processes for agents. Raises ConfigError where one cannot be imported."""
@@ -122,6 +126,7 @@ class AgentGroups:
         try:
             await rollout.play(in_flight)
         except HookFailed as error:
+            self.lost += 1
             self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
             losses.lose(error)
 

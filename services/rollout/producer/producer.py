@@ -182,12 +182,15 @@ class Producer:
             raise ConfigError(*refused)
 
     async def _watch(self, process: ChildProcess) -> None:
-        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`."""
+        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`.
+
+        No time runs while the replica does not serve, or the store or a stream is full.
+        """
         limit = self._config.rollout.generate_timeout
         self._moved = time.monotonic()
         while True:
             await asyncio.sleep(1.0)
-            if not self._calling or not self._drawn or not self._replica.serving:
+            if not self._calling or not self._drawn or not self._replica.serving or self._service.held_back:
                 self._moved = time.monotonic()
             if time.monotonic() - self._moved > limit:
                 process.kill()
@@ -249,7 +252,8 @@ class Producer:
         drawn = self._of(group, attempt)
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         try:
-            stored = sample_codec.decode(samples, SampleLimits(vocabulary=client.capabilities.vocab_size, newest=self._replica.version))
+            limits = SampleLimits(client.capabilities.vocab_size, self._replica.version, self._config.log_probs_reader)
+            stored = sample_codec.decode(samples, limits)
             _check(drawn.task, stored)
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
             self._count(sum(len(sample.response) for sample in stored))

@@ -10,12 +10,12 @@ import gc
 import inspect
 import os
 import traceback
-from typing import Any
 
 from services.rollout.producer.drawn_groups import DrawnGroups
 from services.rollout.producer.service_calls import ServiceCalls
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, load, paths
+from shared.hooks.returned_evaluation import metric_numbers
 from shared.hooks.returned_groups import returned_groups, train_output
 from shared.runtime.errors import ConfigError
 from shared.workers.frames import FrameStream
@@ -53,22 +53,11 @@ def main() -> None:
             os._exit(1)  # with the threads that it may have started: what they have in hand goes back
         groups.in_call = False
         refused = [problem for group in finished if (problem := groups.hand_in(group)) is not None]
-        metrics = _numbers(output.metrics)
+        metrics = metric_numbers(output.metrics)
         del returned, output, finished
         gc.collect()  # what the function may still hand in is what is still referenced
         groups.discard_unheld("the rollout function did not hand it in")
         calls.call("finished", rollout_id=order["rollout_id"], refused=refused, metrics=metrics)
-
-
-def _numbers(metrics: object) -> dict[str, float]:
-    """Returns the metrics that are numbers."""
-    given: dict[Any, Any] = metrics if isinstance(metrics, dict) else {}
-    found = {}
-    for name, value in given.items():
-        value = value.item() if hasattr(value, "item") else value
-        if isinstance(value, int | float):
-            found[str(name)] = float(value)
-    return found
 
 
 if __name__ == "__main__":

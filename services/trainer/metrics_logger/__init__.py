@@ -105,7 +105,7 @@ class MetricsLogger:
         performance = self._performance(batch, started, ended, optimized)
         self._write(batch.step, "train", metrics)
         if self._log is None or not self._log.wrote(batch.partition, performance["train_wait_time"]):
-            self._write_samples(batch.partition, batch.sample_stats, token_means)
+            self._write_samples(batch.partition, batch.sample_stats, token_means, batch.raw, batch.rewards)
         self._write(batch.step, "perf", performance)
         reported = {**metrics, **batch.metrics, **performance}
         self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
@@ -165,7 +165,10 @@ class MetricsLogger:
         """Writes the evaluations that have ended since it was last called; their step is the version's."""
         ended, self._evaluated = self._control.evaluations[self._evaluated :], len(self._control.evaluations)
         for figures in ended:
-            self._write(figures.version * self._config.weights.update_weights_interval, "eval", evaluation_metrics(figures))
+            if not figures.logged:
+                step = figures.version * self._config.weights.update_weights_interval
+                self._write(step, "eval", evaluation_metrics(figures))
+                self._write_named(step, figures.metrics)
 
     def close(self) -> None:
         if self._role == "actor":
@@ -173,13 +176,27 @@ class MetricsLogger:
         for writer in self._writers:
             writer.close()
 
-    def _write_samples(self, partition: Partition, sample_stats: Table, token_means: Mapping[str, float]) -> None:
-        """Writes what is known of a batch's samples before they are trained."""
-        batch = partition.batch
-        self._write(batch.step, "rollout", {**self._rollout(partition, sample_stats), **token_means})
+    def _write_samples(
+        self,
+        partition: Partition,
+        sample_stats: Table,
+        token_means: Mapping[str, float],
+        raw: Sequence[float] | None = None,
+        rewards: Sequence[float] | None = None,
+    ) -> None:
+        """Writes what is known of a batch's samples before they are trained.
+
+        Args:
+            raw, rewards: as functions of the user's show them, and as advantages are made of them; None: the samples' own.
+        """
+        batch, raw = partition.batch, partition.rewards if raw is None else raw
+        shown = self._rollout(partition, sample_stats, partition.rewards if rewards is None else rewards)
+        self._write(batch.step, "rollout", {**shown, "raw_reward": sum(raw) / len(raw), **token_means})
         self._write(batch.step, "rewards", self._parts.metrics(batch.parts))
         if self._config.monitoring.log_passrate:
-            rates = batch_metrics.passrate([group.rewards for group in batch.groups], self._config.monitoring.passrate_threshold)
+            of_samples = iter(raw)
+            groups = [[next(of_samples) for _ in group.rewards] for group in batch.groups]
+            rates = batch_metrics.passrate(groups, self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
         if self._config.monitoring.log_multi_turn:
             turns = batch_metrics.multi_turn(sample_stats, self._config.rollout.rollout_max_response_len)
@@ -187,6 +204,12 @@ class MetricsLogger:
 
     def _write(self, step: int, prefix: str, values: Mapping[str, float]) -> None:
         named = {f"{prefix}/{name}": float(value) for name, value in values.items()}
+        for writer in self._writers:
+            writer.write(step, named)
+
+    def _write_named(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes metrics of the user's under their own names, made legal."""
+        named = {_ILLEGAL.sub("_", name): value for name, value in values.items()}
         for writer in self._writers:
             writer.write(step, named)
 
@@ -206,11 +229,11 @@ class MetricsLogger:
         assert self._speed is not None  # of a model that is trained
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training)
 
-    def _rollout(self, partition: Partition, sample_stats: Table) -> dict[str, float]:
+    def _rollout(self, partition: Partition, sample_stats: Table, rewards: Sequence[float]) -> dict[str, float]:
         shaped = None
         if self._objective.loss_type != "sft_loss":
             groups, rollouts = [item.group for item in partition.items], rollouts_of(partition, sample_stats)
-            shaped = reward_advantages(self._objective, partition.rewards, groups, rollouts).tolist()
+            shaped = reward_advantages(self._objective, rewards, groups, rollouts).tolist()
         found = batch_metrics.rollout_metrics(partition.batch, sample_stats, shaped)
         equal = {name: value for name, value in found.items() if name.startswith("zero_std/")}
         self._zero_std = {**dict.fromkeys(self._zero_std, 0.0), **equal}  # a reward that once had a group is written as 0 from then on

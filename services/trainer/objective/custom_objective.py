@@ -140,8 +140,8 @@ class CustomFunctions:
             raise self.refused(ADVANTAGE, "set no rollout_data['advantages']")
         return Advantages(found["advantages"], found["returns"])
 
-    def post_processed(self, samples: Sequence[HookSample]) -> list[float]:
-        """Returns the rewards of the whole batch that ``custom_reward_post_process_path`` makes in place of the normalised ones."""
+    def post_processed(self, samples: Sequence[HookSample]) -> tuple[list[float], list[float]]:
+        """Returns what ``custom_reward_post_process_path`` makes of a whole batch: rewards to be shown, and others to be trained by."""
         given = self.call(REWARDS, self.args, list(samples))
         if not isinstance(given, tuple) or len(given) != 2:
             raise self.refused(REWARDS, f"gave {_kind(given)}; expected (raw_rewards, rewards)")
@@ -152,7 +152,7 @@ class CustomFunctions:
         for name, values in (("raw_rewards", raw), ("rewards", rewards)):
             if len(values) != len(samples) or not np.isfinite(values).all():
                 raise self.refused(REWARDS, f"{name}: {len(values)} for {len(samples)} samples, or some are not finite")
-        return rewards
+        return raw, rewards
 
     def call(self, field: str, *args: Any, **keywords: Any) -> Any:
         """Returns the result of a field's function. Raises HookFailed for whatever it raises."""

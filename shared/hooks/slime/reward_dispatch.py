@@ -15,10 +15,20 @@ from shared.rewards.f1 import f1_score
 from shared.rewards.gpqa import compute_gpqa_reward
 from shared.rewards.ifbench import compute_ifbench_reward
 from shared.rewards.names import BOXED
+from shared.rewards.reference import Reference, label_text
+from shared.rewards.verifiers import exact, math_verify, pattern_answer
 
 REMOTE_TRIES = 10
 
+ELSEWHERE = ("environment", "judge")
+"""Rewards that the reward service alone can ask for, besides the environments that the run names: it has the connections and the keys."""
+
+WEIGHTED = "weighted"
+"""The sum of ``args.reward_weights``."""
+
 _BY_NAME: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
+    "exact": lambda response, label, _: exact(response, _reference(label)),
+    "math_verify": lambda response, label, _: math_verify(response, _reference(label).text),
     "deepscaler": lambda response, label, _: get_deepscaler_rule_based_reward(response, label),
     "dapo": lambda response, label, _: compute_score_dapo(response, label),
     "math": lambda response, label, _: int(grade_answer_verl(response, label)),
@@ -27,7 +37,7 @@ _BY_NAME: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
     "ifbench": lambda response, label, metadata: compute_ifbench_reward(response, label, metadata),
     "random": lambda *_: random.randint(0, 1),
 }
-"""Reward functions of response, label and metadata."""
+"""Reward functions of response, label and metadata: slime's, and those of Myxo's that need nothing else."""
 
 __all__ = [
     "async_rm", "batched_async_rm", "compute_gpqa_reward", "compute_score_dapo", "extract_boxed_answer", "f1_score",
@@ -38,20 +48,62 @@ __all__ = [
 async def async_rm(args: Any, sample: HookSample, **more: Any) -> Any:
     """Returns the reward of a sample: by its own function, the run's, or what ``metadata["rm_type"]`` or ``args.rm_type`` names.
 
-    Raises NotImplementedError for a name that is none.
+    Of ``weighted`` it is a dict: ``reward``, the sum, and each part by its name. Raises NotImplementedError for a name that is none, or
+    that the reward service alone can ask (`scored_later`), ValueError for a label that cannot be compared with.
     """
     if (path := sample.custom_rm_path or args.custom_rm_path) is not None:
         return await load_function(path)(args, sample, **more)
+    return await _named(args, sample, rm_name(args, sample))
+
+
+def rm_name(args: Any, sample: HookSample) -> str:
+    """Returns the name of what scores a sample where no function does."""
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    name = (metadata.get("rm_type") or args.rm_type or "").strip()
+    return str(metadata.get("rm_type") or args.rm_type or "").strip()
+
+
+def scored_later(args: Any, sample: HookSample) -> bool:
+    """Returns whether only the reward service can score a sample, as it does with each that is handed in without a reward."""
+    if sample.custom_rm_path or args.custom_rm_path:
+        return False
+    there = {*ELSEWHERE, *getattr(args, "environments", {})}
+    name = rm_name(args, sample)
+    return not there.isdisjoint(args.reward_weights) if name == WEIGHTED else name in there
+
+
+async def _named(args: Any, sample: HookSample, name: str) -> Any:
     if name == "remote_rm":
         return await remote_rm(args, sample)
-    response = extract_boxed_answer(sample.response) or "" if name.startswith(BOXED) else sample.response
+    if name == WEIGHTED:
+        return await _weighted(args, sample)
+    response = sample.response
+    if name == args.rm_type and (pattern := getattr(args, "answer_pattern", None)) is not None:
+        response = pattern_answer(response, pattern)
+    if name.startswith(BOXED):
+        response = extract_boxed_answer(response) or ""
     scored = _BY_NAME.get(name.removeprefix(BOXED))
     if scored is None:
-        there = f"there are {', '.join(_BY_NAME)} and remote_rm"
+        there = f"there are {', '.join(sorted(_BY_NAME))}, remote_rm and {WEIGHTED}"
         raise NotImplementedError(f"no reward is named {name!r} outside of the reward service; {there}, or leave sample.reward to it")
-    return await asyncio.to_thread(scored, response, sample.label, metadata)
+    return await asyncio.to_thread(scored, response, sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
+
+
+async def _weighted(args: Any, sample: HookSample) -> dict[str, float]:
+    """Returns the weighted sum of several rewards, as ``reward``, and each of them; of one that is a dict its ``score`` counts."""
+    rewards = await asyncio.gather(*(_named(args, sample, name) for name in args.reward_weights))
+    parts = {
+        name: float(reward["score"] if isinstance(reward, dict) else reward)
+        for name, reward in zip(args.reward_weights, rewards, strict=True)
+    }
+    return {"reward": sum(weight * parts[name] for name, weight in args.reward_weights.items()), **parts}
+
+
+def _reference(label: Any) -> Reference:
+    """Returns a label as verifiers take it. Raises ValueError for one that is no JSON."""
+    try:
+        return Reference(*label_text(label))
+    except TypeError as error:
+        raise ValueError(f"the label is no JSON: {error}") from None
 
 
 async def batched_async_rm(args: Any, samples: list[Any], **more: Any) -> list[Any]:

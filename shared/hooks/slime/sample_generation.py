@@ -150,11 +150,11 @@ async def _by_function(args: Any, sample: HookSample, sampling_params: dict[str,
 
 
 async def _score(args: Any, given: Generated) -> None:
-    """Scores what has no reward yet, unless something of it was aborted."""
+    """Scores what has no reward yet, unless something of it was aborted; what only the reward service can score is left to it."""
     samples = given if isinstance(given, list) else [given]
     if any(status_of(sample.status) is Status.ABORTED for sample in samples):
         return
-    unscored = [sample for sample in samples if sample.reward is None]
+    unscored = [sample for sample in samples if sample.reward is None and not reward_dispatch.scored_later(args, sample)]
     if isinstance(given, list):
         rewards = await reward_dispatch.batched_async_rm(args, unscored) if unscored else []
     else:

@@ -25,11 +25,13 @@ from shared.schema.messages import (
     BatchPending,
     BatchRequest,
     Durable,
+    Evaluated,
     Interrupted,
     Outcome,
     Scored,
     Task,
     Trained,
+    Wanted,
 )
 from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
@@ -137,7 +139,8 @@ class Player:
         )
 
     async def say(self, outcome: Outcome) -> None:
-        await self.bus.publish(self.names.scored(ROLLOUT if isinstance(outcome, Interrupted) else REWARD), outcome)
+        role = ROLLOUT if isinstance(outcome, Interrupted | Wanted | Evaluated) else REWARD
+        await self.bus.publish(self.names.scored(role), outcome)
 
     async def work(self, most: int, kind: str = TRAIN, version: int | None = None) -> list[str]:
         """Generates and scores up to ``most`` groups; returns their ids."""

@@ -6,8 +6,10 @@ from pathlib import Path
 from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
+from shared.bus.streams import scored_consumer
+from shared.bus.work_queue import WorkQueue
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema.messages import BatchPending
+from shared.schema.messages import BatchPending, Outcome, Wanted
 from tests.integration.buffer.conftest import on_mortal_servers
 from tests.integration.buffer.player import Player
 from tests.support.waiting import until
@@ -27,12 +29,17 @@ async def test_a_full_store_holds_admission_back_until_payloads_are_freed(
     with player.launch() as buffer:
         await player.ready(buffer)
         await player.live(0)
+        [waiting] = await player.all_tasks(1)
         await player.batch(0, working=True)
         junk: list[str] = []
         while (await store.memory(5.0))[0] < 0.9 * (8 << 20):
             await store.write({f"other:{len(junk)}": bytes(128 << 10)})
             junk.append(f"other:{len(junk)}")
         assert "no new group is admitted" in await until(lambda: held_back(player), "a buffer that holds back")
+        await player.say(Wanted(group=waiting.message.group, attempt=0, count=3, by="a rollout function"))
+        await until(lambda: _heard(player), "the request for more groups", 60)
+        assert (await player.audit()).admitted == 4, "a rollout function gets no more than others, and asks again"
+        await waiting.hand_back()
         await player.trained(0)
         await player.batch(1, working=True)  # of groups that were admitted before
         await player.trained(1)
@@ -50,6 +57,10 @@ async def test_a_full_store_holds_admission_back_until_payloads_are_freed(
     await bus.close()
     await store.close()
     valkey.stop()
+
+
+async def _heard(player: Player) -> bool:
+    return not any(await WorkQueue(player.bus, scored_consumer(player.config.run.name, player.config.bus), Outcome).depth())
 
 
 async def _nothing(player: Player) -> bool:

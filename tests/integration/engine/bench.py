@@ -1,6 +1,7 @@
 """The rollout service at work on a real engine, without a trainer: tasks in, groups out."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
 from shared.runtime.service_base import Service
 from shared.schema import sample
-from shared.schema.messages import Failed, Generated, Message, Outcome, Sampling, Task
+from shared.schema.messages import Evaluate, Failed, Generated, Message, Outcome, Sampling, Task
 from shared.schema.sample import Sample
 from tests.integration.engine.load import load, prompts
 from tests.support.waiting import until
@@ -30,7 +31,7 @@ class Bench:
         self._generated = WorkQueue(service.bus, generated_consumer(run, bus, "math"), Generated)
         self._scored = WorkQueue(service.bus, scored_consumer(run, bus), Outcome)
         self.producing = asyncio.create_task(rollout.take(TRAIN) if rollout.producer is None else rollout.producer.run())
-        self.working = [self.producing, asyncio.create_task(rollout.take(EVAL))]
+        self.working = [self.producing, asyncio.create_task(rollout.evaluate())]
         self.working.append(asyncio.create_task(rollout.stop_stale()))
 
     async def task(self, group: str = "g00000007", n: int = 2, **changes: Any) -> None:
@@ -49,6 +50,11 @@ class Bench:
             },
         )
         await self.service.bus.publish(self.service.subjects.task(EVAL if group.startswith("eval.") else TRAIN), task)
+
+    async def evaluation(self, version: int = 0, seconds: float = 240.0) -> None:
+        """Asks for the evaluation of a version, which the run's own function makes, within so many seconds."""
+        asked = Evaluate(version=version, deadline=time.time() + seconds)
+        await self.service.bus.publish(self.service.subjects.task(EVAL), asked)
 
     async def in_decode(self, group: str, n: int, **changes: Any) -> bool:
         """Sends a task. Returns once its samples have some tokens; False: they were all over before that was seen."""

@@ -6,8 +6,8 @@ import sys
 import time
 
 from services.reward import worker
-from services.reward.verifiers import VERIFIERS, exact
 from shared.rewards.reference import Reference
+from shared.rewards.verifiers import VERIFIERS, exact
 
 
 def odd(response: str, reference: Reference) -> float:

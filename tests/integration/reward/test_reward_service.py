@@ -101,8 +101,10 @@ async def test_what_cannot_be_scored_fails_with_the_reason(bench: NewBench) -> N
     assert "that are not MessagePack" in await desk.failure("g3")
     await desk.generated("g4")
     assert "the payload holds no sample" in await desk.failure("g4")
-    await desk.generated("g5", "42")
-    assert isinstance((await desk.outcomes(1))["g5"], Scored)
+    await desk.generated("g5", "42", environment="given")
+    assert "a sample came without a reward, and nothing is named that scores it" in await desk.failure("g5")
+    await desk.generated("g6", "42")
+    assert isinstance((await desk.outcomes(1))["g6"], Scored)
     assert process.process.poll() is None
 
 

@@ -40,8 +40,9 @@ def micro_batch(advantages: list[torch.Tensor], weights: Sequence[float]) -> Pac
 
 def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
     config, custom = loaded(tmp_path, gamma=0.5, **{field: f"{MODULE}:{name}" for field, name in FUNCTIONS.items()})
-    rewards = custom.post_processed([HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)])
-    assert rewards == [0.8, 0.0]
+    samples = [HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)]
+    raw, rewards = custom.post_processed(samples)
+    assert (raw, rewards) == ([1.0, 0.0], [0.8, 0.0])
     masks = [torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)]
     of_own = reward_advantages(config, rewards, ["g", "g"], [0, 1])
     found = custom.advantages(masks, {"rewards": of_own.tolist()})

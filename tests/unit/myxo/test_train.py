@@ -15,6 +15,7 @@ from myxo.run import config_toml
 from shared.bus import runs
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
+from shared.hooks.arguments import Arguments
 from shared.runtime.errors import ConfigError, raise_problems
 from tests.support.slime_scripts import SCRIPTS
 
@@ -129,6 +130,14 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
     assert (config.data.label_key, config.trainer.adam_beta2, config.rollout.max_staleness) == ("answer", 0.98, 2)
     assert (config.algorithm.correction, config.algorithm.kl_loss_type) == ("decoupled", "k1")
     assert (config.rollout.rollout_num_gpus, config.rollout.rollout_replicas) == (8, 4)
+
+
+def test_samples_are_to_come_with_their_rewards_where_nothing_is_named_that_scores_them() -> None:
+    nameless = shlex.split(LEAST.replace(" --rm-type math", ""))
+    assert config_of(nameless).reward.rm_type == "given"
+    assert config_of([*nameless, "--custom-rm-path", "own.reward"]).reward.rm_type == "math_verify", "which custom_rm_path replaces"
+    assert config_of(shlex.split(LEAST)).reward.rm_type == "math"
+    assert Arguments(config_of(nameless)).rm_type is None, "as slime's functions know it"
 
 
 def test_slimes_defaults_are_not_laid_over_a_config_file(tmp_path: Path) -> None:

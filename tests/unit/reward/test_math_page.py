@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.verifiers import verify
 from shared.rewards.reference import Reference
+from shared.rewards.verifiers import verify
 
 PAGE = (Path(__file__).parents[3] / "docs" / "math-rewards.md").read_text()
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.verifiers import READ_LABEL, VERIFIERS, verify
 from shared.config.reward_section import RewardSection
 from shared.rewards import names
 from shared.rewards.reference import Reference
+from shared.rewards.verifiers import READ_LABEL, VERIFIERS, verify
 
 
 def test_every_configurable_verifier_exists() -> None:

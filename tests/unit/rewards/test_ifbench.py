@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.reward.verifiers import read_label
 from shared.rewards.ifbench import compute_ifbench_reward, instructions
 from shared.rewards.reference import Reference, label_problem
+from shared.rewards.verifiers import read_label
 
 
 class Words:

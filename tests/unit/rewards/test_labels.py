@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.verifiers import verify
 from shared.rewards.labels import integer_label, math_labels
 from shared.rewards.reference import Reference
+from shared.rewards.verifiers import verify
 
 
 def reward(name: str, answer: str, label: str) -> float:

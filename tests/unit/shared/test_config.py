@@ -287,6 +287,16 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "1 sample a prompt; rm_type = tournament compares two at least",
         ),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
+        (
+            {"rollout": {"missing_log_probs": "recompute"}},
+            "rollout.missing_log_probs",
+            "recompute, but algorithm.off_policy = decoupled (the default) with rollout.max_staleness = 1 reads them",
+        ),
+        (
+            {"rollout": {"missing_log_probs": "recompute", "max_staleness": 0}, "algorithm": {"use_tis": True}},
+            "rollout.missing_log_probs",
+            "algorithm.use_tis = true reads them; the trainer's own stand in for them with max_staleness = 0",
+        ),
         ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
         (
             {"rollout": {"rollout_batch_size": 6}, "trainer": {"global_batch_size": 8, "num_steps_per_rollout": 2}},

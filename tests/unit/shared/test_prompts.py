@@ -54,6 +54,33 @@ def test_chat_messages_and_text_go_through_the_template(tmp_path: Path, tokenize
     assert file[1].content == "1+1="
 
 
+GENERATED = [{"custom_generate_function_path": "own.generate"}, {"rollout_function_path": "own.rollout"}, {"agent": "own:play"}]
+
+
+@pytest.mark.parametrize("generates", GENERATED, ids=lambda given: next(iter(given)))
+@pytest.mark.parametrize("label", [None, {"goal": 3}])
+def test_no_label_is_demanded_where_samples_may_come_with_their_reward(
+    tmp_path: Path, tokenizer: Tokenizer, generates: dict[str, Any], label: object
+) -> None:
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "1+1=", "label": label}])
+    sections = {"data": {"prompt_data": str(path)}, "reward": {"rm_type": "math"}}
+    prompt = TrainingPrompts(run_config(tmp_path, **sections, rollout=generates), tokenizer)[0]
+    assert (prompt.label is None) == (label is None)
+    with pytest.raises(ConfigError, match="for math to compare with|that math compares with"):
+        TrainingPrompts(run_config(tmp_path, **sections), tokenizer)[0]
+
+
+def test_a_prompt_of_which_nothing_would_score_the_samples_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    given = {"rm_type": "given"}
+    named = prompts(tmp_path, tokenizer, {"prompt": "1+1=", "label": "2", "metadata": {"rm_type": "math"}}, reward=given)
+    assert named[0].environment == "math"
+    with pytest.raises(ConfigError, match=r"metadata.rm_type = .*expected what scores the prompt's samples.* rm_type or a custom_rm_path"):
+        prompts(tmp_path, tokenizer, {"prompt": "1+1=", "label": "2"}, reward=given)[0]
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "1+1="}])
+    config = run_config(tmp_path, data={"prompt_data": str(path), "label_key": None}, reward=given, rollout=GENERATED[0])
+    assert TrainingPrompts(config, tokenizer)[0].environment == "given"
+
+
 def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = {"question": "a", "answer": 42, "extra": {"x": 1}}
     assert prompts(tmp_path, tokenizer, row, input_key="question", label_key="answer", metadata_key="extra")[0].label == "42"

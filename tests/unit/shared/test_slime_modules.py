@@ -109,6 +109,12 @@ def test_outputs_of_rollout_functions() -> None:
         ("f1", "the cat", "cat", 1.0),
         ("boxed_f1", r"dog \boxed{cat}", "cat", 1.0),
         ("deepscaler", r"<think>…</think> \boxed{42}", "42", 1),
+        ("exact", " 42\n", "42", 1.0),
+        ("exact", "42.", "42", 0.0),
+        ("exact", "42", 42, 1.0),
+        ("boxed_exact", r"it is \boxed{42}.", 42, 1.0),
+        ("math_verify", "I guess 42.", "42", 1.0),
+        ("boxed_math_verify", r"\boxed{\frac{1}{2}} 42", "0.5", 1.0),
     ],
 )
 async def test_rewards_by_name(name: str, response: str, label: str, reward: float) -> None:
@@ -118,6 +124,27 @@ async def test_rewards_by_name(name: str, response: str, label: str, reward: flo
     assert await reward_dispatch.batched_async_rm(args, [sample, sample]) == [reward, reward]
     named = HookSample(response=response, label=label, metadata={"rm_type": name})
     assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="none"), named) == reward
+
+
+async def test_rewards_with_weights_are_their_sum_and_each_by_its_name() -> None:
+    weights = {"math": 0.5, "dapo": 2.0, "exact": 1.0}
+    args = SimpleNamespace(custom_rm_path=None, rm_type="weighted", rm_url=None, reward_weights=weights, environments={}, reward_key=None)
+    sample = HookSample(response=r"\boxed{42} Answer: 42", label="42")
+    sample.reward = await reward_dispatch.async_rm(args, sample)
+    assert sample.reward == {"reward": 2.5, "math": 1.0, "dapo": 1.0, "exact": 0.0} and sample.get_reward_value(args) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("name", "later"), [("judge", True), ("environment", True), ("mine", True), ("weighted", True), ("exact", False), ("nobody", False)]
+)
+async def test_what_the_reward_service_alone_can_ask_is_left_to_it(name: str, later: bool) -> None:
+    weights = {"exact": 1.0, "mine": 1.0}
+    args = SimpleNamespace(custom_rm_path=None, rm_type=name, reward_weights=weights, environments={"mine": "http://127.0.0.1:1"})
+    assert reward_dispatch.scored_later(args, HookSample()) is later
+    assert not reward_dispatch.scored_later(args, HookSample(metadata={"rm_type": "exact"}))
+    if name in ("judge", "environment", "mine"):
+        with pytest.raises(NotImplementedError, match=f"no reward is named '{name}' outside of the reward service"):
+            await reward_dispatch.async_rm(args, HookSample(response="x"))
 
 
 async def test_rewards_by_functions_and_by_no_name() -> None:

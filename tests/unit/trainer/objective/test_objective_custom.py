@@ -165,7 +165,7 @@ def test_rewards_of_ones_own():
         raw = [sample.reward for sample in samples]
         return raw, [reward - sum(raw) / len(raw) for reward in raw]
 
-    assert functions(REWARDS, centred).post_processed(samples) == [-1.0, 1.0]
+    assert functions(REWARDS, centred).post_processed(samples) == ([1.0, 3.0], [-1.0, 1.0])
 
 
 def call(field, given):

@@ -50,7 +50,7 @@ def math_verify(response: str, label: str) -> float:
     """Returns 1.0 where the answer in ``response`` equals ``label``, else 0.0.
 
     The answer is, after ``</think>``, the last ``\\boxed{}`` that is closed, else what follows the last ``####``, else the last expression
-    in its last `LONGEST_ANSWER` characters. It has no deadline of its own (`services.reward.time_limit`).
+    in its last `LONGEST_ANSWER` characters. It has no deadline of its own.
     Raises ValueError for a label in which nothing can be compared.
     """
     truth, said = _truth(label), response.rpartition(_THOUGHT)[2]

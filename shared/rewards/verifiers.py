@@ -1,7 +1,4 @@
-"""Verifiers: a response and what it is compared with in, a score out. Synchronous; `services.reward.worker` runs them in a process apart.
-
-What they compute is in `shared.rewards`, where other services may import it too.
-"""
+"""Verifiers: a response and what it is compared with in, a score out. Synchronous; the reward service runs them in a process apart."""
 
 import contextlib
 import random
@@ -9,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from services.reward.verifiers.math_verify import math_verify, read
 from shared.rewards.boxed import extract_answer
 from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
 from shared.rewards.dapo import compute_score
@@ -17,6 +13,7 @@ from shared.rewards.f1 import f1_score
 from shared.rewards.gpqa import compute_gpqa_reward
 from shared.rewards.ifbench import check_instructions, compute_ifbench_reward
 from shared.rewards.labels import integer_label, math_label, math_labels
+from shared.rewards.math_verify import math_verify, read
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference
 

@@ -1,0 +1,120 @@
+"""Has the user's log function see each evaluation with its samples: ``custom_eval_rollout_log_function_path``, in a process of its own.
+
+It is called once a version, when all sets of it have ended; until then their payloads stay in the store, their figures with the buffer,
+and the run does not finish. It has `LOG_SECONDS`; one that fails, or is late, or of an evaluation that another buffer began, is as none:
+Myxo logs. Where the user's own function evaluates, that function's process calls it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from shared.hooks.evaluation_log import last_rollout
+from shared.hooks.loading import EVAL_LOG, paths
+from shared.runtime.errors import MyxoError
+from shared.runtime.service_base import Service
+from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord
+from shared.workers.worker_pool import WorkerPool
+
+MODULE = "services.buffer.evaluation_log_process"
+
+LOG_SECONDS = 600.0
+"""The deadline for reading an evaluation's samples and for the function, together."""
+
+
+@dataclass
+class _Version:
+    """What is known of a version's evaluation. ``sets``: those that have not ended."""
+
+    sets: set[str] = field(default_factory=set)
+    scored: list[EvalScored] = field(default_factory=list)
+
+
+class EvaluationLogger:
+    """Follows the ledger's records of evaluations.
+
+    Args:
+        free: has payload keys removed from the store. done: awaited when a version has been logged.
+
+    Attributes:
+        logged: version → whether the function has logged it in Myxo's place.
+    """
+
+    def __init__(self, service: Service, free: Callable[[Iterable[str]], None], done: Callable[[], Awaitable[None]]) -> None:
+        self._service, self._free, self._done = service, free, done
+        path = paths(service.config, "buffer").get(EVAL_LOG)
+        self._named = None if path is None else f"{EVAL_LOG} = {path}"
+        setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
+        self._pool = WorkerPool("the log function", 1, setup, MODULE, variables)
+        self._open: dict[int, _Version] = {}
+        self._held: set[str] = set()
+        self._ended: asyncio.Queue[int] = asyncio.Queue()
+        self.logged: dict[int, bool] = {}
+
+    @property
+    def open(self) -> frozenset[int]:
+        """Returns the versions whose evaluation has begun and is not logged yet."""
+        return frozenset(self._open)
+
+    def see(self, record: LedgerRecord) -> None:
+        """Takes a record that was just made."""
+        match record:
+            case EvalStarted(version=version, dataset=name) if self._named is not None:
+                self._open.setdefault(version, _Version()).sets.add(name)
+            case EvalScored(version=version, payload=payload) if version in self._open and payload is not None:
+                self._open[version].scored.append(record)
+                self._held.update(payload.keys)
+            case EvalEnded(version=version, dataset=name) if version in self._open:
+                self._open[version].sets.discard(name)
+                if not self._open[version].sets:
+                    self._ended.put_nowait(version)
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Has payload keys freed, but for those that are still to be logged."""
+        self._free(key for key in keys if key not in self._held)
+
+    async def run(self) -> None:
+        """Logs versions that have ended until cancelled."""
+        try:
+            while True:
+                version = await self._ended.get()
+                scored = self._open[version].scored
+                self.logged[version] = await self._logs(version, scored)
+                del self._open[version]
+                keys = [key for record in scored if record.payload is not None for key in record.payload.keys]
+                self._held.difference_update(keys)
+                self._free(keys)
+                await self._done()
+        finally:
+            await self._pool.close()
+
+    async def _logs(self, version: int, scored: list[EvalScored]) -> bool:
+        """Returns whether the function has logged a version in Myxo's place."""
+        assert self._named is not None  # no version is open without it
+        try:
+            async with asyncio.timeout(LOG_SECONDS):
+                for record in scored:
+                    if record.rewards:
+                        await self._ask({"verb": "take", **await self._fields(record)})
+                rollout_id = last_rollout(version, self._service.config.weights.update_weights_interval)
+                return bool((await self._ask({"verb": "log", "rollout_id": rollout_id}))["logged"])
+        except TimeoutError:
+            error = f"it was not done within {LOG_SECONDS:g} s, and its process was killed"
+        except (MyxoError, RedisError) as failed:
+            error = str(failed)
+        await self._pool.close()
+        self._service.log.error("evaluation_not_logged", version=version, function=self._named, error=error, next_action="Myxo logs it")
+        return False
+
+    async def _fields(self, record: EvalScored) -> dict[str, Any]:
+        assert record.payload is not None  # of what has rewards
+        blobs = await self._service.store.read(record.payload)
+        fields = {"group": record.group, "dataset": record.dataset, "rewards": record.rewards, "parts": record.parts}
+        return {**fields, "blobs": list(blobs), "truncated": record.truncated}
+
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._named is not None
+        return await self._pool.ask(request, "an evaluation's log", self._named, LOG_SECONDS)

@@ -1,0 +1,135 @@
+"""Reads what an evaluation function in slime's manner returns: of each set rewards and, where it says so, truncation and samples."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.config.eval_set import NAME
+from shared.hooks import reward_values
+from shared.hooks.hook_sample import HookSample, Status, status_of
+from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
+from shared.schema.limits import MAX_PARTS, is_part_name
+
+
+@dataclass(frozen=True)
+class ReturnedSet:
+    """The rewards of one set, in the function's order. ``lengths``: of the responses that came along, in tokens.
+
+    ``truncated``: how many ended at their length. ``versions``: the oldest and the newest that drew tokens, None where nothing says so.
+    """
+
+    rewards: list[float]
+    lengths: list[int]
+    truncated: int
+    versions: tuple[int, int] | None
+
+    def groups(self, n: int) -> list[list[float]]:
+        """Returns the rewards of each prompt: of ``n`` samples that follow each other; of one, where they do not come out even."""
+        size = n if len(self.rewards) % n == 0 else 1
+        return [self.rewards[at : at + size] for at in range(0, len(self.rewards), size)]
+
+
+def eval_output(returned: object) -> RolloutFnEvalOutput:
+    """Returns what a function returned in its newest form; it may be the plain map of sets. Raises ValueError."""
+    data, metrics = (
+        (returned, None) if isinstance(returned, dict) else (getattr(returned, "data", None), getattr(returned, "metrics", None))
+    )
+    if not isinstance(data, dict) or not data:
+        raise ValueError(f"it returned {_kind(returned)}; expected RolloutFnEvalOutput(data, metrics) with at least one set in data")
+    return RolloutFnEvalOutput(data, metrics)
+
+
+def returned_sets(data: Mapping[Any, Any]) -> dict[str, ReturnedSet]:
+    """Returns the sets by their names. Raises ValueError, which names the field and what would be right."""
+    found = {}
+    for name, given in data.items():
+        if not isinstance(name, str) or not re.match(NAME, name):
+            raise ValueError(f"data has a set {name!r}; a set's name has 1 to 64 letters, digits, '-' and '_'")
+        if not isinstance(given, Mapping):
+            raise ValueError(f"data[{name!r}] is {_kind(given)}; expected a dict with rewards, and truncated and samples if it likes")
+        found[name] = _set(f"data[{name!r}]", given)
+    return found
+
+
+def metric_numbers(metrics: object) -> dict[str, float]:
+    """Returns the metrics that are numbers, by their names."""
+    given: dict[Any, Any] = metrics if isinstance(metrics, dict) else {}
+    found = {}
+    for name, value in given.items():
+        value = value.item() if hasattr(value, "item") else value
+        if isinstance(value, int | float):
+            found[str(name)] = float(value)
+    return found
+
+
+def eval_metrics(metrics: object) -> dict[str, float]:
+    """Returns those of a function's metrics that go along with its results: finite ones, the first 64, with names of 64 characters."""
+    numbers = {name: value for name, value in metric_numbers(metrics).items() if is_part_name(name) and abs(value) < float("inf")}
+    return dict(list(numbers.items())[:MAX_PARTS])
+
+
+def _set(where: str, given: Mapping[str, Any]) -> ReturnedSet:
+    rewards = [_reward(f"{where}['rewards'][{index}]", value) for index, value in enumerate(_listed(where, given, "rewards"))]
+    if not rewards:
+        raise ValueError(f"{where}['rewards'] is empty; expected a number for each sample")
+    samples = _samples(where, _listed(where, given, "samples"))
+    truncated = _listed(where, given, "truncated")
+    if len(truncated) not in (0, len(rewards)):
+        raise ValueError(f"{where}['truncated'] has {len(truncated)} entries for {len(rewards)} rewards")
+    count = sum(map(bool, truncated)) if truncated else sum(status_of(sample.status) is Status.TRUNCATED for sample in samples)
+    versions = [version for sample in samples for version in _versions(sample)]
+    return ReturnedSet(
+        rewards,
+        [sample.response_length for sample in samples],
+        min(count, len(rewards)),
+        (min(versions), max(versions)) if versions else None,
+    )
+
+
+def _listed(where: str, given: Mapping[str, Any], field: str) -> list[Any]:
+    value: Any = given.get(field)
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where}[{field!r}] is {_kind(value)}; expected a list")
+    return list(value)
+
+
+def _reward(where: str, value: object) -> float:
+    try:
+        reward = reward_values.plain(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if isinstance(reward, dict):
+        raise ValueError(f"{where} has several by name; expected the one that counts, as args.eval_reward_key or args.reward_key names it")
+    return reward
+
+
+def _samples(where: str, given: Sequence[Any]) -> list[HookSample]:
+    """Returns the samples of a list, or of lists in it: of rollouts that gave several."""
+    found: list[HookSample] = []
+    for item in given:
+        if isinstance(item, list | tuple):
+            found += _samples(where, item)
+        elif isinstance(item, HookSample):
+            found.append(item)
+        else:
+            raise ValueError(f"{where}['samples'] holds {_kind(item)}; expected samples, slime.utils.types.Sample")
+    return found
+
+
+def _versions(sample: HookSample) -> list[int]:
+    """Returns the versions that a sample names of its tokens: integers, or spans (start, end, version)."""
+    found = []
+    for entry in sample.weight_versions:
+        entry = entry.get("version") if isinstance(entry, Mapping) else entry[-1] if isinstance(entry, list | tuple) and entry else entry
+        text = str(entry)
+        if text.isdecimal():
+            found.append(int(text))
+    return found
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"
