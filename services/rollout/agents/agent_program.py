@@ -61,7 +61,7 @@ def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
 
 
 def agent_data(task: Task, rollout: int, model: str) -> dict[str, Any]:
-    """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, label, metadata, the model's name."""
+    """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model."""
     messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
     return {
         "messages": messages,

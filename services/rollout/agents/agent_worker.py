@@ -6,11 +6,11 @@ text}``; an answer: ``{"reward": number, numbers by name, or None}``, or ``{"err
 """
 
 import asyncio
-import inspect
+import functools
 import traceback
 from typing import Any
 
-from services.rollout.generate_worker import BLOCKED_SHARE
+from services.rollout.generate_worker import BLOCKED_SHARE, called
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.hooks.loading import agent_paths, load_agent
@@ -33,9 +33,7 @@ class AgentCalls:
         assert this is not None
         try:
             agent = load_agent(request["field"], request["path"])
-            given = (request["data"], request["base_url"], request["api_key"])
-            result = agent(*given) if _is_async(agent) else await asyncio.to_thread(agent, *given)
-            result = await result if inspect.isawaitable(result) else result
+            result = await called(functools.partial(agent, request["data"], request["base_url"], request["api_key"]))
             return {"reward": None if result is None else reward_values.plain(result)}
         except asyncio.CancelledError:
             if this.cancelling():
@@ -44,10 +42,6 @@ class AgentCalls:
         except BaseException as error:  # it fails its rollout, not this process
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}", "blocked": is_blocked(error)}
-
-
-def _is_async(agent: Any) -> bool:
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004
 
 
 def main() -> None:
