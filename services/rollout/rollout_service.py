@@ -88,7 +88,8 @@ class Rollout:
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
         work = [self.replica.keep_engine(), self._catch_up.keep(), self.evaluate(), self.measure(), self.stop_stale()]
-        work.append(self.take(TRAIN) if self.producer is None else self.producer.run())
+        if self._config.ingest.ingest_groups != "alone":
+            work.append(self.take(TRAIN) if self.producer is None else self.producer.run())
         work += [router.keep() for router in routers]
         if (profiler := EngineProfiler(service, self.replica)).wanted:
             work.append(profiler.run())

@@ -83,7 +83,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     }
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
-    sessions = (names.session_keys,)
+    sessions, ingested = (names.session_keys,), (names.ingest_keys,)
     opener = StoreRights(("expire", "get", "llen", "lrange", "rpush", "rpushx", "setnx", "unlink"), sessions, sessions)
     store = {
         BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "unlink"), payloads, payloads),
@@ -94,7 +94,12 @@ def rights(run: str) -> tuple[Rights, ...]:
             (*_CONNECTION, "get", "getrange", "hexists", "hmget", "hset", "set", "unlink"), (*payloads, *exchange), exchange
         ),
         # RPUSHX appends to what is there: a gateway opens no session
-        GATEWAY: StoreRights((*_CONNECTION, "get", "llen", "lrange", "rpushx"), sessions, sessions),
+        GATEWAY: StoreRights(
+            (*_CONNECTION, "get", "llen", "lrange", "rpushx"),
+            sessions,
+            sessions,
+            (StoreRights(("setnx",), (), payloads), StoreRights(("get", "set"), ingested, ingested)),
+        ),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
     }
     return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)
@@ -216,6 +221,9 @@ def _gateway(names: Subjects) -> BusRights:
     publish = (
         *_service(names, GATEWAY),
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to choose among the replicas
+        *_take(names.task_stream, task_consumer(names.run, BusSection(), TRAIN).name),  # groups from outside take the place of tasks
+        names.generated(ANY),
+        *_read(names.weights_bucket),  # to learn the live version
     )
     return BusRights(publish, (_inbox(names, GATEWAY),))
 

@@ -90,6 +90,15 @@ class Subjects:
         """Returns the key of a session's log."""
         return f"{self.run}:session:{session}"
 
+    @property
+    def ingest_keys(self) -> str:
+        """Returns the pattern of the keys that say which groups came from outside."""
+        return f"{self.run}:ingest:*"
+
+    def ingest_key(self, group: str) -> str:
+        """Returns the key of what became of a group from outside, by its producer's id."""
+        return f"{self.run}:ingest:{group}"
+
     def payload_prefix(self, group: str, attempt: int) -> str:
         """Returns the prefix of all keys of an attempt at a group."""
         return f"{self.run}:group:{group}:{attempt}:"

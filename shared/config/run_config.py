@@ -17,6 +17,7 @@ from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
+from shared.config.ingest_section import IngestSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
@@ -52,6 +53,7 @@ class RunConfig(Section):
     debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+    ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
         trainer, samples = self.trainer, self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
@@ -72,6 +74,7 @@ class RunConfig(Section):
         yield from self._lonely_samples()
         if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
             yield problem
+        yield from self._groups_from_outside()
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -111,6 +114,14 @@ class RunConfig(Section):
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
         if self.has_steps and self.algorithm.needs_groups and n > 1 and self.rollout.fewest_rollouts < 2:
             yield f"rollout.min_rollouts: {self.algorithm.advantage_estimator} compares the rollouts of a group; use at least 2"
+
+    def _groups_from_outside(self) -> Iterator[str]:
+        """Yields what does not go with groups that come in from outside."""
+        mode = self.ingest.ingest_groups
+        if mode != "off" and self.algorithm.opd_teachers:
+            yield f"ingest.ingest_groups: {mode}, but groups from outside lack the log-probs of opd_teachers; leave it off"
+        if mode == "alone" and self.rollout.rollout_function_path is not None:
+            yield "ingest.ingest_groups: alone, but rollout_function_path generates training groups as well; use beside, or leave that out"
 
     def _shared_gpus(self) -> Iterator[str]:
         """Yields the settings of colocated services that contradict each other."""
