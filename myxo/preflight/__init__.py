@@ -70,6 +70,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     reward_checks.check_rewards,
     agent_checks.check_commands,
+    reward_checks.check_sandbox,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,
     machine_checks.check_gpus,

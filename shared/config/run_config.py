@@ -17,12 +17,14 @@ from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import DebugSection
 from shared.config.eval_section import EvalSection
+from shared.config.gateway_section import GatewaySection
 from shared.config.ingest_section import IngestSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
+from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
 from shared.config.sft_section import SftSection
 from shared.config.store_section import StoreSection
@@ -44,6 +46,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     rollout: RolloutSection
     reward: RewardSection = RewardSection()
+    sandbox: SandboxSection = SandboxSection()
     eval: EvalSection = EvalSection()
     trainer: TrainerSection = TrainerSection()
     sft: SftSection = SftSection()
@@ -53,6 +56,7 @@ class RunConfig(Section):
     debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+    gateway: GatewaySection = GatewaySection()
     ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
@@ -185,6 +189,11 @@ class RunConfig(Section):
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
+    def gateways(self) -> int:
+        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
+        return self.gateway.gateway_replicas or 0
 
     @property
     def trained(self) -> Path:

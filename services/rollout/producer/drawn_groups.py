@@ -255,7 +255,7 @@ class DrawnGroups(DataSource):
 
     def _stored(self, drawn: DrawnGroup, samples: Sequence[HookSample], rollouts: Sequence[int]) -> list[StoredSample]:
         """Returns samples in the form that goes into the store; those that have not ended have the finish ``abort``. Raises BadMessage."""
-        served = self._calls.call("served")
+        served = self._calls.call("served", begun=drawn.begun)
         versions = Served(drawn.begun, served["newest"], frozenset(served["late"]))
         limits, stored = SampleLimits(served["vocabulary"], log_probs_reader=self._config.log_probs_reader), []
         for index, (sample, rollout) in enumerate(zip(samples, rollouts, strict=True)):
