@@ -22,6 +22,7 @@ from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
 from services.rollout.replica import Replica
 from services.rollout.rollout_fate import GroupLosses, RolloutFailures
+from services.rollout.sample_seeds import SampleSeeds
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
@@ -46,7 +47,7 @@ class AgentGroups:
         self._service, self._config, self.settings = service, service.config, service.config.rollout
         self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
         self.runner = AgentRunner(service.config)
-        self.model = service.config.model.hf_checkpoint.name
+        self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
         self.sessions, self.lost = SessionStore(service.store, service.run), 0
 
     async def start(self) -> None:
@@ -100,6 +101,7 @@ class AgentGroups:
             key_digest=digest,
             deadline=time.time() + self.settings.agent_timeout,
             sampling=task.sampling,
+            seed=self._seeds.of_sample(rollout),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
         )
