@@ -68,6 +68,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     reward_checks.check_rewards,
+    reward_checks.check_sandbox,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,
     machine_checks.check_gpus,

@@ -52,6 +52,8 @@ def restored(samples: Sequence[Sample], task: Task) -> list[Partial]:
 
 
 def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
+    if sample.log_probs is None:  # of a function of the user's, whose place the engine has taken
+        return Partial()
     ended: Literal["stop", "length"] | None = None if sample.finish == "abort" else sample.finish
     if ended is not None and all(version < renew_below for _, _, version in sample.segments):
         return Partial()

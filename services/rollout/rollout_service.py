@@ -11,6 +11,8 @@ from services.rollout.engine_profiler import EngineProfiler
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import restored, samples_of
+from services.rollout.producer.active_producer import ActiveProducer
+from services.rollout.producer.engine_spread import EngineSpread
 from services.rollout.producer.evaluator import Evaluator
 from services.rollout.producer.producer import Producer
 from services.rollout.replica import Replica
@@ -72,7 +74,9 @@ class Rollout:
         self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
-        self.producer = None if function is None else Producer(service, self.replica, self._outcomes, self._tokenizer, self._count)
+        self.spread = EngineSpread(service, self.replica)
+        parts = (self.replica, self.spread, self._outcomes, self._tokenizer, self._count)
+        self.producer = None if function is None else Producer(service, *parts)
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
         self.tokens = 0
@@ -85,7 +89,8 @@ class Rollout:
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
         work = [self.replica.keep_engine(), self._catch_up.keep(), self.evaluate(), self.measure(), self.stop_stale()]
-        work.append(self.take(TRAIN) if self.producer is None else self.producer.run())
+        if self._config.ingest.ingest_groups != "alone":
+            work.append(self.produce())
         work += [router.keep() for router in routers]
         if (profiler := EngineProfiler(service, self.replica)).wanted:
             work.append(profiler.run())
@@ -110,6 +115,10 @@ class Rollout:
     async def close_functions(self) -> None:
         """Kills the processes of generate functions."""
         await self._custom.close()
+
+    async def produce(self) -> None:
+        """Generates training prompts, or has the user's rollout function do it in one of the replicas."""
+        await (self.take(TRAIN) if self.producer is None else ActiveProducer(self._service, self.producer, self.spread).run())
 
     async def evaluate(self) -> None:
         """Generates held-out prompts, or has the user's own function do it."""
@@ -245,6 +254,7 @@ class Rollout:
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
+            metrics.set("lost_rollouts", self._custom.lost)
             await asyncio.sleep(RATE_SECONDS)
 
 

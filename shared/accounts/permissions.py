@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shared.bus import registry
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
-from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
+from shared.bus.subjects import EVAL, PRODUCER, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.config.bus_section import BusSection
 
 BUFFER, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT = "buffer", "trainer", "gateway", "operator", "environment"
@@ -83,7 +83,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     }
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
-    sessions = (names.session_keys,)
+    sessions, ingested = (names.session_keys,), (names.ingest_keys,)
     opener = StoreRights(("expire", "get", "llen", "lrange", "rpush", "rpushx", "setnx", "unlink"), sessions, sessions)
     store = {
         BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "unlink"), payloads, payloads),
@@ -94,7 +94,12 @@ def rights(run: str) -> tuple[Rights, ...]:
             (*_CONNECTION, "get", "getrange", "hexists", "hmget", "hset", "set", "unlink"), (*payloads, *exchange), exchange
         ),
         # RPUSHX appends to what is there: a gateway opens no session
-        GATEWAY: StoreRights((*_CONNECTION, "get", "llen", "lrange", "rpushx"), sessions, sessions),
+        GATEWAY: StoreRights(
+            (*_CONNECTION, "get", "llen", "lrange", "rpushx"),
+            sessions,
+            sessions,
+            (StoreRights(("setnx",), (), payloads), StoreRights(("get", "set"), ingested, ingested)),
+        ),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
     }
     return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)
@@ -174,6 +179,8 @@ def _rollout(names: Subjects) -> BusRights:
         names.scored(ROLLOUT),
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to learn which engines a router should know, and which replicas have weights
         *_read(names.weights_bucket),  # to learn the live version and the newest snapshot
+        *_read(names.leases_bucket),
+        f"$KV.{names.leases_bucket}.{PRODUCER}",  # to be the one that runs the rollout function
         names.replica_weights(ANY, "transfer"),
     )
     return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)
@@ -216,6 +223,9 @@ def _gateway(names: Subjects) -> BusRights:
     publish = (
         *_service(names, GATEWAY),
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to choose among the replicas
+        *_take(names.task_stream, task_consumer(names.run, BusSection(), TRAIN).name),  # groups from outside take the place of tasks
+        names.generated(ANY),
+        *_read(names.weights_bucket),  # to learn the live version
     )
     return BusRights(publish, (_inbox(names, GATEWAY),))
 

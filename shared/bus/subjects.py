@@ -14,6 +14,9 @@ EVAL = "eval"
 ROLLOUT, REWARD = "rollout", "reward"
 """The roles that report what became of a group, each on a subject of its own."""
 
+PRODUCER = "producer"
+"""The lease of the replica that runs the user's rollout function."""
+
 
 class Subjects:
     """All names of one run.
@@ -89,6 +92,15 @@ class Subjects:
     def session_key(self, session: str) -> str:
         """Returns the key of a session's log."""
         return f"{self.run}:session:{session}"
+
+    @property
+    def ingest_keys(self) -> str:
+        """Returns the pattern of the keys that say which groups came from outside."""
+        return f"{self.run}:ingest:*"
+
+    def ingest_key(self, group: str) -> str:
+        """Returns the key of what became of a group from outside, by its producer's id."""
+        return f"{self.run}:ingest:{group}"
 
     def payload_prefix(self, group: str, attempt: int) -> str:
         """Returns the prefix of all keys of an attempt at a group."""

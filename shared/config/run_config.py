@@ -11,16 +11,20 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
+from shared.config.gateway_section import GatewaySection
+from shared.config.ingest_section import IngestSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_section import RunSection
+from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
 from shared.config.sft_section import SftSection
 from shared.config.store_section import StoreSection
@@ -42,6 +46,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     rollout: RolloutSection
     reward: RewardSection = RewardSection()
+    sandbox: SandboxSection = SandboxSection()
     eval: EvalSection = EvalSection()
     trainer: TrainerSection = TrainerSection()
     sft: SftSection = SftSection()
@@ -51,6 +56,8 @@ class RunConfig(Section):
     debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+    gateway: GatewaySection = GatewaySection()
+    ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
         trainer, samples = self.trainer, self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
@@ -70,6 +77,9 @@ class RunConfig(Section):
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
         yield from self._lonely_samples()
+        if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
+            yield problem
+        yield from self._groups_from_outside()
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -118,6 +128,14 @@ class RunConfig(Section):
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
         if self.has_steps and self.algorithm.needs_groups and n > 1 and self.rollout.fewest_rollouts < 2:
             yield f"rollout.min_rollouts: {self.algorithm.advantage_estimator} compares the rollouts of a group; use at least 2"
+
+    def _groups_from_outside(self) -> Iterator[str]:
+        """Yields what does not go with groups that come in from outside."""
+        mode = self.ingest.ingest_groups
+        if mode != "off" and self.algorithm.opd_teachers:
+            yield f"ingest.ingest_groups: {mode}, but groups from outside lack the log-probs of opd_teachers; leave it off"
+        if mode == "alone" and self.rollout.rollout_function_path is not None:
+            yield "ingest.ingest_groups: alone, but rollout_function_path generates training groups as well; use beside, or leave that out"
 
     def _shared_gpus(self) -> Iterator[str]:
         """Yields the settings of colocated services that contradict each other."""
@@ -170,6 +188,11 @@ class RunConfig(Section):
                 yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
     @property
+    def log_probs_reader(self) -> str | None:
+        """Returns which setting needs the rollout's log-probs, as a sentence; None where samples may lack them."""
+        return log_probs_reader.log_probs_reader(self.algorithm, self.rollout)
+
+    @property
     def has_agents(self) -> bool:
         """Returns whether agents play rollouts, the run's or a set's: they need a gateway."""
         own = any(item.agent or item.agent_command for item in self.eval.named.values())
@@ -179,6 +202,11 @@ class RunConfig(Section):
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
+    def gateways(self) -> int:
+        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
+        return self.gateway.gateway_replicas or 0
 
     @property
     def trained(self) -> Path:

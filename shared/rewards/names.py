@@ -6,7 +6,9 @@ BOXED = "boxed_"
 """The prefix of a reward that gets what stands in a response's last box, in place of the whole response."""
 
 TEXT, SYMBOLIC, LENIENT, INSTRUCTIONS = "verifiers", "verifiers-sympy", "verifiers-math-verify", "verifiers-ifbench"
-"""The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench."""
+SANDBOXED = "verifiers-sandbox"
+"""The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench, and
+sandboxes."""
 
 QUEUES = {
     "dapo": TEXT,
@@ -18,6 +20,7 @@ QUEUES = {
     "math": SYMBOLIC,
     "math_verify": LENIENT,
     "random": TEXT,
+    "unit_tests": SANDBOXED,
 }
 """The queue of each verifier."""
 
@@ -33,6 +36,9 @@ VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
 
 WITHOUT_LABEL = ("gpqa", "ifbench", "random")
 """Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
+
+RUNS_CODE = ("unit_tests",)
+"""Verifiers that run a response's code in a sandbox. Their labels are tests, and no answers."""
 
 
 GIVEN = "given"

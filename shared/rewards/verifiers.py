@@ -14,8 +14,10 @@ from shared.rewards.gpqa import compute_gpqa_reward
 from shared.rewards.ifbench import check_instructions, compute_ifbench_reward
 from shared.rewards.labels import integer_label, math_label, math_labels
 from shared.rewards.math_verify import math_verify, read
-from shared.rewards.names import BOXED
+from shared.rewards.names import BOXED, RUNS_CODE
 from shared.rewards.reference import Reference
+from shared.rewards.unit_test_cases import cases_of
+from shared.rewards.unit_tests import unit_tests
 
 Value = float | Mapping[str, Any]
 """One reward, or several by name."""
@@ -55,6 +57,7 @@ VERIFIERS: dict[str, Verifier] = {
     "math": _math,
     "math_verify": lambda response, reference: math_verify(response, reference.text),
     "random": lambda response, reference: float(random.randint(0, 1)),
+    "unit_tests": unit_tests,
 }
 """The verifiers, by ``rm_type``."""
 
@@ -95,4 +98,6 @@ def read_label(name: str, reference: Reference) -> str:
     name = name.removeprefix(BOXED)
     if name == "ifbench":
         check_instructions(reference.metadata)
+    if name in RUNS_CODE:
+        cases_of(reference.value)
     return READ_LABEL[name](reference.text) if name in READ_LABEL else reference.label or ""

@@ -28,7 +28,7 @@ def subjects(run: str) -> Table:
     table: Table = {
         names.task("train"): ({BUFFER} | PEOPLE, PEOPLE),
         names.task("eval"): ({BUFFER} | PEOPLE, PEOPLE),
-        names.generated("math"): ({ROLLOUT} | PEOPLE, PEOPLE),
+        names.generated("math"): ({ROLLOUT, GATEWAY} | PEOPLE, PEOPLE),
         names.scored("rollout"): ({ROLLOUT} | PEOPLE, PEOPLE),
         names.scored("reward"): ({REWARD} | PEOPLE, PEOPLE),
         names.scored("buffer"): (PEOPLE, PEOPLE),
@@ -65,6 +65,7 @@ def buckets(run: str) -> Table:
         f"$KV.{names.weights_bucket}.live": ({TRAINER} | PEOPLE, NOBODY),
         f"$KV.{names.weights_bucket}.snapshot": ({TRAINER} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.buffer": ({BUFFER} | PEOPLE, NOBODY),
+        f"$KV.{names.leases_bucket}.producer": ({ROLLOUT} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.anything": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.console.console-0": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.environment.math": ({REWARD} | PEOPLE, NOBODY),
@@ -79,7 +80,7 @@ def interface(run: str) -> Table:
     """The run's part of JetStream's API."""
     names = Subjects(run)
     takers = {
-        f"{names.task_stream}.train": {ROLLOUT},
+        f"{names.task_stream}.train": {ROLLOUT, GATEWAY},
         f"{names.task_stream}.eval": {ROLLOUT},
         f"{names.generated_stream}.math": {REWARD},
         f"{names.scored_stream}.buffer": {BUFFER},
@@ -91,14 +92,14 @@ def interface(run: str) -> Table:
         f"STREAM.INFO.{names.ledger_stream}": SERVICES,
         f"STREAM.INFO.KV_{names.config_bucket}": SERVICES,
         f"STREAM.INFO.KV_{names.services_bucket}": SERVICES,
-        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER},
-        f"STREAM.INFO.KV_{names.leases_bucket}": {BUFFER},
+        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY},
+        f"STREAM.INFO.KV_{names.leases_bucket}": {BUFFER, ROLLOUT},
         f"STREAM.INFO.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER},
         f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES,
         f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER, GATEWAY},
-        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER},
-        f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER},
+        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY},
+        f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER, ROLLOUT},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.scored_stream}": NOBODY,
         f"CONSUMER.INFO.{names.task_stream}.train": {BUFFER},
@@ -157,7 +158,7 @@ STORE = {
     BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "UNLINK"},
     ROLLOUT: {"PING", "GETRANGE", "SETNX"},
     REWARD: {"PING", "GETRANGE"},
-    GATEWAY: {"PING"},
+    GATEWAY: {"PING", "SETNX"},
     TRAINER: {"PING", "GET", "GETRANGE"},
     OPERATOR: {"PING", "GET", "GETRANGE", "EXISTS", "UNLINK", "SCAN"},
     "health": {"PING"},
@@ -172,6 +173,9 @@ SESSIONS = {
     GATEWAY: {"GET", "LLEN", "LRANGE", "RPUSHX"},
 }
 """Those that it may run on sessions."""
+
+INGESTED = {"GET", "SET"}
+"""Those that a gateway may run on what became of groups from outside."""
 
 PAYLOADS, EXCHANGED, SESSION, ALL = "group:*", "exchange:*", "session:*", "*"
 KEYS: dict[str, tuple[set[str], set[str]]] = {

@@ -124,7 +124,8 @@ def read_body(kind: type[Body], body: bytes) -> tuple[Body, tuple[str, ...]]:
 
 
 def _refusal(kind: type[RequestFields], error: Mapping[str, Any], body: Mapping[str, Any]) -> TurnRefused:
-    place, message = _place(error["loc"], body), str(error["msg"]).removeprefix("Value error, ")
+    named = error["type"] in ("missing", "extra_forbidden")
+    place, message = _place(error["loc"], body, named), str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         name, outermost = str(error["loc"][-1]), len(error["loc"]) == 1
         meant = near(name, kind.model_fields) if outermost and len(name) <= LONGEST_VALUE else None
@@ -132,13 +133,17 @@ def _refusal(kind: type[RequestFields], error: Mapping[str, Any], body: Mapping[
     return TurnRefused(400, message, field=place or None, code="missing_parameter" if error["type"] == "missing" else "invalid_value")
 
 
-def _place(steps: Sequence[str | int], body: Any) -> str:
-    """Returns the place in the body, as ``messages[0].content``. Among the steps are names of pydantic's own, which the body lacks."""
+def _place(steps: Sequence[str | int], body: Any, named: bool) -> str:
+    """Returns the place in the body, as ``messages[0].content``. Among the steps are names of pydantic's own, which the body lacks.
+
+    Args:
+        named: the last step is the name of a field, whether the body has it or not.
+    """
     place = ""
     for index, step in enumerate(steps):
         inside = step in body if isinstance(body, dict) else isinstance(body, list) and isinstance(step, int) and step < len(body)
         if inside:
             body = body[step]
-        if inside or index == len(steps) - 1:
+        if inside or (named and index == len(steps) - 1):
             place += f"[{step}]" if isinstance(step, int) else f".{step}" if place else str(step)
     return place[:LONGEST_VALUE]

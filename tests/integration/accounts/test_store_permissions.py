@@ -134,6 +134,16 @@ def test_sessions_are_opened_by_replicas_and_continued_by_gateways(guarded: Guar
     assert payload == intended.STORE[role] & {*commands}
 
 
+@pytest.mark.parametrize("role", intended.STORE)
+def test_what_became_of_groups_from_outside_is_the_gateways(guarded: GuardedServers, role: str) -> None:
+    commands: dict[str, tuple[object, ...]] = {"GET": (), "SET": (b"x", "EX", 9), "SETNX": (b"x",), "UNLINK": (), "DEL": (), "EXPIRE": (9,)}
+    with client(guarded, role) as connection:
+        mine = {command for command, rest in commands.items() if may(connection, command, "guarded:ingest:g1", *rest)}
+        foreign = {command for command, rest in commands.items() if may(connection, command, "guarded-2:ingest:g1", *rest)}
+    assert mine == {"gateway": intended.INGESTED, "operator": {"GET", "UNLINK"}}.get(role, set())
+    assert foreign == set()
+
+
 OPERATORS = {"GET", "GETRANGE", "EXISTS", "UNLINK"}
 
 

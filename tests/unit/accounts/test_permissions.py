@@ -31,7 +31,7 @@ def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
     for member, name in held.items():
         assert any(name in subject for subject in TABLE), f"Subjects.{member} is not in tests/support/intended_rights.py"
     built = {"task", "generated", "scored", "ledger", "event", "replica_weights", "environment", "inbox"}
-    built |= {"payload_prefix", "payload_key", "exchange_key", "session_key"}
+    built |= {"payload_prefix", "payload_key", "exchange_key", "session_key", "ingest_key"}
     assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
 
 
@@ -55,9 +55,11 @@ def test_two_roles_share_a_right_to_publish_only_where_the_flow_has_two_sources(
     shared = set()
     for one, another in itertools.combinations([of(role) for role in ROLES if role != "operator"], 2):
         shared |= set(one.bus.publish) & set(another.bus.publish)
-    flow = {subject for subject in shared if not subject.startswith("$JS.API.")}
-    assert flow == {names.event("service", "*")}
-    assert not any("CONSUMER" in subject or "$JS.ACK" in subject for subject in shared)
+    tasks = f"{names.task_stream}.train"  # a gateway hands groups from outside in, in the place of tasks
+    taking = {f"$JS.API.CONSUMER.MSG.NEXT.{tasks}", f"$JS.ACK.{tasks}.>"}
+    flow = {subject for subject in shared if not subject.startswith("$JS.API.")} - taking
+    assert flow == {names.event("service", "*"), names.generated("*")}
+    assert {subject for subject in shared if "CONSUMER" in subject or "$JS.ACK" in subject} == taking
 
 
 def test_only_those_who_are_asked_may_answer() -> None:
@@ -76,6 +78,13 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
             assert {command.upper() for command in further.commands} == sessions
             assert further.read == further.write == (f"{RUN}:session:*",)
             sessions = set()
+        elif one.role == "gateway":
+            payloads, ingested = one.store.further
+            assert ({command.upper() for command in payloads.commands}, payloads.read) == (intended.STORE["gateway"] - {"PING"}, ())
+            assert payloads.write == (f"{RUN}:group:*",)
+            assert {command.upper() for command in ingested.commands} == intended.INGESTED
+            assert ingested.read == ingested.write == (f"{RUN}:ingest:*",)
+            commands |= {command.upper() for command in payloads.commands}
         else:
             assert one.store.further == ()
         assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set()) | sessions

@@ -68,7 +68,11 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
                 "(%RW~demo:session:* -@all +expire +get +llen +lrange +rpush +rpushx +setnx +unlink)",
             ],
         ),
-        ("gateway", "%RW~demo:session:*", ["+ping", "+get", "+llen", "+lrange", "+rpushx"]),
+        (
+            "gateway",
+            "%RW~demo:session:*",
+            ["+ping +get +llen +lrange +rpushx", "(%W~demo:group:* -@all +setnx)", "(%RW~demo:ingest:* -@all +get +set)"],
+        ),
         ("reward", "%R~demo:group:*", ["+ping", "+getrange"]),
         (
             "trainer",

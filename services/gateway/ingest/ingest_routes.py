@@ -1,0 +1,71 @@
+"""``POST /groups`` and ``GET /groups``: who may hand groups in, and how long a body may be. What becomes of a group: `group_intake`."""
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from services.gateway.ingest.group_intake import GroupIntake
+from services.gateway.wire.turn_refused import TurnRefused
+from shared.runtime.errors import ConfigError
+
+KEY_VARIABLE = "MYXO_INGEST_KEY"
+"""The environment variable with the producers' key."""
+
+SHORTEST_KEY = 16
+"""Characters."""
+
+
+def ingest_key(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the key that producers have. Raises ConfigError where there is none, or one that can be guessed."""
+    key = environment.get(KEY_VARIABLE, "")
+    if len(key) < SHORTEST_KEY:
+        expected = f"required with ingest.ingest_groups: the key of those who hand groups in, {SHORTEST_KEY} characters or more"
+        raise ConfigError(KEY_VARIABLE, "*" * len(key), expected)
+    return key
+
+
+def add_ingest_routes(app: FastAPI, intake: GroupIntake, key: str, most_bytes: int) -> None:
+    """Adds the routes for groups from outside to a gateway's. ``most_bytes``: of a body."""
+    digest = sha256(key.encode()).digest()
+
+    async def describe(request: Request) -> JSONResponse:
+        return await _answered(request, digest, intake.described)
+
+    async def take(request: Request) -> JSONResponse:
+        async def taken() -> dict[str, object]:
+            return await intake.take(await read_bounded(request, most_bytes))
+
+        return await _answered(request, digest, taken)
+
+    app.add_api_route("/groups", describe, methods=["GET"])
+    app.add_api_route("/groups", take, methods=["POST"])
+
+
+async def _answered(request: Request, digest: bytes, answer: Callable[[], Awaitable[Any]]) -> JSONResponse:
+    try:
+        _check_key(request.headers.get("authorization", ""), digest)
+        return JSONResponse(await answer())
+    except TurnRefused as error:
+        return JSONResponse(error.body("openai"), error.status, headers=dict(error.headers))
+
+
+def _check_key(header: str, digest: bytes) -> None:
+    """Raises TurnRefused where the header does not hold the producers' key; that is compared in constant time."""
+    scheme, _, given = header.partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(sha256(given.strip().encode()).digest(), digest):
+        raise TurnRefused(401, "expected the key of those who hand groups in, as Authorization: Bearer KEY", code="invalid_api_key")
+
+
+async def read_bounded(request: Request, most_bytes: int) -> bytes:
+    """Returns a request's body. Raises TurnRefused for one of more bytes, and reads no further."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most_bytes:
+            raise TurnRefused(413, f"the body has more than {most_bytes} bytes", code="too_large")
+    return bytes(body)

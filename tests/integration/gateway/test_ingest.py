@@ -1,0 +1,227 @@
+"""Groups from outside over real servers: a gateway's door, the buffer that admits, the reward service that scores, and a trainer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from services.gateway.ingest.group_intake import GroupIntake
+from services.gateway.ingest.ingest_routes import KEY_VARIABLE, add_ingest_routes, ingest_key
+from services.reward.reward_service import serve as serve_rewards
+from shared.bus import runs
+from shared.data.tokenizer import Tokenizer
+from shared.runtime import service_base
+from shared.runtime.errors import ConfigError
+from shared.runtime.http_address import HttpAddress
+from shared.runtime.http_endpoints import serving
+from shared.runtime.service_base import Service
+from shared.schema import sample
+from shared.schema.ledger import GroupsScored
+from shared.schema.messages import Batch
+from tests.integration.buffer.conftest import Served, new_run, served
+from tests.integration.buffer.player import Player
+from tests.support.waiting import until
+
+__all__ = ["new_run", "served"]
+
+KEY = "the producers' own key"
+MOST = 1 << 20
+
+Door = tuple[Player, httpx.AsyncClient]
+NewDoor = Callable[..., Awaitable[Door]]
+
+
+def group(name: str, **changes: Any) -> dict[str, Any]:
+    """Two samples of five tokens, of which the third and the last are trained."""
+    columns: dict[str, Any] = {
+        "id": name,
+        "tokens": [[1, 2, 3, 4, 5], [1, 2, 6, 7, 8]],
+        "masks": [[0, 0, 1, 0, 1]] * 2,
+        "log_probs": [[0.0, 0.0, -0.5, 9.0, -0.25]] * 2,
+        "versions": 0,
+        "scores": [1.0, {"exact": 0.0, "style": 0.5}],
+    }
+    return columns | changes
+
+
+async def connected(player: Player, role: str, monkeypatch: pytest.MonkeyPatch, instance: str) -> Service:
+    for name, value in player.environment(instance).items():
+        monkeypatch.setenv(name, value)
+    return await service_base.connect(role)
+
+
+@pytest.fixture
+async def door(served: Served, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NewDoor]:
+    """Opens a run's door for groups, with a buffer, a reward service and weights of version 0."""
+    services: list[tuple[Service, asyncio.Task[None] | None]] = []
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+        stop, doors = asyncio.Event(), list[asyncio.Task[None]]()
+
+        async def open_door(**sections: dict[str, Any]) -> Door:
+            sections.setdefault("ingest", {}).setdefault("ingest_groups", "alone")
+            sections.setdefault("reward", {})["reward_key"] = "exact"
+            player = await served(**sections)
+            vocabulary = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+            await runs.create(player.bus, player.config, await runs.store_url(player.bus, player.config.run.name), vocabulary)
+            await player.live(0)
+            rewards = await connected(player, "reward", monkeypatch, "reward-1")
+            services.append((rewards, asyncio.create_task(serve_rewards(rewards))))
+            gateway = await connected(player, "gateway", monkeypatch, "gateway-1")
+            services.append((gateway, None))
+            app = FastAPI()
+            add_ingest_routes(app, GroupIntake(gateway, Tokenizer(tiny_model)), KEY, MOST)
+            opened = asyncio.Event()
+
+            async def life() -> None:
+                async with serving(app, HttpAddress("127.0.0.1", 0)) as address:
+                    client.base_url = f"http://{address}"
+                    opened.set()
+                    await stop.wait()
+
+            doors.append(asyncio.create_task(life()))
+            await opened.wait()
+            await until(lambda: rewards.state == "ready", "the reward service")
+            return player, client
+
+        yield open_door
+        stop.set()
+        await asyncio.gather(*doors)
+    for service, task in services:
+        service.stopping.set()
+        if task is not None:
+            await task
+        await service.store.close()
+        await service.bus.close()
+
+
+async def post(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+    return await client.post("/groups", json=body)
+
+
+async def test_groups_from_outside_are_scored_batched_trained_and_in_the_ledger(door: NewDoor) -> None:
+    player, client = await door(rollout={"num_rollout": 1})
+    described = (await client.get("/groups")).json()
+    assert (described["version"], described["rollouts"], described["run"]) == (0, 2, player.config.run.name)
+
+    first = await post(client, group("mine-1"))
+    second = await post(client, group("mine-2", scores=None, environment="exact", label="2", texts=["2", "3"], metadata={"level": 3}))
+    assert (first.status_code, second.status_code) == (200, 200), (first.text, second.text)
+    assert not first.json()["repeated"]
+    again = await post(client, group("mine-1"))
+    assert again.json() == {"id": "mine-1", "group": first.json()["group"], "repeated": True}
+
+    batch = await player.batch(0)
+    assert isinstance(batch, Batch)
+    by_id = {taken.group: taken for taken in batch.groups}
+    assert set(by_id) == {first.json()["group"], second.json()["group"]}
+    assert by_id[first.json()["group"]].rewards == [1.0, 0.0], "the producer's scores"
+    assert by_id[second.json()["group"]].rewards == [1.0, 0.0], "the environment's"
+    [one, other] = sample.decode(await player.store.read(by_id[first.json()["group"]].payload))
+    assert (one.prompt.tolist(), one.response.tolist(), one.mask.tolist()) == ([1, 2], [3, 4, 5], [1, 0, 1])
+    assert (one.log_probs.tolist(), one.segments, other.response.tolist()) == ([-0.5, 9.0, -0.25], [(0, 3, 0)], [6, 7, 8])
+    assert one.metadata["ingested"] == "mine-1"
+
+    await player.trained(0)
+    await player.durable(1)
+    scored = [taken.group for record in await player.records() if isinstance(record, GroupsScored) for taken in record.groups]
+    assert sorted(scored) == sorted(by_id), "each once, although one was sent twice"
+    audit = await player.audit()
+    assert audit.ok, audit.violations
+    assert (audit.trained, audit.in_flight) == (2, audit.admitted - audit.trained - audit.dropped.total() - audit.dead.total())
+
+
+async def test_the_run_that_admits_nothing_holds_producers_back_and_takes_them_again_later(door: NewDoor) -> None:
+    player, client = await door(rollout={"num_rollout": 2, "max_staleness": 0}, ingest={"ingest_wait": 0.5})
+    for name in ("a", "b"):
+        assert (await post(client, group(name))).status_code == 200
+    full = await post(client, group("c"))
+    assert (full.status_code, full.json()["error"]["code"]) == (429, "no_room")
+    assert int(full.headers["Retry-After"]) >= 1
+    await player.batch(0)
+    await player.trained(0)  # version 1: the groups of the next step are admitted
+    old = await post(client, group("c"))
+    assert (old.status_code, old.json()["error"]["code"]) == (409, "stale_group"), "made by version 0, which is over the bound now"
+    assert (await post(client, group("c", versions=1))).status_code == 200, "a refusal binds no id"
+    assert (await player.audit()).ok
+
+
+async def test_an_id_stands_for_one_group(door: NewDoor) -> None:
+    player, client = await door(rollout={"num_rollout": 4, "max_staleness": 3})
+    answers = await asyncio.gather(*(post(client, group("same")) for _ in range(4)))
+    assert sorted({answer.status_code for answer in answers}) in ([200], [200, 409])
+    assert len({answer.json()["group"] for answer in answers if answer.status_code == 200}) == 1
+    other = await post(client, group("same", scores=[0.0, 0.0]))
+    assert (other.status_code, other.json()["error"]["code"], other.json()["error"]["param"]) == (409, "id_taken", "id")
+    groups = {(await post(client, group(f"g{number}"))).json()["group"] for number in range(3)}
+    assert len(groups) == 3
+
+    async def all_scored() -> bool:
+        records = await player.records()
+        return sum(len(record.groups) for record in records if isinstance(record, GroupsScored)) == 4
+
+    await until(all_scored, "four groups that are scored")
+    assert (await player.audit()).ok
+
+
+async def test_a_group_whose_gateway_died_before_it_was_published_is_in_once_its_producer_repeats_it(door: NewDoor) -> None:
+    """The binding stands, the task is leased by nobody who works on it: as kill -9 between the two leaves it."""
+    player, client = await door(rollout={"num_rollout": 1})
+    taken = (await post(client, group("dying"))).json()["group"]
+    key = player.names.ingest_key("dying")
+    await player.store.commands("forget that it was published", [("DEL", f"{key}:in")])
+    repeated = await post(client, group("dying"))
+    assert (repeated.status_code, repeated.json()) == (200, {"id": "dying", "group": taken, "repeated": True})
+    await post(client, group("other"))
+    batch = await player.batch(0)
+    assert taken in {one.group for one in batch.groups}
+    assert (await player.audit()).ok, "the second outcome of the attempt counts for nothing"
+
+
+async def test_what_does_not_fit_is_refused_by_its_field_and_takes_no_task(door: NewDoor) -> None:
+    player, client = await door(rollout={"num_rollout": 4, "max_staleness": 3}, trainer={"max_tokens_per_gpu": 64})
+    wrong: dict[str, dict[str, Any]] = {
+        "id": group("a b"),
+        "tokens[1][4]": group("x", tokens=[[1, 2, 3, 4, 5], [1, 2, 6, 7, 10**6]]),
+        "tokens[0][1]": group("x", tokens=[[1, -2, 3, 4, 5], [1, 2, 6, 7, 8]]),
+        "masks": group("x", masks=[[0, 0, 1, 0, 1]]),
+        "masks[1]": group("x", masks=[[0, 0, 1, 0, 1], [0] * 5]),
+        "masks[0][0]": group("x", masks=[[1] * 5] * 2),
+        "masks[0][2]": group("x", masks=[[0, 0, 2, 0, 1]] * 2),
+        "log_probs[0]": group("x", log_probs=[[-0.5] * 4, [-0.5] * 5]),
+        "log_probs[1][4]": group("x", log_probs=[[-0.5] * 5, [-0.5] * 4 + [0.5]]),
+        "log_probs[0][2]": group("x", log_probs=[[0, 0, None, 0, -1]] * 2),
+        "versions": group("x", versions=1),
+        "versions[1]": group("x", versions=[[0] * 5, [0] * 4]),
+        "scores[1]": group("x", scores=[1.0, "good"]),
+        "scores": group("x", scores=None),
+        "environment": group("x", environment="nowhere"),
+        "finish[0]": group("x", finish=["abort", "stop"]),
+        "rollouts": group("x", rollouts=[0, 2]),
+        "advantages": group("x", advantages=[1, 2]),
+    }
+    for field, body in wrong.items():
+        answer = await post(client, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), (field, answer.text)
+    lonely = await post(client, group("x", **{name: value[:1] for name, value in group("x").items() if isinstance(value, list)}))
+    assert (lonely.status_code, lonely.json()["error"]["param"]) == (400, "tokens")
+    assert (await client.post("/groups", content=b"{")).status_code == 400
+    assert (await client.post("/groups", content=b" " * (MOST + 1))).status_code == 413
+    waiting = await player.waiting()
+    assert (await post(client, group("x"))).status_code == 200, "none of the refused ones has bound the id"
+    assert await player.waiting() == waiting - 1
+
+
+async def test_only_the_producers_key_opens_the_door(door: NewDoor) -> None:
+    _, client = await door()
+    for header in ("", f"Bearer {KEY}x", "Bearer", f"Basic {KEY}"):
+        answer = await client.post("/groups", json=group("x"), headers={"Authorization": header})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await client.get("/groups", headers={"Authorization": header})).status_code == 401
+    with pytest.raises(ConfigError, match=KEY_VARIABLE):
+        ingest_key({KEY_VARIABLE: "short"})
+    assert ingest_key({KEY_VARIABLE: KEY}) == KEY
