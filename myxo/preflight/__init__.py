@@ -27,7 +27,7 @@ from myxo.preflight import (
     shape_checks,
 )
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config import flags, typed_flags
+from shared.config import flags, slime_rules, typed_flags
 from shared.config.config_reading import read
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
@@ -145,6 +145,8 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False)
     try:
         reading = read(path, given.overrides)
         config, problems = reading.config, problems + reading.problems
+        if config is not None and given.as_slime:
+            problems += slime_rules.problems(config)
         if config is not None:
             hub = Hub.of()
             config = server_checks.pinned(config, hub, fresh=fresh)
