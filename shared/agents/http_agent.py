@@ -1,4 +1,4 @@
-"""An agent behind a URL, in any language and with packages of its own: it is sent a rollout, plays it over the gateway, and answers its reward.
+"""An agent behind a URL, in any language and with packages of its own: it is sent rollouts, plays them over the gateway, answers rewards.
 
 ``POST`` of ``{"data": …, "base_url": …, "api_key": …}`` in JSON, what an agent that is a function takes; the answer is ``{"reward": …}``
 with what such a function returns, or ``{"error": text}`` with another status than 200. It comes when the rollout has ended; a connection
@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+from pydantic import BaseModel, Field
 
+from shared.agents.agent_options import options_of
 from shared.environment.environment_url import without_credentials
 from shared.environment.http_environment import BlockedAddress, open_session, read_body
 from shared.environment.protocol import MAX_ANSWER, words
@@ -20,6 +22,12 @@ from shared.runtime.untrusted_files import parse_json
 
 CONNECT_TRIES, CONNECT_SECONDS = 5, 5.0
 """A service that cannot be connected to is tried again, with growing pauses: it may be starting anew."""
+
+
+class HttpOptions(BaseModel):
+    """``agent_options``. url: where rollouts are posted; the service is sent further options as they are."""
+
+    url: str = Field(pattern=r"^https?://[^/]+")
 
 
 class AgentServiceFailed(MyxoError):
@@ -31,9 +39,9 @@ class AgentServiceFailed(MyxoError):
 
 
 async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
-    """Has the service at ``data["agent_url"]`` play one rollout, and returns the reward that it gives. Raises AgentServiceFailed."""
-    url = data["agent_url"]
-    asked = {"data": {key: value for key, value in data.items() if key != "agent_url"}, "base_url": base_url, "api_key": api_key}
+    """Has a service play one rollout, and returns the reward that it gives. Raises ConfigError for wrong options, AgentServiceFailed."""
+    url = options_of(data, HttpOptions).url
+    asked = {"data": dict(data), "base_url": base_url, "api_key": api_key}
     async with open_session(1, CONNECT_SECONDS) as session:
         status, body = await _answer(session, url, json.dumps(asked, ensure_ascii=False).encode())
     if len(body) > MAX_ANSWER:

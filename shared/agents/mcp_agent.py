@@ -4,30 +4,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from openai import AsyncOpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
-from shared.agents.mcp_tools import open_tools
+from shared.agents.agent_options import options_of
+from shared.agents.mcp_tools import Server, open_tools
 
-MODEL = "policy"
-"""The gateway serves one model, whatever its name."""
+
+class McpOptions(BaseModel):
+    """``agent_options``. servers: the URL or the command line of each, by name. turns: the most answers of the model. seconds: for a server
+    to list its tools, and for each call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    servers: dict[str, Server] = Field(min_length=1)
+    turns: int = Field(default=16, gt=0)
+    seconds: float = Field(default=60, gt=0)
 
 
 async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> None:
     """Plays one rollout; the run's reward scores it. An agent of the user's may call it, and give a reward of its own.
 
-    Args:
-        data: as every agent's; ``mcp`` in it holds ``servers``, ``turns`` (the most answers of the model) and ``seconds`` (see
-            `shared.agents.mcp_tools.open_tools`). base_url, api_key: of the gateway's session.
-
-    Raises McpServerFailed and openai's errors: the rollout has failed.
+    Raises ConfigError for options that are wrong, McpServerFailed, and openai's errors.
     """
-    settings, messages = data["mcp"], [*data["messages"]]
-    async with open_tools(settings["servers"], settings["seconds"]) as tools, AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for _ in range(settings["turns"]):
-            answer = await client.chat.completions.create(model=MODEL, messages=messages, tools=tools.offered)
+    options, messages = options_of(data, McpOptions), [*data["messages"]]
+    async with open_tools(options.servers, options.seconds) as tools, AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(options.turns):
+            answer = await client.chat.completions.create(model=data["model"], messages=messages, tools=tools.offered)
             said = answer.choices[0].message
-            if not said.tool_calls:
+            calls = [call for call in said.tool_calls or () if call.type == "function"]
+            if not calls:
                 return
             messages.append(said.model_dump(exclude_none=True))
-            for call in said.tool_calls:
+            for call in calls:
                 content = await tools.call(call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})

@@ -4,10 +4,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent, Tool
+from openai.types.chat import ChatCompletionToolUnionParam
+from openai.types.shared_params import FunctionDefinition
 
 from shared.runtime.errors import MyxoError
 
@@ -36,7 +37,7 @@ class McpTools:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._owners: dict[str, tuple[str, Client]] = {}
-        self.offered: list[dict[str, Any]] = []
+        self.offered: list[ChatCompletionToolUnionParam] = []
 
     def add(self, server: str, client: Client, tools: Sequence[Tool]) -> None:
         """Offers a server's tools. Raises McpServerFailed for a name that another server's tool has."""
@@ -44,7 +45,7 @@ class McpTools:
             if tool.name in self._owners:
                 raise McpServerFailed(server, f"its tool {tool.name} has the name of one of {self._owners[tool.name][0]}'s")
             self._owners[tool.name] = server, client
-            function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            function = FunctionDefinition(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
             self.offered.append({"type": "function", "function": function})
 
     async def call(self, name: str, arguments: str) -> str:

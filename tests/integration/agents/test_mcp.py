@@ -85,7 +85,11 @@ async def test_the_model_calls_tools_of_servers_of_both_kinds_until_it_has_an_an
         await until(listening, "the server over HTTP", SECONDS)
         async with http_server(answer) as server:
             servers: dict[str, Server] = {"http": f"http://127.0.0.1:{port}/mcp"}
-            data = {"messages": [{"role": "user", "content": "1 + 2 + 4?"}], "mcp": {"servers": servers, "turns": 8, "seconds": SECONDS}}
+            data = {
+                "messages": [{"role": "user", "content": "1 + 2 + 4?"}],
+                "model": "m",
+                "options": {"servers": servers, "seconds": SECONDS},
+            }
             await play(data, f"{server.url}/v1", "key")
             assert len(server.asked) == 3
             last = server.asked[-1]["messages"]
@@ -95,10 +99,10 @@ async def test_the_model_calls_tools_of_servers_of_both_kinds_until_it_has_an_an
             assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["add", "divide", "wait", "leave"]
 
             with pytest.raises(McpServerFailed, match="MCP server own: its tool add has the name of one of http's"):
-                await play({**data, "mcp": {**data["mcp"], "servers": {**servers, "own": CALCULATOR}}}, f"{server.url}/v1", "key")
+                await play({**data, "options": {"servers": {**servers, "own": CALCULATOR}, "seconds": SECONDS}}, f"{server.url}/v1", "key")
             said[:] = [call(("again", "add", '{"a": 1, "b": 1}'))] * 9
             server.asked.clear()
-            await play({**data, "mcp": {**data["mcp"], "turns": 2}}, f"{server.url}/v1", "key")
+            await play({**data, "options": {"servers": servers, "turns": 2}}, f"{server.url}/v1", "key")
             assert len(server.asked) == 2, "no more turns than it may have"
     finally:
         shared.kill()
