@@ -184,8 +184,20 @@ class RunConfig(Section):
 
     @property
     def gateways(self) -> int:
-        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
-        return self.gateway.gateway_replicas or 0
+        """Returns how many gateways `myxo up` starts: as many as are asked for, else one where somebody needs it."""
+        given = self.gateway.gateway_replicas
+        return int(self.needs_gateway) if given is None else given
+
+    @property
+    def needs_gateway(self) -> bool:
+        """Whether an agent plays rollouts, or groups come in from outside."""
+        players = (self.rollout, *self.eval.named.values())
+        return self.ingest.ingest_groups != "off" or any(one.agent or one.agent_command for one in players)
+
+    @property
+    def opens_doors(self) -> bool:
+        """Whether replicas draw for gateways, of this machine or of others."""
+        return self.gateways > 0 or any(one.agent or one.agent_command for one in (self.rollout, *self.eval.named.values()))
 
     @property
     def trained(self) -> Path:
