@@ -1,7 +1,7 @@
 """How fast code runs in sandboxes: their start, one program, and whole checks through the reward service's worker processes.
 
-``python -m benchmarks.sandbox [--starts N] [--checks N] [--workers N] [--json FILE]``. *Start*: from the call to the first program's end, of
-a sandbox that has to be made and of one that a pool has made before it was needed. *Program*: one line of Python in a sandbox that is
+``python -m benchmarks.sandbox [--starts N] [--checks N] [--workers N] [--json FILE]``. *Start*: from the call to the first program's end,
+of a sandbox that has to be made and of one that a pool has made before it was needed. *Program*: one line of Python in a sandbox that is
 there, beside a plain ``python -c`` without any. *Check*: a response whose code is taken out and run against three tests, in a sandbox
 that nobody has used; the tests a second are three times as many. Exit code 1 where half of the starts from the pool take more than
 `MOST_MS`, or fewer than `LEAST` checks are done in a second.
