@@ -30,7 +30,7 @@ class Bench:
         run, bus = service.run, service.config.bus
         self._generated = WorkQueue(service.bus, generated_consumer(run, bus, "math"), Generated)
         self._scored = WorkQueue(service.bus, scored_consumer(run, bus), Outcome)
-        self.producing = asyncio.create_task(rollout.take(TRAIN) if rollout.producer is None else rollout.producer.run())
+        self.producing = asyncio.create_task(rollout.produce())
         self.working = [self.producing, asyncio.create_task(rollout.evaluate())]
         self.working.append(asyncio.create_task(rollout.stop_stale()))
 
