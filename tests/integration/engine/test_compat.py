@@ -51,14 +51,16 @@ async def search_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[A
 
 @pytest.fixture
 def generated(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> Generated:
-    """``await generated(path, directories, n=2, **rollout)``: the samples of a group by that function."""
+    """``await generated(path, directories, n=2, prompt, **rollout)``: the samples of a group by that function."""
 
-    async def run(path: str, directories: tuple[Path, ...] = (), n: int = 2, **rollout: Any) -> tuple[Bench, list[Sample]]:
+    async def run(
+        path: str, directories: tuple[Path, ...] = (), n: int = 2, prompt: str = "40+2=", **rollout: Any
+    ) -> tuple[Bench, list[Sample]]:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (*directories, ROOT))))
         named = ["SEARCH_URL"] if "SEARCH_URL" in os.environ else []
         rollout |= {"custom_generate_function_path": path, "generate_workers": 1}
         desk = await new_bench(rollout=rollout, reward={"rm_type": "math", "worker_environment": named})
-        await desk.task(n=n, sampling=SHORT)
+        await desk.task(n=n, sampling=SHORT, prompt=prompt)
         _, samples = await desk.generated()
         return desk, samples
 
@@ -115,7 +117,74 @@ OF_SLIME = {
 }
 
 
-@pytest.mark.skipif(SLIME is None, reason="SLIME_EXAMPLES names no directory")
+slimes_own = pytest.mark.skipif(SLIME is None, reason="SLIME_EXAMPLES names no directory")
+
+TAU_BENCH = {
+    "tau_bench/types.py": """
+from pydantic import BaseModel, ConfigDict
+
+
+class RunConfig(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    temperature: float = 0.0
+
+
+class Action(BaseModel):
+    name: str
+    kwargs: dict
+
+
+class Info(BaseModel):
+    source: str = "user"
+
+
+class Observed(BaseModel):
+    observation: str
+    info: Info = Info()
+    reward: float = 0.0
+    done: bool = False
+""",
+    "tau_bench/agents/base.py": "class Agent: pass\n",
+    "tau_bench/agents/tool_calling_agent.py": """
+from tau_bench.agents.base import Agent
+
+RESPOND_ACTION_NAME = "respond"
+
+
+class ToolCallingAgent(Agent):
+    def __init__(self, tools_info, wiki, model, provider, temperature=0.0):
+        self.tools_info, self.wiki, self.model, self.provider, self.temperature = tools_info, wiki, model, provider, temperature
+""",
+    "tau_bench/envs/__init__.py": """
+from tau_bench.types import Observed
+
+
+class Env:
+    def __init__(self, task_index):
+        call = {"name": "cancel", "description": "cancels", "parameters": {"type": "object", "properties": {}}}
+        self.tools_info, self.wiki, self.task, self.turns = [{"type": "function", "function": call}], "rules", task_index, 0
+
+    def reset(self, task_index):
+        return Observed(observation=f"task {task_index}")
+
+    def step(self, action):
+        self.turns += 1
+        done = self.turns == 2
+        return Observed(observation="and?", reward=0.5 if done else 0.0, done=done)
+
+
+def get_env(task_index, **_):
+    return Env(task_index)
+""",
+    "tau_bench/__init__.py": "",
+    "tau_bench/agents/__init__.py": "",
+    "sitecustomize.py": "from services.rollout.engine.cpu_launcher import stand_in_for_triton\nstand_in_for_triton()\n",
+}
+"""tau-bench's own modules as far as slime's example uses them, with a user who says the same whatever he is told; and what the tool parser
+of SGLang, which the example imports, needs where there is no GPU."""
+
+
+@slimes_own
 @pytest.mark.parametrize("name", OF_SLIME)
 async def test_examples_of_slimes_own(generated: Generated, checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
     path, places = OF_SLIME[name]
@@ -124,3 +193,31 @@ async def test_examples_of_slimes_own(generated: Generated, checkpoint: Checkpoi
     longest = {} if name == "retool" else {"rollout_max_context_len": 256}  # its prompt alone has more characters, each a token here
     _, samples = await generated(path, directories, rollout_max_response_len=12, **longest)
     check(checkpoint, samples)
+
+
+@slimes_own
+async def test_slimes_search_with_its_log_probs_switched_off(generated: Generated, tmp_path: Path) -> None:
+    (tmp_path / "switched_off.py").write_text(
+        "import generate_with_search as search\nsearch.SEARCH_R1_CONFIGS['return_logprob'] = False\ngenerate = search.generate\n"
+    )
+    places = (tmp_path, Path(str(SLIME)).resolve() / "search-r1")
+    _, samples = await generated("switched_off.generate", places, rollout_max_response_len=12, rollout_max_context_len=256, max_staleness=0)
+    check_without_log_probs(samples)
+
+
+@slimes_own
+async def test_slimes_tau_bench(generated: Generated, tmp_path: Path) -> None:
+    for name, text in TAU_BENCH.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    places = (tmp_path, Path(str(SLIME)).resolve() / "tau-bench")
+    _, samples = await generated("generate_with_tau.generate", places, prompt="7", rollout_max_context_len=1024, max_staleness=0)
+    check_without_log_probs(samples)
+    assert [one.given_reward for one in samples] == [0.5, 0.5]
+    assert all(0 in one.mask and "task 7" in one.prompt_text for one in samples), "two turns, and the user's words between them"
+
+
+def check_without_log_probs(samples: list[Sample]) -> None:
+    for one in samples:
+        assert one.problem() is None
+        assert one.mask.any() and one.log_probs is None
