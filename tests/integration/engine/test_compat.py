@@ -1,6 +1,7 @@
 """Files in slime's manner, run as they are by the rollout and the reward service over a real engine; slime's own where they are at hand.
 
-``SLIME_EXAMPLES=DIRECTORY pytest tests/integration/engine/test_compat.py`` runs the examples of a checkout of slime, too.
+``SLIME_EXAMPLES=DIRECTORY pytest tests/integration/engine/test_compat.py`` runs the examples of a checkout of slime, too. What they need
+besides (strands-agents and strands-sglang 0.4.2) may lie in a directory of its own, ``SLIME_PACKAGES``; without it their tests are skipped.
 """
 
 import json
@@ -25,7 +26,7 @@ from tests.support.service_process import ROOT
 pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-4
-SLIME = os.environ.get("SLIME_EXAMPLES")
+SLIME, PACKAGES = os.environ.get("SLIME_EXAMPLES"), os.environ.get("SLIME_PACKAGES")
 SHORT = Sampling(temperature=1.0, max_new_tokens=12, stop_token_ids=[])
 
 Generated = Callable[..., Awaitable[tuple[Bench, list[Sample]]]]
@@ -189,7 +190,10 @@ of SGLang, which the example imports, needs where there is no GPU."""
 async def test_examples_of_slimes_own(generated: Generated, checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
     path, places = OF_SLIME[name]
     (tmp_path / "examples").symlink_to(Path(str(SLIME)).resolve())  # beside slime's examples lies slime itself, which would win
+    if name == "strands_sglang" and PACKAGES is None:
+        pytest.skip("SLIME_PACKAGES names no directory with strands-agents and strands-sglang")
     directories = tuple(tmp_path if place == ".." else Path(str(SLIME)).resolve() / place for place in places)
+    directories += () if PACKAGES is None else (Path(PACKAGES),)
     longest = {} if name == "retool" else {"rollout_max_context_len": 256}  # its prompt alone has more characters, each a token here
     _, samples = await generated(path, directories, rollout_max_response_len=12, **longest)
     check(checkpoint, samples)
