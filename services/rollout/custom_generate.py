@@ -17,6 +17,7 @@ from typing import Any
 
 from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
+from services.rollout.partial_samples import samples_of_rollout
 from services.rollout.replica import Replica
 from services.rollout.rollout_fate import GroupLosses, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
@@ -94,7 +95,7 @@ class CustomGenerate:
         await self.replica.wait_serving(task.min_version, self.seconds)
         end = asyncio.get_running_loop().time() + self.seconds
         requests = [Requests() for _ in range(task.n)]
-        rollouts = [_Rollout(self, task, index, requests[index], _of_rollout(earlier, index, task), end) for index in range(task.n)]
+        rollouts = [_Rollout(self, task, index, requests[index], samples_of_rollout(earlier, index, task), end) for index in range(task.n)]
         fewest = task.n if is_evaluation(task.group) else min(task.n, self._config.rollout.fewest_rollouts)
         losses = GroupLosses(task.n, fewest)
         running = [asyncio.create_task(self._run(rollout, in_flight, losses)) for rollout in rollouts]
@@ -324,13 +325,6 @@ def _checked(fields: Mapping[str, Any], path: str) -> HookSample:
     if sample.status is Status.FAILED:
         raise HookFailed(GENERATE, path, "gave a sample of status FAILED")
     return sample
-
-
-def _of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
-    """Returns what an earlier attempt left of a rollout: nothing where it had ended under weights that are too old by now."""
-    found = [sample for sample in earlier if sample.rollout == index]
-    old = [sample for sample in found if all(version < task.renew_below for _, _, version in sample.segments)]
-    return [] if any(sample.finish != "abort" for sample in old) else found
 
 
 def _gone_on(partial: Sample) -> HookSample:
