@@ -1,14 +1,15 @@
-"""Checks that what a run's rewards need is there: packages of verifiers, and the judge's key."""
+"""Checks that what a run's rewards need is there: packages of verifiers, a sandbox, and the judge's key."""
 
 import os
 from collections.abc import Iterator
 
-from myxo.preflight.inspection import Findings, Inspection
+from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.eval_views import eval_views
 from shared.config.reward_section import CUSTOM
 from shared.config.run_config import RunConfig
-from shared.rewards.names import missing_package
+from shared.rewards.names import RUNS_CODE, base, missing_package
 from shared.runtime.errors import ConfigError
+from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 
 
 def check_rewards(inspection: Inspection) -> Findings:
@@ -19,6 +20,21 @@ def check_rewards(inspection: Inspection) -> Findings:
     variable = inspection.config.reward.judge_key_variable
     if variable is not None and inspection.starts and not os.environ.get(variable):
         yield ConfigError("reward.judge_key_variable", variable, "a variable that is set where `myxo up` starts")
+
+
+def check_sandbox(inspection: Inspection) -> Findings:
+    """Yields why no sandbox can be started, where a reward needs one, and a note where the config does without."""
+    if not any(base(name) in RUNS_CODE for _, name in named_rewards(inspection.config)):
+        return
+    settings = inspection.config.sandbox.settings()
+    if settings.kind == "none":
+        yield Note("sandbox.sandbox = none: the model's code runs with the files, the network and the rights of the reward service")
+        return
+    try:
+        with Sandbox(settings) as sandbox:
+            sandbox.wait_ready()
+    except SandboxUnavailable as error:
+        yield ConfigError("sandbox.sandbox", settings.kind, str(error))
 
 
 def named_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -60,7 +60,9 @@ async def _own_scorers(service: Service, functions: HooksPool | None, opened: As
     config, scorers = service.config.reward, list[Scorer]()
     queues = service.config.queues()
     for queue in sorted(set(QUEUES.values()).intersection(queues)):
-        pool = VerifierPool(queue, [name for name in QUEUES if QUEUES[name] == queue], config.reward_workers)
+        pool = VerifierPool(
+            queue, [name for name in QUEUES if QUEUES[name] == queue], config.reward_workers, sandbox=service.config.sandbox
+        )
         opened.push_async_callback(pool.close)
         if queue == queue_of(config.rm_type):  # the run's own verifier: its first group should not wait for imports
             await pool.start()

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from services.reward.custom_functions import FilterResult, is_scoring
 from shared.config.eval_views import reward_field
 from shared.config.run_config import RunConfig
+from shared.config.sandbox_section import SandboxSection
 from shared.environment.protocol import first_problem
 from shared.hooks import paths
 from shared.rewards.names import wrong
@@ -66,11 +67,12 @@ class VerifierPool(ScoringPool):
     """Runs the verifiers of one queue.
 
     Args:
-        queue: its name. names: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`.
+        queue: its name. names: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`. sandbox: for those that run code.
     """
 
-    def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE) -> None:
-        super().__init__(queue, size, {"verifiers": list(names)}, module)
+    def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE, sandbox: SandboxSection | None = None) -> None:
+        fields = sandbox.model_dump(mode="json") if sandbox is not None else None
+        super().__init__(queue, size, {"verifiers": list(names), "sandbox": fields}, module)
 
     async def score(self, asked: Verification, deadline: float) -> list[Score]:
         """Returns one score a response; those that could not be verified have that of a wrong answer, and say why in ``unread``.

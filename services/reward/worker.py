@@ -1,7 +1,7 @@
 """Scores groups in a process of its own, which the service kills when a call blocks it.
 
-``python -m services.reward.worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"verifiers": [name, …]}``, or
-``{"config": JSON}`` for the user's own functions. A request: what `VerifierCalls.answer` or
+``python -m services.reward.worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"verifiers": [name, …], "sandbox": the
+fields of [sandbox] or None}``, or ``{"config": JSON}`` for the user's own functions. A request: what `VerifierCalls.answer` or
 `services.reward.custom_functions.Functions.answer` takes; an answer: ``{"scores": [score, …]}``, for functions with ``"filtered"``, or
 ``{"error": text}``.
 """
@@ -14,8 +14,9 @@ from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
 from shared.hooks import reward_values
-from shared.rewards.names import base, missing_package, wrong
+from shared.rewards.names import RUNS_CODE, base, missing_package, wrong
 from shared.rewards.reference import Reference
+from shared.rewards.unit_tests import open_sandboxes
 from shared.rewards.verifiers import Value, load, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.workers.call_server import Calls, serve_calls
@@ -24,7 +25,7 @@ MEMORY_BYTES = 4 << 30
 """The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""
 
 
-NAMED = {"dapo": "score"}
+NAMED = {"dapo": "score", "unit_tests": "score"}
 """The reward that counts of verifiers that give several, where the run names none."""
 
 LONGEST_PROBLEM = 200
@@ -35,15 +36,19 @@ class VerifierCalls:
     """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets 0 and costs no other.
 
     Args:
-        names: the verifiers that will be asked for.
+        names: the verifiers that will be asked for. sandbox: the fields of ``[sandbox]``, for those that run code.
 
-    Raises ConfigError where one needs a package that is not installed.
+    Raises ConfigError where one needs a package that is not installed, or a sandbox that cannot be started.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], sandbox: dict[str, Any] | None = None) -> None:
         for name in names:
             if (missing := missing_package(name)) is not None:
                 raise ConfigError("reward.rm_type", name, missing)
+        if any(base(name) in RUNS_CODE for name in names):
+            from shared.config.sandbox_section import SandboxSection  # imports pydantic, which the others do without
+
+            open_sandboxes(SandboxSection.model_validate(sandbox or {}).settings())
         load(names)  # now: sympy takes seconds, which no call's deadline should include
         self.waits: list[str] = []
         self.block_s: float | None = None
@@ -93,7 +98,7 @@ def main() -> None:
 
 def _calls(setup: dict[str, Any]) -> Calls:
     if "verifiers" in setup:
-        return VerifierCalls(setup["verifiers"])
+        return VerifierCalls(setup["verifiers"], setup.get("sandbox"))
     from services.reward.custom_functions import Functions  # imports the whole config, which verifiers do without
     from shared.config.run_config import RunConfig
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shared.bus import registry
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
-from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
+from shared.bus.subjects import EVAL, PRODUCER, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.config.bus_section import BusSection
 
 BUFFER, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT = "buffer", "trainer", "gateway", "operator", "environment"
@@ -179,6 +179,8 @@ def _rollout(names: Subjects) -> BusRights:
         names.scored(ROLLOUT),
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to learn which engines a router should know, and which replicas have weights
         *_read(names.weights_bucket),  # to learn the live version and the newest snapshot
+        *_read(names.leases_bucket),
+        f"$KV.{names.leases_bucket}.{PRODUCER}",  # to be the one that runs the rollout function
         names.replica_weights(ANY, "transfer"),
     )
     return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)

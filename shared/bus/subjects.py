@@ -14,6 +14,9 @@ EVAL = "eval"
 ROLLOUT, REWARD = "rollout", "reward"
 """The roles that report what became of a group, each on a subject of its own."""
 
+PRODUCER = "producer"
+"""The lease of the replica that runs the user's rollout function."""
+
 
 class Subjects:
     """All names of one run.

@@ -117,6 +117,11 @@ class RolloutSection(Section):
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
     )
+    missing_log_probs: Literal["refuse", "recompute"] | None = Field(
+        default=None,
+        description="samples of functions that keep no rollout_log_probs: refuse them, or compute the trainer's own in their place; "
+        "default: recompute where these are the same, with max_staleness = 0 or off_policy = none, and no use_tis",
+    )
     agent: str | None = hook(
         "called with (data, base_url, api_key): an agent that plays one rollout over the gateway; it returns the reward, or None"
     )
@@ -125,6 +130,7 @@ class RolloutSection(Section):
         description="command line, as text or a list, of an agent in place of a function: data on its standard input; base URL and key in "
         "OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY; the reward is the last line that it prints",
     )
+    agent_options: dict[str, Any] = Field(default={}, description="what an agent is told besides its task, as options of its data")
     agent_timeout: float = Field(default=600, gt=0, description="seconds for one rollout of an agent", **MUTABLE)
     agent_tries: int = Field(
         default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE

@@ -9,9 +9,9 @@ REASONING_GYM = "reasoning_gym"
 """The reward of tasks that the package reasoning-gym has made, and the key of its metadata."""
 
 TEXT, SYMBOLIC, LENIENT, INSTRUCTIONS = "verifiers", "verifiers-sympy", "verifiers-math-verify", "verifiers-ifbench"
-GENERATED = "verifiers-reasoning-gym"
+GENERATED, SANDBOXED = "verifiers-reasoning-gym", "verifiers-sandbox"
 """The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench,
-reasoning-gym."""
+reasoning-gym, and sandboxes."""
 
 QUEUES = {
     "dapo": TEXT,
@@ -24,6 +24,7 @@ QUEUES = {
     "math_verify": LENIENT,
     "random": TEXT,
     REASONING_GYM: GENERATED,
+    "unit_tests": SANDBOXED,
 }
 """The queue of each verifier."""
 
@@ -40,6 +41,9 @@ VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
 
 WITHOUT_LABEL = ("gpqa", "ifbench", "random", REASONING_GYM)
 """Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
+
+RUNS_CODE = ("unit_tests",)
+"""Verifiers that run a response's code in a sandbox. Their labels are tests, and no answers."""
 
 
 GIVEN = "given"

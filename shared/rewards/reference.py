@@ -8,8 +8,9 @@ from typing import Any
 
 from shared.rewards.gpqa import ANSWERS
 from shared.rewards.ifbench import instructions
-from shared.rewards.names import REASONING_GYM, VERIFIERS, base, needs_label
+from shared.rewards.names import REASONING_GYM, RUNS_CODE, VERIFIERS, base, needs_label
 from shared.rewards.reasoning_gym_score import task_problem
+from shared.rewards.unit_test_cases import cases_of
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,19 @@ def label_problem(environment: str, reference: Reference) -> str | None:
         return f"expected the right letter, number or text for {environment}, or one of {', '.join(ANSWERS)} in the metadata, found none"
     if reference.label is None:
         return f"expected the answer that {environment} compares with: text or a number, found None" if needs_label(environment) else None
+    if base(environment) in RUNS_CODE:
+        return _tests_problem(reference)
     if isinstance(reference.value, str | int | float) and not isinstance(reference.value, bool):
         return None
     return f"expected text or a number for {environment} to compare with, found {reference.label[:80]}; custom_rm_path takes other values"
+
+
+def _tests_problem(reference: Reference) -> str | None:
+    try:
+        cases_of(reference.value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def label_text(value: Any) -> tuple[str | None, bool]:

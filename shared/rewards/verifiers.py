@@ -14,9 +14,11 @@ from shared.rewards.gpqa import compute_gpqa_reward
 from shared.rewards.ifbench import check_instructions, compute_ifbench_reward
 from shared.rewards.labels import integer_label, math_label, math_labels
 from shared.rewards.math_verify import math_verify, read
-from shared.rewards.names import BOXED, REASONING_GYM
+from shared.rewards.names import BOXED, REASONING_GYM, RUNS_CODE
 from shared.rewards.reasoning_gym_score import compute_reasoning_gym_reward
 from shared.rewards.reference import Reference
+from shared.rewards.unit_test_cases import cases_of
+from shared.rewards.unit_tests import unit_tests
 
 Value = float | Mapping[str, Any]
 """One reward, or several by name."""
@@ -57,6 +59,7 @@ VERIFIERS: dict[str, Verifier] = {
     "math_verify": lambda response, reference: math_verify(response, reference.text),
     REASONING_GYM: lambda response, reference: compute_reasoning_gym_reward(response, reference.label, reference.metadata),
     "random": lambda response, reference: float(random.randint(0, 1)),
+    "unit_tests": unit_tests,
 }
 """The verifiers, by ``rm_type``."""
 
@@ -97,4 +100,6 @@ def read_label(name: str, reference: Reference) -> str:
     name = name.removeprefix(BOXED)
     if name == "ifbench":
         check_instructions(reference.metadata)
+    if name in RUNS_CODE:
+        cases_of(reference.value)
     return READ_LABEL[name](reference.text) if name in READ_LABEL else reference.label or ""

@@ -17,7 +17,15 @@ from typing import Any, Literal, Self
 from services.rollout.engine.capabilities import Capabilities, parse_drawn_tokens, read_capabilities
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_memory import EngineMemory
-from services.rollout.engine.generation import Generation, GenerationRequest, group_body, parse_group, parse_version, wire_rid
+from services.rollout.engine.generation import (
+    Generation,
+    GenerationRequest,
+    group_body,
+    parse_group,
+    parse_version,
+    wire_rid,
+    without_older_prefix,
+)
 from services.rollout.engine.launch_command import RECEIVER_LOADER
 from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import EngineTransport
@@ -67,7 +75,7 @@ class EngineClient:
         self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
         self.late_versions: set[int] = set()
-        self.generating = self._retractions = 0
+        self.generating = self._retractions = self._loads = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
         self.receivers = ReceiverClient(receiver, capabilities.ranks)
         self._session_open = False
@@ -103,18 +111,25 @@ class EngineClient:
 
     # --- generation
 
+    @property
+    def cache_key(self) -> str:
+        """Returns the key under which requests share prefixes now. Each load of weights has its own, also one of the same version: while
+        the load before it failed, requests may have computed with some of its weights."""
+        return f"v{self.version}.{self._loads}"
+
     async def generate_group(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, deadline: float = GENERATE_SECONDS
     ) -> list[Generation]:
         """Generates a group's samples in one call, until the last has ended, and returns one ``Generation`` for each request, in order.
 
         Prefixes are shared among requests that were sent under the same weight version only, so no request reuses keys and values of
-        another version's weights. If the call is cancelled or its deadline passes, the engine is told to abort these requests.
+        another version's weights; one that waited while weights were changed, and did, comes back as aborted, without a token. If the call
+        is cancelled or its deadline passes, the engine is told to abort these requests.
 
         Raises InvalidRequest: nothing was sent.
         """
         version = self.version
-        body = group_body(requests, sampling, self.capabilities, cache_key=f"v{version}")
+        body = group_body(requests, sampling, self.capabilities, self.cache_key)
         self.generating += 1
         try:
             answer = await self.transport.post("/generate", body, deadline, "its requests are being aborted")
@@ -125,7 +140,7 @@ class EngineClient:
             self.generating -= 1
         generations = parse_group(answer, requests, version, self.late_versions, f"{self.url}/generate")
         self._retractions += sum(generation.retractions for generation in generations)
-        return generations
+        return [without_older_prefix(generation, version) for generation in generations]
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""
@@ -276,4 +291,4 @@ class EngineClient:
     def _loaded(self, version: int) -> None:
         if self.paused == "in_place" and self.capabilities.overlaps and version != self.version:
             self.late_versions.add(version)
-        self.version = version
+        self.version, self._loads = version, self._loads + 1

@@ -1,8 +1,8 @@
 """The process of a user's evaluation function: ``python -m services.rollout.producer.evaluation_process``, one evaluation at a time.
 
 It speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``. A request: ``{"rollout_id": number, "engine": [host, port],
-``; an answer: ``{"results": [fields of EvalResult, …]}``, ``{"unfit": text}`` for what is no result, or ``{"error": text}``
-where the function raised. Where no sample names its versions, ``oldest`` and ``newest`` are None.
+"engines": count}``; an answer: ``{"results": [fields of EvalResult, …]}``, ``{"unfit": text}`` for what is no result, or ``{"error":
+text}`` where the function raised. Where no sample names its versions, ``oldest`` and ``newest`` are None.
 
 It is a process apart from that of a rollout function: that one goes on meanwhile, and neither ends with the other.
 """
@@ -80,6 +80,7 @@ class EvaluationCalls:
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
         """Returns the results of one evaluation, or why there are none."""
         self._args.sglang_router_ip, self._args.sglang_router_port = request["engine"]
+        self._args.rollout_num_engines = request["engines"]
         # a thread of its own: functions in slime's manner start event loops, which none may in one that runs
         return await asyncio.wrap_future(run_in_thread(partial(self._evaluated, request["rollout_id"]), "evaluation"))
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from services.rollout.producer.engine_spread import EngineSpread
 from services.rollout.replica import Replica
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, ROLLOUT
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.hooks.evaluation_log import last_rollout
 from shared.hooks.loading import eval_function
+from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.service_base import Service
 from shared.schema.ledger import eval_group_id
@@ -51,10 +53,12 @@ class Evaluator:
         self._named = " = ".join(named)
         setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
         self._pool = WorkerPool("the evaluation function", 1, setup, MODULE, variables)
+        self._spread = EngineSpread(service, replica)
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, EVAL), Evaluate)
 
     async def run(self) -> None:
         """Evaluates what it is asked for until cancelled. Raises ConfigError where the function cannot be imported."""
+        following = asyncio.create_task(self._spread.keep())
         try:
             while True:
                 if not self._replica.serving or self._service.held_back:
@@ -64,6 +68,7 @@ class Evaluator:
                     await self._handle(lease)
         finally:
             await self._pool.close()
+            await cancelled([following])
 
     async def _handle(self, lease: MessageLease[Evaluate]) -> None:
         task, log = lease.message, self._service.log.bind(version=lease.message.version)
@@ -86,6 +91,7 @@ class Evaluator:
             await self._replica.wait_serving(task.version, VERSION_SECONDS)
             life = self._replica.incarnation
             answer = await self._asked(task)
+            await self._spread.look()
             if self._replica.incarnation != life:
                 raise WorkerFailed("the replica's weights became untrusted meanwhile")
         except DeadlineExceeded as error:  # no such weights here, or the process does not start
@@ -98,9 +104,9 @@ class Evaluator:
 
     async def _asked(self, task: Evaluate) -> dict[str, Any]:
         """Returns the answer of the function's process. Raises WorkerFailed, DeadlineExceeded, ConfigError."""
-        await self._replica.open_proxy()
+        self._spread.least = task.version
         rollout_id = last_rollout(task.version, self._config.weights.update_weights_interval)
-        request = {"rollout_id": rollout_id, "engine": self._replica.proxy.address}
+        request = {"rollout_id": rollout_id, "engine": self._spread.address, "engines": self._spread.engines}
         self._service.log.info("evaluation_begun", version=task.version, rollout_id=rollout_id, function=self._named)
         left = task.deadline - time.time() + SPARE_SECONDS
         return await self._pool.ask(request, f"the evaluation of version {task.version}", self._named, left)
@@ -129,7 +135,7 @@ class Evaluator:
 
     def _results(self, task: Evaluate, answer: dict[str, Any]) -> list[EvalResult]:
         """Returns the results as the process gives them; versions that nothing named are all that were served meanwhile."""
-        served, given = {"oldest": task.version, "newest": max(task.version, self._replica.version)}, answer.get("results", [])
+        served, given = {"oldest": task.version, "newest": max(task.version, self._spread.versions()[1])}, answer.get("results", [])
         try:
             return [EvalResult(**{**fields, **(served if fields["oldest"] is None else {})}) for fields in given]
         except (ValidationError, TypeError, KeyError) as error:  # the user's code shares the process

@@ -8,18 +8,19 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from services.rollout.producer.drawn_task import DrawnTask
+from services.rollout.producer.engine_spread import EngineSpread
 from services.rollout.producer.producer_process import FIELD
 from services.rollout.replica import Replica
 from services.rollout.task_outcomes import TaskOutcomes
 from shared import hooks
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
-from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.bus.work_queue import WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.rewards.reference import Reference
@@ -60,43 +61,28 @@ class FunctionFailed(Exception):
     """The function raised, or its process ended or was late; the text says which."""
 
 
-@dataclass
-class DrawnTask:
-    """A task that the function has. ``begun``: seconds since the epoch. ``ended``: set when its lease ends."""
-
-    lease: MessageLease[Task]
-    begun: float
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    holding: asyncio.Task[None] | None = None
-
-    @property
-    def task(self) -> Task:
-        return self.lease.message
-
-    def hold(self) -> None:
-        """Extends the lease until `release`."""
-
-        async def held() -> None:
-            async with self.lease.held():
-                await self.ended.wait()
-
-        self.holding = asyncio.create_task(held())
-
-    def release(self) -> None:
-        self.ended.set()
-
-
 class Producer:
     """The rollout function of one replica.
 
     Args:
-        count: is told the response tokens of each group that was handed in.
+        spread: the address that the function sends its generations to. count: is told the response tokens of each group that was handed in.
+
+    Attributes:
+        allowed: awaited before each act for the function; raises where another replica may run it.
     """
 
     def __init__(
-        self, service: Service, replica: Replica, outcomes: TaskOutcomes, tokenizer: Tokenizer, count: Callable[[int], None]
+        self,
+        service: Service,
+        replica: Replica,
+        spread: EngineSpread,
+        outcomes: TaskOutcomes,
+        tokenizer: Tokenizer,
+        count: Callable[[int], None],
     ) -> None:
         self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
+        self._spread = spread
+        self.allowed: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._path = hooks.paths(service.config, "rollout")[FIELD]
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
         self._tokenizer, self._count = tokenizer, count
@@ -199,6 +185,7 @@ class Producer:
     async def _answered(self, call_id: int, request: dict[str, Any], answers: asyncio.StreamWriter) -> None:
         verb = str(request.pop("verb"))
         try:
+            await self.allowed()
             answer = await getattr(self, f"_on_{verb}")(**request)
         except (BadMessage, DeadlineExceeded, HookFailed) as error:
             answer = {"refused": str(error)}
@@ -219,9 +206,11 @@ class Producer:
             first = min(group_number(drawn.task.group) for drawn in (*self._waiting, *self._drawn.values()))
             rollout_id = first // self._config.rollout.rollout_batch_size
         self._next_rollout, self._calling, self._moved = rollout_id + 1, True, time.monotonic()
-        assert self._replica.proxy.address is not None  # it is open from the engine's start on
-        host, port = self._replica.proxy.address
-        return {"rollout_id": rollout_id, "args": {"sglang_router_ip": host, "sglang_router_port": port}}
+        await self._spread.open()
+        assert self._spread.address is not None
+        (host, port), engines = self._spread.address, self._spread.engines
+        args = {"sglang_router_ip": host, "sglang_router_port": port, "rollout_num_engines": engines}
+        return {"rollout_id": rollout_id, "args": args}
 
     async def _on_draw(self, n: int, seconds: float, starving: bool) -> dict[str, Any]:
         """Returns up to ``n`` tasks, as soon as there is one, or none after ``seconds``."""
@@ -241,19 +230,26 @@ class Producer:
         elif starving:
             await self._want(n)
         entries = [await self._entry(drawn) for drawn in taken]
-        return {"groups": entries, "version": self._replica.version}
+        return {"groups": entries, "version": self._spread.versions()[0]}
 
-    async def _on_served(self) -> dict[str, Any]:
+    async def _on_served(self, begun: int) -> dict[str, Any]:
+        """Returns what bounds the versions of a group that was begun under ``begun``. Of other replicas nobody knows here which versions'
+        first token the one before still drew: it is assumed of all."""
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
-        vocabulary = client.capabilities.vocab_size
-        return {"newest": self._replica.version, "late": sorted(client.late_versions), "vocabulary": vocabulary}
+        late, newest = sorted(client.late_versions), self._replica.version
+        if self._spread.engines > 1:
+            await self._spread.look()
+            newest = self._spread.versions()[1]
+            late = list(range(begun + 1, newest + 1))
+        return {"newest": newest, "late": late, "vocabulary": client.capabilities.vocab_size}
 
     async def _on_hand_in(self, group: str, attempt: int, samples: list[bytes]) -> None:
         drawn = self._of(group, attempt)
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         try:
-            stored = sample_codec.decode(samples, SampleLimits(vocabulary=client.capabilities.vocab_size, newest=self._replica.version))
-            _check(drawn.task, stored)
+            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader)
+            stored = sample_codec.decode(samples, limits)
+            drawn.check(stored)
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
             self._count(sum(len(sample.response) for sample in stored))
         except (BadMessage, DeadlineExceeded) as error:  # the latter: a teacher is away
@@ -284,6 +280,10 @@ class Producer:
 
     async def _on_failed(self, error: str) -> None:
         self._last_words = error
+
+    def _newest(self) -> int:
+        """Returns the newest version that an engine of the function's has served."""
+        return max(self._replica.version, self._spread.versions()[1])
 
     # --- tasks
 
@@ -376,11 +376,3 @@ class Producer:
         for drawn in tasks:
             drawn.release()
         await asyncio.gather(*(drawn.lease.hand_back() for drawn in tasks))
-
-
-def _check(task: Task, samples: list[Sample]) -> None:
-    """Raises BadMessage for samples that are not of this task, or that train nothing."""
-    if [sample.name for sample in samples] != [f"{task.group}/{index}" for index in range(len(samples))]:
-        raise BadMessage(f"its samples are not those of group {task.group}")
-    if not any(sample.mask.any() for sample in samples):
-        raise BadMessage(f"no token of group {task.group} is trained: the loss mask is 0 on all of them")

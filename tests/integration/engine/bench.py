@@ -30,7 +30,7 @@ class Bench:
         run, bus = service.run, service.config.bus
         self._generated = WorkQueue(service.bus, generated_consumer(run, bus, "math"), Generated)
         self._scored = WorkQueue(service.bus, scored_consumer(run, bus), Outcome)
-        self.producing = asyncio.create_task(rollout.take(TRAIN) if rollout.producer is None else rollout.producer.run())
+        self.producing = asyncio.create_task(rollout.produce())
         self.working = [self.producing, asyncio.create_task(rollout.evaluate())]
         self.working.append(asyncio.create_task(rollout.stop_stale()))
 
@@ -38,10 +38,10 @@ class Bench:
         task = Task(
             group=group,
             n=n,
-            prompt="40+2=",
             prompt_tokens=PROMPT,
             environment="math",
             **{
+                "prompt": "40+2=",
                 "label": "42",
                 "metadata": {"level": 3},
                 "sampling": Sampling(temperature=1.0, max_new_tokens=20),

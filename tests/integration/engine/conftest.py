@@ -123,10 +123,10 @@ async def new_bench(
     bus, store = await Bus.connect(nats.url, "test"), Store(valkey.url, run_name)
     made: list[Bench] = []
 
-    async def make(**sections: dict[str, Any]) -> Bench:
+    async def make(instance: str = "rollout-1", **sections: dict[str, Any]) -> Bench:
         config = run_config(tmp_path, run={"name": run_name}, model={"hf_checkpoint": str(checkpoint(0).path)}, **sections)
         await runs.create(bus, config, valkey.url)
-        service = Service("rollout", "rollout-1", run_name, bus, config, valkey.url)
+        service = Service("rollout", instance, run_name, bus, config, valkey.url)
         rollout = Rollout(service)
         await rollout.start_functions()
         await rollout.weights.listen()

@@ -1,0 +1,52 @@
+"""`[sandbox]`: where code runs that a model wrote, and within which limits."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from shared.config.section import MUTABLE, Section
+from shared.sandbox.program import SandboxLimits, SandboxSettings
+
+
+class SandboxSection(Section):
+    """Where code runs that a model wrote, and within which limits; each holds for one program with all that it starts."""
+
+    sandbox: Literal["bwrap", "none"] = Field(
+        default="bwrap",
+        description="bwrap: isolated by bubblewrap, and where that cannot be, nothing runs; none: as the service itself, with its files "
+        "and its network, which is for code that you trust",
+    )
+    sandbox_wall_time: float = Field(default=10, gt=0, description="seconds by the clock", **MUTABLE)
+    sandbox_cpu_time: float = Field(default=3, gt=0, description="seconds of processor time, of all processes together", **MUTABLE)
+    sandbox_memory_bytes: int = Field(
+        default=512 << 20,
+        ge=32 << 20,
+        description="bytes of memory, of all processes together, with what lies in the work folder",
+        **MUTABLE,
+    )
+    sandbox_processes: int = Field(default=64, ge=1, description="processes and threads at once", **MUTABLE)
+    sandbox_output_bytes: int = Field(
+        default=1 << 20,
+        ge=1024,
+        le=64 << 20,
+        description="bytes of standard output and standard error, each; more is cut off and ends it",
+        **MUTABLE,
+    )
+    sandbox_disk_bytes: int = Field(
+        default=64 << 20, ge=1 << 20, description="bytes of the work folder and of /tmp, each; both are in memory"
+    )
+    sandbox_packages: bool = Field(default=False, description="the packages of the service's own environment can be imported: numpy, say")
+    sandbox_paths: list[Path] = Field(default=[], description="files and folders that can be read inside, under the same path")
+
+    def settings(self) -> SandboxSettings:
+        """Returns what sandboxes are made of."""
+        limits = SandboxLimits(
+            wall_s=self.sandbox_wall_time,
+            cpu_s=self.sandbox_cpu_time,
+            memory_bytes=self.sandbox_memory_bytes,
+            processes=self.sandbox_processes,
+            output_bytes=self.sandbox_output_bytes,
+            disk_bytes=self.sandbox_disk_bytes,
+        )
+        return SandboxSettings(self.sandbox, limits, packages=self.sandbox_packages, paths=tuple(self.sandbox_paths))

@@ -1,0 +1,226 @@
+"""Tests of generated code: what a label says, what of it is run in a sandbox, and what counts as passed.
+
+Expected outputs and values stay outside: inside runs what gives them, so that no program sees what it is compared with. What is more than
+one comparison (a test function, several statements) runs in the program's own interpreter and says that it came to its end; the word for it
+is drawn for each run.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shared.sandbox.program import REPORT, Program, ProgramResult
+
+_FENCE = re.compile(r"^```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+_THOUGHT = "</think>"
+
+EXPECTED = (
+    "expected tests: Python text with assertions, a list of them, a list of {input, output}, an object {inputs, outputs}, with fn_name for "
+    "calls, or {test, entry_point}"
+)
+
+_PLAIN = """
+def _myxo_plain(value):
+    for kind in (bool, int, float, complex, str, bytes):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, dict):
+        return {_myxo_plain(key): _myxo_plain(item) for key, item in value.items()}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            found = [_myxo_plain(item) for item in value]
+            return set(found) if kind is frozenset else kind(found)
+    if value is None:
+        return None
+    if hasattr(value, "as_integer_ratio"):
+        return float(value)
+    raise TypeError(f"a value of type {type(value).__name__} is not compared")
+"""
+"""Makes a value of Python's plain types: what it prints as says all of it."""
+
+
+@dataclass(frozen=True)
+class OutputCase:
+    """A program reads ``stdin`` and has to print ``expected``, white space at the ends of lines and of the text aside."""
+
+    stdin: str
+    expected: str
+
+    def program(self, code: str, word: str) -> Program:
+        return Program(sources=(code,), stdin=self.stdin.encode())
+
+    def passed(self, result: ProgramResult, word: str) -> bool:
+        """Returns whether the program ended with exit code 0 and printed what it should."""
+        return result.ok and _lines(result.stdout.decode(errors="replace")) == _lines(self.expected)
+
+
+@dataclass(frozen=True)
+class ValueCase:
+    """An expression has to have the value ``expected``, of Python's plain types. ``setup``: runs before it. as_json: lists are tuples."""
+
+    expression: str
+    expected: Any
+    setup: str = ""
+    as_json: bool = False
+
+    def program(self, code: str, word: str) -> Program:
+        asked = f"{_PLAIN}\nimport os as _myxo_os\n_myxo_os.write({REPORT}, ({word!r} + repr(_myxo_plain({self.expression}))).encode())"
+        return Program(sources=(_AS_MODULE, code, self.setup, asked))
+
+    def passed(self, result: ProgramResult, word: str) -> bool:
+        """Returns whether the value is the expected one."""
+        text = result.report.decode(errors="replace")
+        if not text.startswith(word):
+            return False
+        try:
+            found = ast.literal_eval(text.removeprefix(word))
+            return bool(_listed(found) == _listed(self.expected) if self.as_json else found == self.expected)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # what the program makes of it is no value
+            return False
+
+
+@dataclass(frozen=True)
+class ScriptCase:
+    """A test that has to come to its end."""
+
+    code: str
+
+    def program(self, code: str, word: str) -> Program:
+        return Program(sources=(_AS_MODULE, code, self.code, f"__import__('os').write({REPORT}, {word.encode()!r})"))
+
+    def passed(self, result: ProgramResult, word: str) -> bool:
+        """Returns whether it did."""
+        return result.ok and result.report == word.encode()
+
+
+Case = OutputCase | ValueCase | ScriptCase
+
+_AS_MODULE = "__name__ = 'solution'"
+"""What stands under ``if __name__ == "__main__"`` is for programs that are run, and waits for an input."""
+
+
+def fenced_code(response: str) -> str | None:
+    """Returns the last fenced block of Python in a response, after its thoughts; of one without such, the last block without a language."""
+    blocks = _FENCE.findall(response.rpartition(_THOUGHT)[2])
+    for languages in (_PYTHON, ("",)):
+        found = [code for language, code in blocks if language.lower() in languages]
+        if found:
+            return str(found[-1])
+    return None
+
+
+def cases_of(label: Any) -> list[Case]:
+    """Returns the tests of a label: a JSON value, or text, which may be JSON itself. Raises ValueError for what is none."""
+    if isinstance(label, str):
+        if label.lstrip()[:1] in ("{", "["):
+            try:
+                return cases_of(json.loads(label))
+            except json.JSONDecodeError:
+                pass  # Python may begin so, too
+        found = list(_python_cases(label, ""))
+    elif isinstance(label, list):
+        found = [case for item in label for case in _item_cases(item, "")]
+    elif isinstance(label, dict):
+        found = list(_object_cases(label))
+    else:
+        raise ValueError(f"{EXPECTED}; found {str(label)[:80]!r}")
+    if not found:
+        raise ValueError(f"{EXPECTED}; found none")
+    return found
+
+
+def _object_cases(label: dict[str, Any]) -> Iterator[Case]:
+    setup = str(label.get("setup") or "")
+    if "inputs" in label or "outputs" in label:
+        yield from _paired_cases(label, setup)
+    elif "tests" in label:
+        tests = label["tests"]
+        for item in tests if isinstance(tests, list) else [tests]:
+            yield from _item_cases(item, setup)
+    elif "test" in label:
+        name = label.get("entry_point")
+        if name is not None and not str(name).isidentifier():
+            raise ValueError(f"expected the name of a function as entry_point, found {str(name)[:80]!r}")
+        called = f"\ncheck({name})" if name is not None else ""
+        yield from _python_cases(f"{setup}\n{label['test']}{called}", "")
+    else:
+        raise ValueError(f"{EXPECTED}; found an object with {', '.join(map(str, label))[:80]}")
+
+
+def _paired_cases(label: dict[str, Any], setup: str) -> Iterator[Case]:
+    inputs, outputs, name = label.get("inputs"), label.get("outputs"), label.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("expected lists of one length as inputs and outputs")
+    if name is not None and not str(name).isidentifier():
+        raise ValueError(f"expected the name of a function as fn_name, found {str(name)[:80]!r}")
+    for given, expected in zip(inputs, outputs, strict=True):
+        yield OutputCase(_text(given), _text(expected)) if name is None else _call(str(name), given, expected, setup)
+
+
+def _item_cases(item: Any, setup: str) -> Iterator[Case]:
+    if isinstance(item, str):
+        yield from _python_cases(item, setup)
+    elif isinstance(item, dict) and "input" in item and "output" in item:
+        yield OutputCase(_text(item["input"]), _text(item["output"]))
+    else:
+        raise ValueError(f"{EXPECTED}; found {str(item)[:80]!r} in the list")
+
+
+def _python_cases(text: str, setup: str) -> Iterator[Case]:
+    """Yields a case for each comparison, where a text consists of imports and comparisons; else one for all of it."""
+    try:
+        statements = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{EXPECTED}; found text that is no Python: {error}") from None
+    imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+    before = "\n".join([setup, *map(ast.unparse, imports)]).strip()
+    compared = [_comparison(node, before) for node in statements if node not in imports]
+    if statements and None in compared:
+        yield ScriptCase(f"{setup}\n{text}" if setup else text)
+    else:
+        yield from (case for case in compared if case is not None)
+
+
+def _comparison(node: ast.stmt, setup: str) -> ValueCase | None:
+    """Returns ``assert expression == literal``, either way round, as a case; None of another statement."""
+    if not isinstance(node, ast.Assert) or not isinstance(node.test, ast.Compare) or not isinstance(node.test.ops[0], ast.Eq):
+        return None
+    sides = [node.test.left, *node.test.comparators]
+    if len(sides) != 2:
+        return None
+    for expression, literal in (sides, sides[::-1]):
+        try:
+            return ValueCase(ast.unparse(expression), ast.literal_eval(literal), setup)
+        except (ValueError, TypeError):
+            continue
+    return None
+
+
+def _call(name: str, given: Any, expected: Any, setup: str) -> ValueCase:
+    arguments = given if isinstance(given, list) else [given]
+    found = f"(getattr(Solution(), {name!r}) if 'Solution' in globals() else {name})"
+    return ValueCase(f"{found}(*{arguments!r})", expected, setup, as_json=True)
+
+
+def _listed(value: Any) -> Any:
+    """Returns a value with lists in the place of tuples, of which JSON has none."""
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _text(value: Any) -> str:
+    """Returns standard input or output as text; a list holds its lines."""
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ValueError(f"expected text as input and output, found {str(value)[:80]!r}")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,342 @@
+"""A sandbox, as the process sees it that starts it: programs in, results out.
+
+The sandbox ends with the process that holds it, however that ends: its supervisor reads requests from a pipe that the kernel then closes.
+"""
+
+import contextlib
+import importlib.util
+import json
+import marshal
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.sandbox import program_supervisor
+from shared.sandbox.bwrap_command import (
+    OUTSIDE,
+    PASSWD,
+    USER,
+    SandboxDescriptors,
+    bwrap_command,
+    bwrap_program,
+    environment,
+    interpreter,
+    supervisor_command,
+)
+from shared.sandbox.program import STATUSES, Program, ProgramResult, SandboxLimits, SandboxSettings, status_of
+from shared.sandbox.sandbox_remedy import remedy
+from shared.sandbox.syscall_filter import syscall_filter
+
+START_S = 30.0
+"""The deadline for the start of a sandbox, which takes some 20 ms."""
+
+GRACE_S = 10.0
+"""The seconds beyond a program's own limit that its result may take, on a machine that is busy with other things."""
+
+_CHUNK = 1 << 16
+
+
+class SandboxUnavailable(MyxoError):
+    """No sandbox can be started on this machine; the message says why. ``problem``: in the words of what failed."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"no sandbox could be started: {problem}")
+
+
+class SandboxGone(MyxoError):
+    """A sandbox has ended, by its lease or because it was closed, or it answered with what is no result. Nothing of it is left."""
+
+
+class Sandbox:
+    """One sandbox, for one program after the other. Each finds the files of those before it, and none of their processes.
+
+    It is there some 20 ms after it was made; the first `run` waits for the rest of them. It may be used by several threads, one at a time.
+    Raises SandboxUnavailable.
+    """
+
+    def __init__(self, settings: SandboxSettings) -> None:
+        self.settings = settings
+        self._lock, self._child, self._pid, self._ready = threading.Lock(), -1, -1, False
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._information = -1
+        self._process = self._isolated() if settings.kind == "bwrap" else self._bare()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._process.stdin is None or self._process.stdin.closed
+
+    def wait_ready(self) -> Self:
+        """Returns once the sandbox has started. Raises SandboxUnavailable."""
+        if self._ready:
+            return self
+        try:
+            self._read(len(program_supervisor.READY), time.monotonic() + START_S, "its start")
+        except (SandboxGone, DeadlineExceeded) as error:
+            raise SandboxUnavailable(remedy(self._last_words() or str(error))) from None
+        self._open_pid()
+        self._ready = True
+        return self
+
+    def run(self, program: Program, limits: SandboxLimits | None = None) -> ProgramResult:
+        """Returns what came of a program, once all that it started has ended.
+
+        Args:
+            limits: in place of the settings' own; ``disk_bytes`` counts for each single file then.
+
+        Raises SandboxUnavailable, SandboxGone, and DeadlineExceeded where the sandbox itself hangs; it is closed then.
+        """
+        with self._lock:
+            bounds = limits or self.settings.limits
+            try:
+                if self.closed:
+                    raise SandboxGone("the sandbox is closed")
+                self.wait_ready()
+                return self._asked(program, bounds)
+            except BaseException:  # an answer that is still to come would be taken for the next one's
+                self.close()
+                raise
+
+    def write_file(self, path: str, content: bytes) -> ProgramResult:
+        """Writes a file of the work folder, with the folders that it is in. It is done by a program inside, within its limits."""
+        return self.run(Program(sources=(f"path = {path!r}\n{_WRITE}",), stdin=content))
+
+    def read_file(self, path: str) -> ProgramResult:
+        """Reads a file, likewise: its content is the result's ``stdout``, up to the limit of output."""
+        return self.run(Program(sources=(f"path = {path!r}\n{_READ}",)))
+
+    @property
+    def alive(self) -> bool:
+        """Returns whether programs can still be run."""
+        return not self.closed and self._process.poll() is None
+
+    def kill(self) -> None:
+        """Has the sandbox end with all that is in it, and does not wait for that."""
+        if self.closed:
+            return
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                stream and stream.close()
+        self._kill_first()
+
+    def close(self) -> None:
+        """Ends the sandbox with all that is in it. Returns when that is gone."""
+        self.kill()
+        try:
+            self._process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        if self._information >= 0:
+            os.close(self._information)
+            self._information = -1
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _isolated(self) -> "subprocess.Popen[bytes]":
+        program = bwrap_program()
+        if program is None:
+            raise SandboxUnavailable(remedy(""))
+        if may_separate():
+            with contextlib.suppress(_NotMapped):
+                return self._spawned(program, apart=True)
+            may_not_separate()
+        return self._spawned(program, apart=False)
+
+    def _spawned(self, program: str, apart: bool) -> "subprocess.Popen[bytes]":
+        """Starts bubblewrap. ``apart``: programs are another user than the supervisor. Raises _NotMapped where they cannot be."""
+        with contextlib.ExitStack() as closed:
+            passed = []
+            self._information, written = os.pipe()
+            hears, says = os.pipe() if apart else (None, None)
+            for descriptor in (*map(_filled, (supervisor_code(), PASSWD, syscall_filter())), written, hears):
+                if descriptor is not None:
+                    passed.append(descriptor)
+                    closed.callback(os.close, descriptor)
+            code, passwd, syscalls = passed[:3]
+            given = SandboxDescriptors(code, passwd, syscalls, written, hears)
+            process = _started(bwrap_command(program, self.settings, given), None, tuple(passed))
+        if says is None:
+            return process
+        try:
+            self._map_users(says)
+        except BaseException:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+            raise
+        finally:
+            os.close(says)
+        return process
+
+    def _map_users(self, says: int) -> None:
+        """Maps root inside to root, and the programs' user to one that owns nothing. Raises _NotMapped."""
+        self._open_pid()
+        if self._pid < 0:  # it did not start; whoever waits for the supervisor tells its words
+            return
+        try:
+            for kind in ("uid", "gid"):
+                Path(f"/proc/{self._child}/{kind}_map").write_text(f"0 0 1\n{USER} {OUTSIDE} 1\n")
+        except OSError as error:
+            self._kill_first()
+            raise _NotMapped from error
+        os.write(says, b"1")
+
+    def _open_pid(self) -> None:
+        """Opens the sandbox's first process, of which bubblewrap has told."""
+        if self._information < 0:
+            return
+        text, end = b"", time.monotonic() + START_S
+        while b"}" not in text and select.select([self._information], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not (part := os.read(self._information, _CHUNK)):
+                break
+            text += part
+        os.close(self._information)
+        self._information = -1
+        if b"}" in text:
+            self._child = int(json.loads(text)["child-pid"])
+            self._pid = os.pidfd_open(self._child)
+
+    def _kill_first(self) -> None:
+        """Kills the sandbox's first process, and with it all others."""
+        if self._pid >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pid, signal.SIGKILL)
+            os.close(self._pid)
+            self._pid = -1
+
+    def _bare(self) -> "subprocess.Popen[bytes]":
+        self._folder = tempfile.TemporaryDirectory(prefix="myxo-unsandboxed-", ignore_cleanup_errors=True)
+        command = supervisor_command(self.settings, str(Path(program_supervisor.__file__)), self._folder.name)
+        return _started(command, environment(self.settings, self._folder.name), ())
+
+    def _asked(self, program: Program, limits: SandboxLimits) -> ProgramResult:
+        request = {"command": list(program.command), "sources": list(program.sources), "stdin": program.stdin, "limits": vars(limits)}
+        data = marshal.dumps(request)
+        end = time.monotonic() + limits.wall_s + GRACE_S
+        self._write(len(data).to_bytes(4, "big") + data, end)
+        head = program_supervisor.HEAD.unpack(self._read(program_supervisor.HEAD.size, end, "its result"))
+        number, exit_code, ended_by, wall_s, cpu_s, memory, truncated, *lengths = head
+        if number >= len(STATUSES) or max(lengths) > limits.output_bytes:
+            raise SandboxGone("the sandbox answered with what is no result; it was closed")
+        stdout, stderr, report = (self._read(length, end, "its output") for length in lengths)
+        status = status_of(STATUSES[number], stderr)
+        code, by = (None if value < 0 else value for value in (exit_code, ended_by))
+        return ProgramResult(status, code, by, stdout, stderr, report, truncated, wall_s, cpu_s, memory)
+
+    def _write(self, request: bytes, end: float) -> None:
+        data = memoryview(request)
+        while data:
+            self._wait(self._requests, select.POLLOUT, end, "its attention")
+            try:
+                data = data[os.write(self._requests, data[:_CHUNK]) :]
+            except BrokenPipeError:
+                raise self._gone() from None
+
+    def _read(self, size: int, end: float, awaited: str) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._wait(self._answers, select.POLLIN, end, awaited)
+            if not (part := os.read(self._answers, size - len(data))):
+                raise self._gone()
+            data += part
+        return bytes(data)
+
+    def _wait(self, descriptor: int, event: int, end: float, awaited: str) -> None:
+        waiting = select.poll()
+        waiting.register(descriptor, event)
+        if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+            raise DeadlineExceeded(awaited, "a sandbox", START_S if not self._ready else GRACE_S, "it is ended")
+
+    def _gone(self) -> SandboxGone:
+        words = self._last_words()
+        return SandboxGone(
+            f"the sandbox has ended: {words or f'nothing was asked of it for {self.settings.lease_s:g} s, or it was killed'}"
+        )
+
+    def _last_words(self) -> str:
+        """Returns the last line that bubblewrap or the supervisor wrote about its own end."""
+        if self._process.stderr is None or not select.select([self._process.stderr], [], [], 0)[0]:
+            return ""
+        lines = os.read(self._process.stderr.fileno(), _CHUNK).decode(errors="replace").strip().splitlines()
+        return lines[-1][:400] if lines else ""
+
+
+_WRITE = """
+import os, sys
+os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+try:
+    with open(path, "wb") as file:
+        file.write(sys.stdin.buffer.read())
+except OSError as error:
+    sys.exit(f"{path}: {error.strerror}")
+"""
+_READ = """
+import shutil, sys
+try:
+    with open(path, "rb") as file:
+        shutil.copyfileobj(file, sys.stdout.buffer)
+except OSError as error:
+    sys.exit(f"{path}: {error.strerror}")
+"""
+
+
+class _NotMapped(Exception):
+    """This root may not give programs another user: it is none outside of its own container."""
+
+
+_separate = True
+
+
+def may_separate() -> bool:
+    """Returns whether programs can be another user than the supervisor: root starts them, and others can read the interpreter."""
+    return _separate and os.geteuid() == 0 and all(os.stat(path).st_mode & 0o004 for path in (interpreter(), os.__file__))
+
+
+def may_not_separate() -> None:
+    """Takes note that this process's users cannot be mapped, so that it is not tried again."""
+    global _separate
+    _separate = False
+
+
+@cache
+def supervisor_code() -> bytes:
+    """Returns the supervisor as a ``.pyc``, which is there sooner than its source. Both interpreters are the same."""
+    source = Path(program_supervisor.__file__).read_text()
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(source, "program_supervisor.py", "exec", dont_inherit=True))
+
+
+def _filled(data: bytes) -> int:
+    """Returns a descriptor to read the data from."""
+    descriptor = os.memfd_create("myxo-sandbox")
+    os.write(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _started(command: list[str], variables: dict[str, str] | None, descriptors: tuple[int, ...]) -> "subprocess.Popen[bytes]":
+    pipes: dict[str, Any] = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    try:
+        return subprocess.Popen(command, env=variables or {}, pass_fds=descriptors, start_new_session=True, bufsize=0, **pipes)
+    except OSError as error:
+        raise SandboxUnavailable(f"{command[0]}: {error.strerror}") from None

@@ -1,0 +1,23 @@
+"""One sandbox for the tests of a file. They are left out where this machine allows none, with the reason."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from shared.sandbox.bwrap_command import bwrap_program
+from shared.sandbox.program import SandboxLimits, SandboxSettings
+from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
+
+LIMITS = SandboxLimits(wall_s=30.0, cpu_s=0.4, memory_bytes=128 << 20, processes=24, output_bytes=64 << 10, disk_bytes=16 << 20)
+"""Little of everything but of the clock's time, of which a busy machine takes more than the program."""
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    try:
+        sandbox = Sandbox(SandboxSettings(limits=LIMITS)).wait_ready()
+    except SandboxUnavailable as error:
+        assert bwrap_program() is not None, error  # this is mended by an installation, and not left out
+        pytest.skip(str(error))
+    yield sandbox
+    sandbox.close()

@@ -1,0 +1,86 @@
+"""Labels that are tests, and the code of a response."""
+
+from typing import Any
+
+import pytest
+
+from shared.rewards.reference import Reference, label_problem
+from shared.rewards.unit_test_cases import Case, OutputCase, ScriptCase, ValueCase, cases_of, fenced_code
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("First\n```python\nx = 1\n```\nno:\n```py\nx = 2\n```\nso it is.", "x = 2\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1\n"),
+        ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("<think>```python\nx = 1\n```</think>\nNo code.", None),
+        ("```python\nx = 1", None),
+        ("```bash\nls\n```", None),
+        ("x = 1", None),
+        ('```python\ns = "```"\n```', 's = "```"\n'),
+        ("", None),
+    ],
+)
+def test_the_last_block_of_python_is_the_code(response: str, code: str | None) -> None:
+    assert fenced_code(response) == code
+
+
+@pytest.mark.parametrize(
+    ("label", "cases"),
+    [
+        ({"inputs": ["1 2\n"], "outputs": ["3\n"]}, [OutputCase("1 2\n", "3\n")]),
+        ({"inputs": [["1", "2"]], "outputs": [3]}, [OutputCase("1\n2", "3")]),
+        ([{"input": "a", "output": "b"}], [OutputCase("a", "b")]),
+        ('[{"input": "a", "output": "b"}]', [OutputCase("a", "b")]),
+        ("assert f(1) == 2", [ValueCase("f(1)", 2)]),
+        ("assert [2, (1,)] == f(1)", [ValueCase("f(1)", [2, (1,)])]),
+        ("assert f(1) == -2, 'reason'", [ValueCase("f(1)", -2)]),
+        (["assert f(1) == 2", "assert f(2) == {1: {2}}"], [ValueCase("f(1)", 2), ValueCase("f(2)", {1: {2}})]),
+        ("import math\nassert f(math.pi) == 2", [ValueCase("f(math.pi)", 2, "import math")]),
+        ({"tests": ["assert f(1) == 2"], "setup": "import re"}, [ValueCase("f(1)", 2, "import re")]),
+        ("assert f(1)", [ScriptCase("assert f(1)")]),
+        ("assert f(1) == g(1)", [ScriptCase("assert f(1) == g(1)")]),
+        ("assert 1 < f(1) == 2", [ScriptCase("assert 1 < f(1) == 2")]),
+        ("x = f(1)\nassert x == 2", [ScriptCase("x = f(1)\nassert x == 2")]),
+        ("[f(1)]\nassert f(1) == 2", [ScriptCase("[f(1)]\nassert f(1) == 2")]),
+    ],
+)
+def test_labels_and_their_tests(label: Any, cases: list[Case]) -> None:
+    assert cases_of(label) == cases
+
+
+def test_a_test_function_is_called_with_the_entry_point() -> None:
+    [case] = cases_of({"test": "def check(candidate):\n    assert candidate(1) == 2\n", "entry_point": "f"})
+    assert isinstance(case, ScriptCase) and case.code.endswith("\ncheck(f)")
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        (3, "expected tests"),
+        ("", "found none"),
+        ([], "found none"),
+        ("what is 1 + 1?", "found text that is no Python"),
+        ([{"input": "a"}], "in the list"),
+        ({"inputs": ["a"], "outputs": []}, "lists of one length"),
+        ({"inputs": ["a"], "outputs": [{}]}, "expected text as input and output"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": "f(); import os"}, "the name of a function"),
+        ({"question": "a"}, "found an object with question"),
+        ("\0", "no Python"),
+        ("(" * 5000, "no Python"),
+    ],
+)
+def test_labels_that_are_no_tests_are_refused(label: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        cases_of(label)
+
+
+def test_the_label_of_a_prompt_may_be_an_object_here_and_is_checked_before_the_start() -> None:
+    label = '{"inputs": ["1"], "outputs": ["1"]}'
+    assert label_problem("unit_tests", Reference(label, is_json=True)) is None
+    assert label_problem("unit_tests", Reference(label)) is None
+    assert "found an object with a" in str(label_problem("unit_tests", Reference('{"a": 1}', is_json=True)))
+    assert "found None" in str(label_problem("unit_tests", Reference(None)))
