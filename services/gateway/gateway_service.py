@@ -6,6 +6,8 @@ from pathlib import Path
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.draw_client import DrawClient
+from services.gateway.ingest.group_intake import GroupIntake
+from services.gateway.ingest.ingest_routes import add_ingest_routes, ingest_key
 from services.gateway.replicas import Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
@@ -19,7 +21,10 @@ COUNT_SECONDS = 1.0
 
 
 async def serve(service: Service) -> None:
-    """Serves until asked to stop. Raises ConfigError for a model without a tokenizer, or an address that cannot be listened at."""
+    """Serves until asked to stop.
+
+    Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, or no key for groups from outside.
+    """
     config, section = service.config, service.config.gateway
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), config.data.apply_chat_template_kwargs)
     sessions = SessionStore(service.store, service.run)
@@ -30,9 +35,12 @@ async def serve(service: Service) -> None:
     turns = Turns(sessions, replicas, door, chat, model, holder, section)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
+    app = api.app()
+    if config.ingest.ingest_groups != "off":
+        add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template)
     try:
-        async with http_endpoints.serving(api.app(), _address(service)) as address:
+        async with http_endpoints.serving(app, _address(service)) as address:
             service.engine, service.state = f"http://{address}", "ready"
             await service.announce()
             async with service.background(replicas.keep(), _count(service, api)):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
-from starlette.requests import ClientDisconnect
 
+from services.gateway.bounded_body import bounded_body
 from services.gateway.replicas import Replicas
 from services.gateway.request_ids import request_id
 from services.gateway.turns import Turns
@@ -28,8 +28,6 @@ from shared.sessions.session_store import SessionStore
 
 BODY_BYTES = 32 << 20
 """The largest body of a request."""
-
-BODY_SECONDS = 60.0
 
 SILENT_SECONDS = 10.0
 """The time for which a streamed answer may be silent; also that after which it begins although its turn has not ended."""
@@ -111,11 +109,11 @@ class Api:
             self._check_model(asked.model)
             turn = asyncio.create_task(self.turns.chat(log, asked))
             if not asked.stream:
-                return JSONResponse(wire.answer(asked, await self._awaited(request, turn)))
+                return JSONResponse(wire.answer(asked, await self._awaited(request, turn)), headers=formats.answer_headers(asked))
             await asyncio.wait([turn], timeout=SILENT_SECONDS)
             if turn.done():
                 turn.result()  # refused before anything was sent
-            return StreamingResponse(self._events(wire, asked, turn), media_type="text/event-stream")
+            return StreamingResponse(self._events(wire, asked, turn), media_type="text/event-stream", headers=formats.answer_headers(asked))
 
         return route
 
@@ -145,7 +143,7 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        return JSONResponse(token_generate.answer(asked, await self._awaited(request, turn)))
+        return JSONResponse(token_generate.answer(asked, await self._awaited(request, turn)), headers=formats.answer_headers(asked))
 
     async def _count(self, request: Request) -> Response:
         log, body = await self._opened(request)
@@ -204,7 +202,7 @@ class Api:
         return JSONResponse({"id": log.session.id, "reward": found.reward})
 
     async def _opened(self, request: Request) -> tuple[SessionLog, bytes]:
-        return await self._log(request), await _body_of(request)
+        return await self._log(request), await bounded_body(request, BODY_BYTES)
 
     async def _log(self, request: Request) -> SessionLog:
         """Returns the session that a request's key opens. Raises TurnRefused."""
@@ -214,19 +212,3 @@ class Api:
             return await self.sessions.find(key)
         except SessionUnknown as error:
             raise TurnRefused(401, str(error), code="invalid_api_key") from None
-
-
-async def _body_of(request: Request) -> bytes:
-    """Returns the whole body. Raises TurnRefused where it is too large or does not come."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > BODY_BYTES:
-                    raise TurnRefused(413, f"expected a body of at most {BODY_BYTES} bytes")
-    except ClientDisconnect:
-        raise TurnRefused(408, "the client is gone") from None
-    except TimeoutError:
-        raise TurnRefused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
-    return bytes(body)

@@ -209,7 +209,7 @@ class RunConfig(Section):
     def gateways(self) -> int:
         """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
         given = self.gateway.gateway_replicas
-        return int(self.has_agents) if given is None else given
+        return int(self.has_agents or self.ingest.ingest_groups != "off") if given is None else given
 
     @property
     def trained(self) -> Path:
