@@ -166,6 +166,9 @@ NOT_A_FIELD_WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "no_load_optim": ("switch", "a run that resumes does so exactly; a new one starts from hf_checkpoint"),
     "no_load_rng": ("switch", "a run that resumes does so exactly; a new one starts from hf_checkpoint"),
     "no_save_optim": ("switch", "a checkpoint holds all that an exact resume needs"),
+    "log_interval": ("int", "every step is logged"),
+    "log_throughput": ("switch", "it is always logged"),
+    "timing_log_level": ("int", "the times of a step are always measured"),
     "no_save_rng": ("switch", "a checkpoint holds all that an exact resume needs"),
 }
 
@@ -223,11 +226,11 @@ _REASONS = {
         "load ckpt_step pretrained_checkpoint use_checkpoint_args auto_detect_ckpt_format"
     ),
     "docs/metrics.md tells what is logged and where": (
-        "log_interval tensorboard_dir tensorboard_log_interval log_throughput log_params_norm log_num_zeros_in_grad log_progress "
+        "tensorboard_dir tensorboard_log_interval log_params_norm log_num_zeros_in_grad log_progress "
         "log_timers_to_tensorboard log_memory_to_tensorboard moe_per_layer_logging wandb_exp_name wandb_save_dir wandb_entity "
         "log_max_attention_logit"
     ),
-    "docs/metrics.md tells what is measured": ("timers timing_log_level barrier_with_L1_time profile"),
+    "docs/metrics.md tells what is measured": ("timers barrier_with_L1_time profile"),
     "moments are float32 on the model's device; checkpoints and resets know nothing else": (
         "store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype overlap_param_gather_with_optimizer_step"
     ),

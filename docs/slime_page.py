@@ -59,6 +59,8 @@ twice the last counts, and that is told. A switch that is on by default is turne
 | slime | here |
 |---|---|
 | `--hf-checkpoint` | The policy and its reference start from it, as it is. |
+| `--megatron-config-path FILE` | The actor's values stand over all flags; of its own the critic has `lr` and `load`, an HF checkpoint. |
+| `--eval-prompt-data PATH` | A single path is a set called `heldout`; slime calls it `aime`. |
 | `--ref-load` | A `…_torch_dist` directory is taken for a conversion of `--hf-checkpoint` and not read; another HF checkpoint is refused. |
 | `--save DIR` | The run's directory is `DIR/NAME`: checkpoints, logs, TensorBoard, weights, and the state of every service. |
 | `--load DIR` | The newest run in `DIR` goes on where it was; where there is none, a new one begins. `--fresh` begins anew. |
@@ -77,6 +79,12 @@ twice the last counts, and that is told. A switch that is on by default is turne
   written. A TOML file has Myxo's own.
 - **To overlap generation and training**, as `train_async.py` does, give `--max-staleness 1` or more, or name slime's fully asynchronous
   function. Stale samples then have an importance weight (`--use-tis`) unless you say otherwise: [staleness.md](staleness.md).
+- **What slime refuses at its start is refused** for `myxo train` without a file, too: REINFORCE++ without `--normalize-advantages`, both
+  lists of parameters, deltas of weights without `--update-weight-transport disk` or with `--colocate`. A TOML file may have these.
+  `--kl-loss-coef` without `--use-kl-loss` changes nothing, as with slime, and that is told.
+- **What slime demands and has a default here**: `--save` (runs lie in `runs`), `--max-tokens-per-gpu`, `--global-batch-size` (one optimizer
+  step a rollout), `--update-weight-disk-dir` and `--update-weight-local-checkpoint-dir`, `--ref-load` for a KL.
+- **One sample a prompt** is refused with an estimator that compares a group's samples; slime trains on rewards that are all 0 then.
 - **Group statistics** are those of a group always, never those of a batch's shape; equal rewards give exactly 0.
 - **A sample longer than `--max-tokens-per-gpu`** is trained in a micro-batch of its own, as slime does (`--overlong-samples alone`). TOML
   files have `mask` by default.

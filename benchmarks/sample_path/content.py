@@ -61,6 +61,7 @@ class Pool:
         """Compares every bit of the response. Raises AssertionError."""
         span = self._span(group, index)
         same = (sample.group, sample.index, len(sample.prompt)) == (group, index, PROMPT)
+        assert sample.log_probs is not None
         arrays: list[NDArray[Any]] = [sample.response, sample.log_probs, sample.mask]
         for read, written, size in zip(arrays, self._written, (4, 4, 1), strict=True):
             same = same and read.itemsize == size and read.tobytes() == written[span.start * size : span.stop * size]

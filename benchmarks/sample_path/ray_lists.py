@@ -39,6 +39,7 @@ class _Producer:
         for number in range(first, self._next):
             for index in range(SAMPLES):
                 one = self._pool.sample(group_id(number), index, self._prompt, 0, "", None)
+                assert one.log_probs is not None
                 tokens = [*one.prompt.tolist(), *one.response.tolist()]
                 lists = {"tokens": tokens, "loss_mask": one.mask.tolist(), "rollout_log_probs": one.log_probs.tolist()}
                 batch.append({"group": one.group, "index": index, "response_length": len(one.response), "reward": 0.0, **lists})

@@ -55,6 +55,8 @@ def source(path: Path | None, words: list[str], *, fresh: bool = False, now: dat
     if path is None:
         _settle_place(given, fresh)
         if "hf_checkpoint" in given.overrides.get("model", {}) or "name" not in given.overrides["run"]:
+            given.as_slime = True
+            given.notes += slime_defaults.settle(given.overrides)
             defaults = slime_defaults.defaults(given.overrides)
             given.overrides = _over(defaults, _over(_REQUIRED, given.overrides))
             given.notes.append(slime_defaults.note(defaults))

@@ -162,7 +162,7 @@ def token_lines(sample: Sample, width: int, pieces: Pieces | None = None) -> Ite
         **({"text": [_cell(text) for text in pieces(sample.response.tolist())]} if pieces else {}),
         "mask": sample.mask.tolist(),
         "version": sample.versions().tolist(),
-        "log-prob": [f"{value:.3f}" for value in sample.log_probs],
+        "log-prob": ["-"] * length if sample.log_probs is None else [f"{value:.3f}" for value in sample.log_probs],
     }
     for begin in range(0, length, across):
         for name, values in rows.items():

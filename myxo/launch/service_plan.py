@@ -8,7 +8,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import devices, http_address
 from shared.runtime.http_address import HTTP_VARIABLE
 
-SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "trainer")}
+SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "gateway", "trainer")}
 """The module that `python -m` runs for each service."""
 
 TRAINERS = ("trainer", "critic")
@@ -29,7 +29,8 @@ class ServiceSpec:
 
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
-    """Returns one trainer, its critic where there is one, and as many buffers, reward and rollout services as the config asks for.
+    """Returns one trainer, its critic where there is one, and as many buffers, reward and rollout services and gateways as the config asks
+    for.
 
     Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU.
 
@@ -40,7 +41,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     Raises ConfigError where it is no such address.
     """
     rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
-    counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "trainer": 1}
+    counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "gateway": config.gateways, "trainer": 1}
     if config.algorithm.has_critic and not config.debug.debug_rollout_only:
         counts["critic"] = 1
     shares = devices.assign_gpus(config)

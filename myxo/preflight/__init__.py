@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxo.preflight import (
+    agent_checks,
     data_checks,
     dump_checks,
     epochs,
@@ -26,7 +27,7 @@ from myxo.preflight import (
     shape_checks,
 )
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config import flags, typed_flags
+from shared.config import flags, slime_rules, typed_flags
 from shared.config.config_reading import read
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
@@ -68,6 +69,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     reward_checks.check_rewards,
+    agent_checks.check_commands,
     reward_checks.check_sandbox,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,
@@ -143,6 +145,8 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False)
     try:
         reading = read(path, given.overrides)
         config, problems = reading.config, problems + reading.problems
+        if config is not None and given.as_slime:
+            problems += slime_rules.problems(config)
         if config is not None:
             hub = Hub.of()
             config = server_checks.pinned(config, hub, fresh=fresh)

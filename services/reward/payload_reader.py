@@ -3,6 +3,8 @@
 What is valid says `shared.schema.sample.Sample.problem`. What comes out of here may be scored, batched and trained.
 """
 
+from dataclasses import replace
+
 from shared.bus import runs
 from shared.runtime.errors import BadMessage
 from shared.runtime.service_base import Service
@@ -20,7 +22,7 @@ class PayloadReader:
     """
 
     def __init__(self, service: Service, vocabulary: int) -> None:
-        self._service, self._vocabulary = service, vocabulary
+        self._service, self._limits = service, SampleLimits(vocabulary, log_probs_reader=service.config.log_probs_reader)
         self._newest = -1
 
     @classmethod
@@ -31,14 +33,14 @@ class PayloadReader:
     async def read(self, group: Generated) -> list[Sample]:
         """Returns a group's samples, all valid. Raises BadMessage, which names sample and field; PayloadChanged, PayloadMissing."""
         blobs = await self._service.store.read(group.payload)
-        samples = sample.decode(blobs, SampleLimits(self._vocabulary))
+        samples = sample.decode(blobs, self._limits)
         newest = max((version for item in samples for _, _, version in item.segments), default=0)
         if newest > self._newest:  # seldom: when a push has ended since
             live = await runs.live_version(self._service.bus, self._service.run)
             self._newest = newest_possible(live, self._service.config.rollout.max_staleness)
         if newest > self._newest:
             for item in samples:
-                item.check(SampleLimits(self._vocabulary, self._newest))
+                item.check(replace(self._limits, newest=self._newest))
         _check_reference(group, samples)
         return samples
 

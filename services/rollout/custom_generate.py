@@ -1,7 +1,8 @@
 """Generates with functions of the user's: ``rollout.custom_generate_function_path``, or that of a task's own. Each rollout is one call.
 
-Calls run in worker processes, many in each: one that raises, blocks or ends its process costs its own rollout. A call's result is discarded
-if the replica's weights became untrusted meanwhile (a push failed, or the engine died).
+Calls run in worker processes, many in each: one that raises, blocks or ends its process costs its own rollout, which is generated anew and
+lost after a few tries (`services.rollout.rollout_fate`). A call's result is discarded if the replica's weights became untrusted meanwhile
+(a push failed, or the engine died).
 
 A group that is stopped (too old, or this replica leaves) has its requests ended in the engine; the function comes back with what it has,
 as ABORTED. With ``args.partial_rollout`` it is then called again with this sample, here or at another replica; without, it begins anew.
@@ -11,11 +12,14 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
-from services.rollout.generate import ENGINE_TRIES, RETRY_PAUSE
+from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
+from services.rollout.partial_samples import samples_of_rollout
 from services.rollout.replica import Replica
+from services.rollout.rollout_fate import GroupLosses, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
 from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
@@ -29,7 +33,7 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Sampling, Task
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, SampleLimits
 from shared.workers.worker_pool import CallBlocked, WorkerPool
 from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
 
@@ -37,7 +41,7 @@ STOP_SECONDS = 2.0
 """The time that a function has to come back once its requests were ended; then its call is cancelled."""
 
 GRACE_SECONDS = 2 * LOOP_SECONDS
-"""The time beyond a group's deadline in which its late calls are ended."""
+"""The time beyond its deadline in which a late call is ended."""
 
 _MODULE = "services.rollout.generate_worker"
 
@@ -46,7 +50,8 @@ class CustomGenerate:
     """Generates groups by functions in worker processes, which start with `start` or the first group.
 
     Attributes:
-        goes_on: an aborted rollout goes on from its tokens.
+        goes_on: an aborted rollout goes on from its tokens. seconds: that a rollout has. lost: rollouts that were given up.
+        log_probs_reader: as in `SampleLimits`.
     """
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
@@ -57,6 +62,8 @@ class CustomGenerate:
         setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
         self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
         self._started: asyncio.Task[None] | None = None
+        self.seconds, self.lost = rollout.generate_timeout, 0
+        self.log_probs_reader = service.config.log_probs_reader
 
     def path(self, task: Task) -> str | None:
         """Returns the function that generates a task: its own, or the run's; None for the engine alone."""
@@ -78,26 +85,34 @@ class CustomGenerate:
         Args:
             earlier: what an earlier attempt left. in_flight: may stop the group; None for groups that are never stopped.
 
-        Raises DeadlineExceeded (no weights, or no end within `generate_timeout` of having them), HookFailed where the function failed
-        `ENGINE_TRIES` times in a row, BadMessage where it returned something other than samples, or no token to train.
+        Rollouts whose function fails are left out, as far as `rollout.min_rollouts` allows; of held-out groups none is.
+
+        Raises, where too few are left: DeadlineExceeded (no weights, or no end within `generate_timeout` of having them), HookFailed where
+        the function failed too often, BadMessage where it returned samples that do not fit. Raises BadMessage where no token is trained.
         """
-        deadline = self._config.rollout.generate_timeout
         await self.start()
         await self.replica.open_proxy()
-        await self.replica.wait_serving(task.min_version, deadline)
-        end = asyncio.get_running_loop().time() + deadline
+        await self.replica.wait_serving(task.min_version, self.seconds)
+        end = asyncio.get_running_loop().time() + self.seconds
         requests = [Requests() for _ in range(task.n)]
-        rollouts = [_Rollout(self, task, index, requests[index], _of_rollout(earlier, index, task), end) for index in range(task.n)]
-        running = [asyncio.create_task(rollout.run(in_flight)) for rollout in rollouts]
+        rollouts = [_Rollout(self, task, index, requests[index], samples_of_rollout(earlier, index, task), end) for index in range(task.n)]
+        fewest = task.n if is_evaluation(task.group) else min(task.n, self._config.rollout.fewest_rollouts)
+        losses = GroupLosses(task.n, fewest)
+        running = [asyncio.create_task(self._run(rollout, in_flight, losses)) for rollout in rollouts]
         try:
-            async with asyncio.timeout(deadline + GRACE_SECONDS):  # each call has a deadline of its own, which names it
-                await asyncio.gather(*running)
-        except TimeoutError:
-            next_action = "the group goes back to the queue"
-            raise DeadlineExceeded(f"{task.n} rollouts of {task.group}", f"{GENERATE} = {self.path(task)}", deadline, next_action) from None
+            await asyncio.gather(*running)
         finally:
             await cancelled(running)
         return self._ended(task, rollouts)
+
+    async def _run(self, rollout: "_Rollout", in_flight: InFlight | None, losses: GroupLosses) -> None:
+        """Generates a rollout. Raises the error that it is lost by, where the group cannot do without it."""
+        try:
+            await rollout.run(in_flight)
+        except (HookFailed, DeadlineExceeded, BadMessage) as error:
+            self.lost += 1
+            self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
+            losses.lose(error)
 
     def _ended(self, task: Task, rollouts: Sequence["_Rollout"]) -> tuple[list[Sample], Stopped | None]:
         stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
@@ -108,8 +123,12 @@ class CustomGenerate:
             raise BadMessage(f"{GENERATE} = {self.path(task)}: {nothing}")
         return samples, stopped
 
-    async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float) -> list[HookSample]:
-        """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded."""
+    async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
+        """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded.
+
+        Args:
+            alone: in a process of its own.
+        """
         path, token = self.path(task), uuid.uuid4().hex
         assert path is not None and self.replica.proxy.address is not None  # it is open from the engine's start on
         request = {
@@ -125,10 +144,10 @@ class CustomGenerate:
         }
         self.replica.proxy.calls[token] = requests
         try:
-            answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds)
+            answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
             return [_checked(fields, path) for fields in answer["samples"]]
         except (CallBlocked, WorkerDied) as error:
-            raise HookFailed(GENERATE, path, str(error), final=True) from None
+            raise HookFailed(GENERATE, path, str(error), disruptive=True) from None
         except WorkerFailed as error:
             raise HookFailed(GENERATE, path, str(error)) from None
         except (KeyError, TypeError, ValueError) as error:
@@ -158,100 +177,130 @@ class CustomGenerate:
             return task.prompt
         return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
+    def may_abort(self, begun: int, requests: Requests) -> bool:
+        """Returns whether the engine may have aborted requests of a call: it was stopped, or weights came in since version ``begun``."""
+        return requests.stopped.is_set() or self.replica.version != begun or not self.replica.serving
+
     def warn(self, task: Task, rollout: int, error: Exception) -> None:
         """Logs a call that is made again."""
         self._service.log.warning("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
 
 
 class _Rollout:
-    """One rollout of a task, called until it has ended or is stopped.
+    """One rollout of a task, called until it has ended, is stopped or is lost.
 
     Attributes:
-        stopped: why it was stopped, once it was.
+        index: in its group. ended: its samples, once it has. stopped: why it was stopped, once it was.
     """
 
     def __init__(
         self, functions: CustomGenerate, task: Task, index: int, requests: Requests, earlier: Sequence[Sample], end: float
     ) -> None:
-        self._functions, self._task, self._index, self._requests, self._end = functions, task, index, requests, end
-        self._ended = list(earlier) if earlier and all(sample.finish != "abort" for sample in earlier) else None
-        self._partial = earlier[0] if len(earlier) == 1 and self._ended is None and functions.goes_on else None
+        self._functions, self.task, self.index, self._requests, self._end = functions, task, index, requests, end
+        self.ended = list(earlier) if earlier and all(sample.finish != "abort" for sample in earlier) else None
+        self._partial = earlier[0] if len(earlier) == 1 and self.ended is None and functions.goes_on else None
         self._sample = None if self._partial is None else _gone_on(self._partial)
-        self._failures = 0
-        self._given: list[HookSample] = []
+        self._failures = RolloutFailures()
+        self._aborted: HookSample | None = None
         self._served = Served(0, 0)
-        self._vocabulary = 0
+        self._limits = SampleLimits(log_probs_reader=functions.log_probs_reader)
         self.stopped: Stopped | None = None
 
     async def run(self, in_flight: InFlight | None) -> None:
-        """Generates. Raises as `CustomGenerate.group`."""
+        """Generates. Raises DeadlineExceeded, HookFailed or BadMessage where the rollout is lost."""
         try:
-            while self._ended is None and not await self._call_once(in_flight):
-                await asyncio.sleep(RETRY_PAUSE * max(1, self._failures))  # after an abort: the push that caused it is still in progress
+            while self.ended is None and not await self._call_once(in_flight):
+                pause = RETRY_PAUSE * max(1, self._failures.count)  # after an abort: the push that caused it is still in progress
+                await asyncio.sleep(pause)
         except Stopped as stopped:
             self.stopped = stopped
 
     async def _call_once(self, in_flight: InFlight | None) -> bool:
-        """Makes one call. Returns whether the rollout has ended. Raises Stopped."""
-        task, replica = self._task, self._functions.replica
+        """Makes one call. Returns whether the rollout has ended. Raises Stopped, and as `run`."""
+        task, replica = self.task, self._functions.replica
         client = await replica.wait_serving(task.min_version, self._left_s())
         begun, life = replica.version, replica.incarnation
         oldest = begun if self._sample is None else min([begun, *_versions(self._sample)])
-        self._vocabulary = client.capabilities.vocab_size
+        self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
         try:
             with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
-                given = await self._called(self._sample or self._functions.begun(task, self._index))
+                given = await self._called(self._sample or self._functions.begun(task, self.index))
+            if not self._functions.may_abort(begun, self._requests):
+                given = self._given_up(given)
         except HookFailed as error:
-            self._failed(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
+            self._functions.warn(task, self.index, error)
+            self._failures.note(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
             return False
         trusted, aborted = replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
         if trusted:
-            self._given, self._served = given, Served(oldest, replica.version, client.late_versions)
+            self._served = Served(oldest, replica.version, client.late_versions)
+            self._aborted = given[0] if aborted and len(given) == 1 and given[0].response_length else None
         if trusted and not aborted:
+            self.ended = self._stored(given)
             return True
         if self._requests.stopped.is_set():
             raise Stopped(task.group, self._requests.stale)
-        self._sample = given[0] if trusted and self._functions.goes_on and len(given) == 1 and given[0].response_length else None
+        self._sample = self._aborted if trusted and self._functions.goes_on else None
         return False
 
-    def _failed(self, error: HookFailed, counts: bool) -> None:
-        """Notes a failed call. Raises HookFailed where there should be no other."""
-        self._functions.warn(self._task, self._index, error)
-        self._failures += counts
-        if error.final:  # it would take others' time again
-            raise error
-        if self._failures >= ENGINE_TRIES:
-            raise HookFailed(error.field, error.path, f"{error.reason}; it failed {self._failures} times in a row")
+    def _given_up(self, given: list[HookSample]) -> list[HookSample]:
+        """Returns samples that the function itself calls ABORTED as ended ones, with the reward that it has given them.
+
+        slime trains them as they are; generated anew, until one turns out well, they would leave the failures out. Raises HookFailed for
+        one without a reward that cannot be gone on with.
+        """
+        for sample in given:
+            if sample.status is Status.ABORTED and sample.reward is not None:
+                sample.status, sample.aborted = Status.COMPLETED, True  # type: ignore[attr-defined]
+            elif sample.status is Status.ABORTED and not (self._functions.goes_on and sample.response_length):
+                called = self._functions.path(self.task) or ""
+                raise HookFailed(GENERATE, called, "gave a sample of status ABORTED without a reward, and nothing was aborted")
+        return given
 
     async def _called(self, sample: HookSample) -> list[HookSample]:
         """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped."""
-        call = asyncio.create_task(self._functions.call(self._task, self._index, sample, self._requests, self._left_s()))
+        seconds, alone = self._left_s(), self._failures.alone
+        call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self._requests, seconds, alone))
         stopping = asyncio.create_task(self._requests.stopped.wait())
         try:
-            await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)
+            # a call that comes late into a process has its deadline late, too; the rollout's stays
+            done, _ = await asyncio.wait((call, stopping), timeout=seconds + GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise self._late()
             if not call.done():
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
-                raise Stopped(self._task.group, self._requests.stale)
+                raise Stopped(self.task.group, self._requests.stale)
             return call.result()
         finally:
             await cancelled((call, stopping))
 
     def _left_s(self) -> float:
-        return max(self._end - asyncio.get_running_loop().time(), 0.1)
+        """Returns the seconds that it has left. Raises DeadlineExceeded where there are none."""
+        if (left := self._end - asyncio.get_running_loop().time()) <= 0:
+            raise self._late()
+        return left
+
+    def _late(self) -> DeadlineExceeded:
+        called, seconds = self._functions.path(self.task), self._functions.seconds
+        return DeadlineExceeded(f"rollout {self.index} of {self.task.group}", f"{GENERATE} = {called}", seconds, "it is lost")
 
     def stored(self) -> list[Sample]:
-        """Returns its samples as they are stored; of one that was stopped those that may be gone on with. Raises BadMessage."""
-        if self._ended is not None:
-            return self._ended
-        unfinished, given = self.stopped is not None, self._given
-        if unfinished:
-            given = [one for one in self._given[:1] if one.status is Status.ABORTED and one.response_length]
-            if not given and self._partial is not None:
-                return [self._partial]
-        group = self._task.group
+        """Returns its samples as they are stored; of one that was stopped those that may be gone on with; of one that is lost none."""
+        if self.ended is not None or self.stopped is None:
+            return self.ended or []
+        if self._aborted is None:
+            return [] if self._partial is None else [self._partial]
+        try:
+            return self._stored([self._aborted], unfinished=True)
+        except BadMessage as error:  # what does not fit begins anew
+            self._functions.warn(self.task, self.index, error)
+            return []
+
+    def _stored(self, given: Sequence[HookSample], unfinished: bool = False) -> list[Sample]:
+        """Returns samples as they are stored. Raises BadMessage."""
         return [
-            to_stored(sample, group, position, self._index, self._served, self._vocabulary, unfinished)
+            to_stored(sample, self.task.group, position, self.index, self._served, self._limits, unfinished)
             for position, sample in enumerate(given)
         ]
 
@@ -276,13 +325,6 @@ def _checked(fields: Mapping[str, Any], path: str) -> HookSample:
     if sample.status is Status.FAILED:
         raise HookFailed(GENERATE, path, "gave a sample of status FAILED")
     return sample
-
-
-def _of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
-    """Returns what an earlier attempt left of a rollout: nothing where it had ended under weights that are too old by now."""
-    found = [sample for sample in earlier if sample.rollout == index]
-    old = [sample for sample in found if all(version < task.renew_below for _, _, version in sample.segments)]
-    return [] if any(sample.finish != "abort" for sample in old) else found
 
 
 def _gone_on(partial: Sample) -> HookSample:

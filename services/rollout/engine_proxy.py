@@ -6,6 +6,7 @@ It passes on what `ROUTES` lists, and nothing else. The engine itself listens wh
 """
 
 import asyncio
+import hmac
 import json
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -17,16 +18,19 @@ from aiohttp import ClientError, ClientResponse, web
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import InvalidRequest
+from services.rollout.engine.generation import GenerationRequest
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
 from services.rollout.in_flight import Requests
 from services.rollout.served_version import ServedVersion
 from shared.hooks.call_context import CALL_HEADER
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.telemetry import Metrics
+from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
 
 GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v1/chat/completions": ChatRequest}
 ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}
-"""What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here."""
+"""What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
+Gateways have a route of their own besides, `DRAW_PATH`, by their key."""
 
 BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20
 """The largest body, of a million tokens, and the largest answer that is not streamed."""
@@ -92,6 +96,7 @@ class EngineProxy:
 
     Attributes:
         address: host and port, once it is open.
+        public: whether `ROUTES` are served. draw_key: the key of gateways; without one they are not served.
         calls: requests of the user's generate functions by the token of their call (`shared.hooks.call_context`); a request of a call that
             was stopped is answered as one that the engine has aborted.
     """
@@ -110,6 +115,7 @@ class EngineProxy:
         self._requests = 0
         self._runner: web.ServerRunner | None = None
         self.address: tuple[str, int] | None = None
+        self.public, self.draw_key = True, ""
         self.calls: dict[str, Requests] = {}
 
     async def open(self, host: str) -> None:
@@ -141,7 +147,7 @@ class EngineProxy:
         except RequestDenied as denied:
             self._metrics.add("engine_requests_denied")
             return _refusal(denied.status, denied.reason)
-        except InvalidRequest as error:
+        except (InvalidRequest, BadMessage) as error:
             return _refusal(HTTPStatus.BAD_REQUEST, str(error))
         except TimeoutError:
             return _refusal(HTTPStatus.GATEWAY_TIMEOUT, f"the engine gave no complete answer within {self._generate_s:g} s")
@@ -149,7 +155,10 @@ class EngineProxy:
             return _refusal(HTTPStatus.BAD_GATEWAY, str(error))
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if (request.method, request.raw_path) not in ROUTES:
+        if self.draw_key and (request.method, request.raw_path) == ("POST", DRAW_PATH):
+            async with self._admitted():
+                return await self._draw(request)
+        if not self.public or (request.method, request.raw_path) not in ROUTES:
             raise RequestDenied(
                 HTTPStatus.NOT_FOUND, "this address takes " + ", ".join(sorted(map(" ".join, ROUTES))) + ", and nothing else"
             )
@@ -164,6 +173,28 @@ class EngineProxy:
         listed = await client.transport.get("/v1/models", CALL_SECONDS)
         models = [{field: model[field] for field in MODEL_FIELDS if field in model} for model in listed["data"]]
         return web.json_response({"object": "list", "data": models})
+
+    async def _draw(self, request: web.BaseRequest) -> web.Response:
+        """Answers a gateway, which goes on from what was drawn where the engine aborts it."""
+        if not hmac.compare_digest(request.headers.get(KEY_HEADER, "").encode(), self.draw_key.encode()):
+            raise RequestDenied(HTTPStatus.UNAUTHORIZED, "the key for draws is not this run's")
+        self._present()
+        asked = DrawRequest.decode(await body_of(request, CONTENT_TYPE))
+        client = await self._serving()
+        if client.version < asked.min_version:
+            raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
+        life, wanted = self._served.incarnation, GenerationRequest(asked.input_ids, asked.sampling.max_new_tokens, seed=asked.seed)
+        [found] = await client.generate_group([wanted], asked.sampling, deadline=min(asked.seconds, self._generate_s))
+        self._still(life)
+        drawn = Drawn(
+            completion=found.tokens,
+            log_probs=found.log_probs,
+            spans=found.spans,
+            finish=found.finish,
+            cached=found.cached_tokens,
+            retractions=found.retractions,
+        )
+        return web.Response(body=drawn.encode(), content_type=CONTENT_TYPE)
 
     async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
         self._present()  # before a body is read that nobody would answer
@@ -259,10 +290,10 @@ async def _whole(answer: ClientResponse) -> bytes:
     return bytes(whole)
 
 
-async def body_of(request: web.BaseRequest) -> bytes:
+async def body_of(request: web.BaseRequest, kind: str = "application/json") -> bytes:
     """Returns the whole body. A form of another site's cannot be sent as JSON, so no browser is made to ask an engine on loopback."""
-    if request.content_type != "application/json" or request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestDenied(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "expected a body of application/json, not compressed")
+    if request.content_type != kind or request.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestDenied(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"expected a body of {kind}, not compressed")
     if (request.content_length or 0) > BODY_BYTES:
         raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {BODY_BYTES} bytes")
     body = bytearray()

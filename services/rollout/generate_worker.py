@@ -3,11 +3,10 @@
 ``python -m services.rollout.generate_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; where the
 run has a function of its own it is imported then. A request: ``{"verb": "generate", "field": name, "path": path, "sample": fields,
 "sampling_params": map, "evaluation": flag, "engine": [host, port], "token": text, "seconds": number}``; an answer: ``{"samples": [fields,
-…]}``, or ``{"error": text}``. Samples travel as `shared.hooks.sample_message` has them.
+…]}``, or ``{"error": text, "blocked": flag}``. Samples travel as `shared.hooks.sample_message` has them.
 """
 
 import asyncio
-import contextvars
 import functools
 import inspect
 import time
@@ -20,8 +19,8 @@ from shared.hooks import Arguments, HookSample, Status, load, sample_message
 from shared.hooks.call_context import CallContext, current_call
 from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import generate_paths
-from shared.runtime.daemon_thread import run_in_thread
 from shared.workers.call_server import serve_calls
+from shared.workers.running_call import is_blocked
 
 BLOCKED_SHARE = 0.25
 """The share of a rollout's time for which it may block its process: those beside it then still have the rest."""
@@ -48,7 +47,7 @@ class GenerateCalls:
             function = load(request["field"], request["path"])
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
             sample = sample_message.unpacked(request["sample"])
-            given = await _called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation))
+            given = await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation))
             samples = _samples(given)
             await self._score(samples)
             return {"samples": [sample_message.packed(one) for one in samples]}
@@ -56,13 +55,10 @@ class GenerateCalls:
             if this.cancelling():
                 raise
             return {"error": "cancelled itself"}
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # it fails its rollout, not this process
+        except BaseException as error:  # it fails its rollout, not this process
             traceback.print_exc()
-            return {"error": str(error) if isinstance(error, UnusableResult) else f"{type(error).__name__}: {error}"}
+            said = str(error) if isinstance(error, UnusableResult) else f"{type(error).__name__}: {error}"
+            return {"error": said, "blocked": is_blocked(error)}
 
     async def _score(self, samples: list[HookSample]) -> None:
         """Scores the samples that name a reward function of their own, here, where it can be imported."""
@@ -77,13 +73,12 @@ class UnusableResult(Exception):
     """A function returned something other than samples."""
 
 
-async def _called(call: Callable[[], Any]) -> Any:
+async def called(call: Callable[[], Any]) -> Any:
     """Returns the result of a function, async or plain; a plain one has a thread of its own."""
     function: Any = call.func if isinstance(call, functools.partial) else call
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return await call()
-    context = contextvars.copy_context()
-    result = await asyncio.wrap_future(run_in_thread(functools.partial(context.run, call), "custom-generate-call"))
+    result = await asyncio.to_thread(call)
     return await result if inspect.isawaitable(result) else result
 
 

@@ -52,12 +52,21 @@ def restored(samples: Sequence[Sample], task: Task) -> list[Partial]:
 
 
 def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
+    if sample.log_probs is None:  # of a function of the user's, whose place the engine has taken
+        return Partial()
     ended: Literal["stop", "length"] | None = None if sample.finish == "abort" else sample.finish
     if ended is not None and all(version < renew_below for _, _, version in sample.segments):
         return Partial()
     if len(sample.response) == longest:
         ended = ended or "length"
     return Partial(sample.response, sample.log_probs, list(sample.segments), ended)
+
+
+def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
+    """Returns what an earlier attempt left of a rollout: nothing where it had ended under weights that are too old by now."""
+    found = [sample for sample in earlier if sample.rollout == index]
+    old = [sample for sample in found if all(version < task.renew_below for _, _, version in sample.segments)]
+    return [] if any(sample.finish != "abort" for sample in old) else found
 
 
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:

@@ -25,6 +25,8 @@ from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.own_address import LOOPBACK, own_address
 from shared.runtime.service_base import Service
+from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session_store import SessionStore
 
 INITIAL_VERSION = 0
 """The version of the policy that an engine loads from `hf_checkpoint` when it starts."""
@@ -48,7 +50,7 @@ class Replica:
         client: usable while ``engine_up`` is set. served: the one owner of the replica's version.
         update_lock: held by whoever changes the engine's weights or memory.
         before_start, after_start: awaited around each start of an engine.
-        proxy: where a router and generate functions of the user's reach the engine; open if there are any.
+        proxy: where routers, gateways and generate functions of the user's reach the engine; open if there are any.
     """
 
     def __init__(self, service: Service) -> None:
@@ -61,11 +63,13 @@ class Replica:
         self.engine_up = asyncio.Event()
         self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-        self._exposed = bool(router_url())
+        self._routed, self._drawn_for_gateways = bool(router_url()), service.config.opens_doors
+        self._exposed = self._routed or self._drawn_for_gateways
         rollout = self._rollout
         limit = SPARE_REQUESTS + rollout.rollout_concurrency * service.config.rollout.n_samples_per_prompt
         wait = service.config.weights.push_timeout
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
+        self.proxy.public = False  # gateways have their own way in
         self._life = service.incarnation
         self._shown = asyncio.Event()
         self._process: EngineProcess | None = None
@@ -165,7 +169,12 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        if self._exposed or hooks.paths(self._service.config, "rollout"):
+        if self._drawn_for_gateways:
+            self.proxy.draw_key = await SessionStore(self._service.store, self._service.run).make_draw_key()
+            self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)
+            self._service.metrics.set(VOCABULARY_GAUGE, client.capabilities.vocab_size)
+            await self.proxy.open(own_address())
+        if self._routed or hooks.paths(self._service.config, "rollout"):
             await self.open_proxy()
         self.served.engine_started()
         self.engine_up.set()
@@ -175,7 +184,8 @@ class Replica:
             await self.publish()
 
     async def open_proxy(self) -> None:
-        """Opens the way to the engine for a router or for generate functions, if it is not open."""
+        """Opens the way to the engine for routers or generate functions, if it is not open."""
+        self.proxy.public = True
         await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
     async def _start(self) -> EngineProcess:

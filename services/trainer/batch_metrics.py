@@ -54,7 +54,8 @@ RENAMED = {"reward": "raw_reward", "truncated": "truncated_ratio"}
 class StatColumn(IntEnum):
     """trained: tokens with mask 1. masked: tokens masked for their age. response: tokens. rollout: the sample's, in its group.
     oldest: version of the oldest trained token, 0 where there is none. truncated: 1 where generation ran into its limit.
-    looping: 1 where the response ends in a loop. rounds: its metadata's ``round_number``, 0 where there is none."""
+    looping: 1 where the response ends in a loop. rounds: its metadata's ``round_number``, 0 where there is none.
+    undrawn: 1 where it is trained and has no log-probs of the rollout's."""
 
     TRAINED = 0
     MASKED = 1
@@ -64,6 +65,7 @@ class StatColumn(IntEnum):
     TRUNCATED = 5
     LOOPING = 6
     ROUNDS = 7
+    UNDRAWN = 8
 
 
 def empty_table(samples: int) -> Table:
@@ -82,7 +84,8 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
     masked = max(trainable - trained, 0)
     length, rounds = len(sample.response), sample.metadata.get(ROUND_NUMBER)
     known = rounds if isinstance(rounds, int | float) and np.isfinite(rounds) else 0
-    return trained, masked, length, sample.rollout, oldest, sample.finish == "length", loops(sample.response), known
+    undrawn = trained > 0 and sample.log_probs is None
+    return trained, masked, length, sample.rollout, oldest, sample.finish == "length", loops(sample.response), known, undrawn
 
 
 def metrics_of_batch(batch: Batch, stats: Table) -> dict[str, float]:

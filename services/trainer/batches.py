@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.trainer.batch_metrics import StatColumn, Table, metrics_of_batch
 from services.trainer.objective.reduce import denominator, passing, sample_weights
-from services.trainer.packing import NO_VERSION, BadSample, PackedBatch, collect, pack, spread
+from services.trainer.packing import NO_VERSION, PARTIAL, BadSample, PackedBatch, collect, pack, spread
 from services.trainer.partition import Partition, Placement
 from services.trainer.placement import balance
 from services.trainer.shard_reader import Shard
@@ -145,11 +145,12 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
         BadSample: a sample that cannot be trained on. BadBatch: no token of the batch is trained.
     """
     partition, steps, denominators = shard.partition, [], []
+    partial = bool(stats[:, StatColumn.UNDRAWN].any())
     for placement in partition.steps:
         weighed = _step_weights(placement, partition, stats, objective)
         if weighed is not None:
             weights, divisor = weighed
-            steps.append([_micro_batch(indices, shard, weights, objective) for indices in placement[rank]])
+            steps.append([_micro_batch(indices, shard, weights, objective, partial=partial) for indices in placement[rank]])
             denominators.append(divisor)
     if not steps:
         raise BadBatch(f"the loss mask is 0 on every token of step {partition.batch.step} ({len(partition.items)} samples)")
@@ -191,9 +192,14 @@ def _step_weights(
     return weights, denominator(trained, names, objective.reducer)
 
 
-def _micro_batch(indices: list[int], shard: Shard, weights: Mapping[int, float], objective: AlgorithmSection) -> MicroBatch:
+def _micro_batch(
+    indices: list[int], shard: Shard, weights: Mapping[int, float], objective: AlgorithmSection, *, partial: bool
+) -> MicroBatch:
+    """``partial``: samples of the batch, of whichever rank, lack the rollout's log-probs: nobody shall read them who does not know."""
     samples = [shard.samples[index] for index in indices]
     packed = pack(samples, [weights[index] for index in indices])
+    if partial:
+        packed = packed.with_renamed("rollout_log_probs", PARTIAL)
     if objective.use_opd and objective.opd_type == "sglang":
         packed = packed.with_fields(**{TEACHER: spread(samples, [_teacher_log_probs(sample) for sample in samples], TEACHER)})
     if objective.opd_top_k:

@@ -96,7 +96,7 @@ class DumpedBatches:
             version=version,
             group_size=config.rollout.n_samples_per_prompt,
             reward_key=config.reward.reward_key,
-            log_probs=config.algorithm.loss_type != "sft_loss",
+            log_probs_reader=config.log_probs_reader,
             own=own,
         )
 

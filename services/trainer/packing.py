@@ -20,6 +20,12 @@ from shared.schema.sample import Sample
 NO_VERSION = -1
 """Weight version of a position that no rollout generated: prompt, environment's tokens, filler."""
 
+UNKNOWN = float("nan")
+"""The rollout's log-prob of a trained token whose function has not kept it. Whatever is computed with it is not finite."""
+
+PARTIAL = "partial_rollout_log_probs"
+"""The field that takes the place of ``rollout_log_probs`` in a batch with `UNKNOWN` ones."""
+
 _FILLER_TOKENS = 2
 
 
@@ -65,6 +71,10 @@ class PackedBatch:
         """Returns the same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``."""
         return replace(self, fields={**self.fields, **tensors})
 
+    def with_renamed(self, field: str, name: str) -> "PackedBatch":
+        """Returns the same micro-batch with a field under another name."""
+        return replace(self, fields={name if own == field else own: tensor for own, tensor in self.fields.items()})
+
 
 def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
     """Lays samples end to end as one micro-batch; without samples, a filler that trains nothing and has the same fields.
@@ -88,7 +98,7 @@ def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
         trained = sample.mask != 0
         mask[predicting] = trained
         fields["weights"][predicting] = np.where(trained, weight, 0.0)
-        fields["rollout_log_probs"][predicting] = np.where(trained, sample.log_probs, 0.0)
+        fields["rollout_log_probs"][predicting] = np.where(trained, UNKNOWN if sample.log_probs is None else sample.log_probs, 0.0)
         fields["versions"][predicting] = np.where(trained, sample.versions(), NO_VERSION)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),

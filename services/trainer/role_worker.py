@@ -34,6 +34,7 @@ from services.trainer.untrainable import Untrainable
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
+from shared.schema.sample import SampleLimits
 from shared.schema.versions import is_periodic, version_after
 from shared.store.payload_store import BlockingStore
 
@@ -83,7 +84,8 @@ class RoleWorker:
         self._actor = Actor.create(settings, model_directory(config, role), initialized=self._hooks.initialized)
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
-        self._reader = ShardReader(store, self._actor.data_parallel_rank, self._actor.architecture.vocab_size)
+        limits = SampleLimits(self._actor.architecture.vocab_size, log_probs_reader=config.log_probs_reader)
+        self._reader = ShardReader(store, self._actor.data_parallel_rank, limits)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._metrics: MetricsLogger | None = None
         if control is not None:

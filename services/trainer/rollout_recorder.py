@@ -28,6 +28,7 @@ from shared.runtime.child_process import die_with_parent
 from shared.runtime.service_base import exit_code
 from shared.schema.attestation import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch, Trained
+from shared.schema.sample import SampleLimits
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import BlockingStore
 
@@ -41,7 +42,7 @@ class RolloutRecorder:
     def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient) -> None:
         self._config, self._store, self._control = config, store, control
         vocabulary = read_architecture(config.model.hf_checkpoint).vocab_size
-        self._reader = ShardReader(store, 0, vocabulary)
+        self._reader = ShardReader(store, 0, SampleLimits(vocabulary, log_probs_reader=config.log_probs_reader))
         self._metrics = MetricsLogger(control, config, None)
         self._requests = BatchRequester(control, None, config.trainer.batch_timeout, config.eval.eval_timeout)
         self._progress: Path = config.trained / "checkpoints" / "recorded.json"

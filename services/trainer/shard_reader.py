@@ -43,11 +43,11 @@ class ShardReader:
     """The reader of one rank's shards.
 
     Args:
-        rank: the data-parallel rank. vocab_size: the model's; no sample may hold a token beyond it.
+        rank: the data-parallel rank. limits: those of the run's samples; the newest version is the batch's.
     """
 
-    def __init__(self, store: BlockingStore, rank: int, vocab_size: int) -> None:
-        self._store, self._rank, self._vocab_size = store, rank, vocab_size
+    def __init__(self, store: BlockingStore, rank: int, limits: SampleLimits) -> None:
+        self._store, self._rank, self._limits = store, rank, limits
         self._ahead: tuple[Batch, Future[Shard]] | None = None
 
     def read_ahead(self, partition: Partition) -> None:
@@ -102,7 +102,7 @@ class ShardReader:
     def _group(self, batch: Batch, index: int, blobs: Iterable[bytes]) -> list[Sample]:
         """Returns the checked samples of the ``index``-th group of a batch. Raises BadMessage, and whatever a broken blob leads to."""
         reference = batch.groups[index]
-        stored = sample.decode(blobs, SampleLimits(vocabulary=self._vocab_size, newest=batch.version))
+        stored = sample.decode(blobs, replace(self._limits, newest=batch.version))
         lengths, names = [item.length for item in stored], [item.name for item in stored]
         if lengths != list(reference.payload.tokens):
             problem = f"{len(lengths)} samples of {lengths} tokens in the store, {list(reference.payload.tokens)} by its reference"

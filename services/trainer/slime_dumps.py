@@ -82,7 +82,7 @@ def _entry(sample: Sample, group: BatchGroup, position: int, step: int) -> dict[
         "reward": group.rewards[position],
         "loss_mask": sample.mask.tolist(),
         "weight_versions": sample.versions().tolist(),
-        "rollout_log_probs": sample.log_probs.tolist(),
+        "rollout_log_probs": None if sample.log_probs is None else sample.log_probs.tolist(),
         "remove_sample": position in group.removed,
         "status": _STATUS[sample.finish],
         "metadata": sample.metadata,
@@ -120,14 +120,14 @@ class Reading:
     """What the config says about samples that do not say it themselves.
 
     version: of the weights that a step is trained on, and by which samples without versions were generated. group_size: samples of a group,
-    where they name none. reward_key: which of several named rewards counts. log_probs: whether the objective reads those of the engine.
+    where they name none. reward_key: which of several named rewards counts. log_probs_reader: as in `SampleLimits`.
     own: whether the file is Myxo's, whose samples say the version of each token.
     """
 
     version: int
     group_size: int
     reward_key: str | None = None
-    log_probs: bool = True
+    log_probs_reader: str | None = None
     own: bool = False
 
 
@@ -190,13 +190,13 @@ def _sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, read
     return sample
 
 
-def _mask_and_log_probs(entry: Mapping[str, Any], length: int, reading: Reading) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def _mask_and_log_probs(entry: Mapping[str, Any], length: int, reading: Reading) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
     """Returns them for a response of ``length`` tokens: all are trained where no mask says otherwise."""
     given, drawn = entry.get("loss_mask"), entry.get("rollout_log_probs")
     mask = np.ones(length, np.uint8) if given is None else _array(given, np.uint8)
-    if drawn is None and reading.log_probs and mask.any():
-        raise BadMessage("rollout_log_probs is missing, and the objective compares the policy with them")
-    return mask, np.zeros(length, np.float32) if drawn is None else _array(drawn, np.float32)
+    if drawn is None and reading.log_probs_reader is not None and mask.any():
+        raise BadMessage(f"rollout_log_probs is missing: {reading.log_probs_reader}")
+    return mask, None if drawn is None else _array(drawn, np.float32)
 
 
 def _array(values: Any, kind: type[np.generic]) -> NDArray[Any]:

@@ -46,7 +46,7 @@ class TrainData:
     rewards: list[float]
     raw: list[float]
     masks: list[NDArray[np.uint8]]
-    log_probs: list[NDArray[np.float32]] | None = None
+    log_probs: list[NDArray[np.float32] | None] | None = None
     teacher: list[list[float]] | None = None
 
     def applied(self, shard: Shard) -> Shard:
@@ -59,7 +59,8 @@ class TrainData:
 
     def _sample(self, index: int, sample: Sample) -> Sample:
         metadata = sample.metadata if self.teacher is None else {**sample.metadata, TEACHER: self.teacher[index]}
-        log_probs = sample.log_probs if self.log_probs is None else self.log_probs[index]
+        given = None if self.log_probs is None else self.log_probs[index]
+        log_probs = sample.log_probs if given is None else given
         return replace(sample, mask=sample.mask & self.masks[index], log_probs=log_probs, metadata=metadata)
 
 
@@ -82,8 +83,10 @@ def converted(custom: CustomFunctions, partition: Partition, samples: Sequence[H
         rewards=rewards,
         raw=reader.numbers("raw_reward") if "raw_reward" in reader.given else rewards,
         masks=reader.masks("loss_masks", masks),
-        log_probs=reader.arrays("rollout_log_probs", masks) if reader.given.get("rollout_log_probs") is not None else None,
-        teacher=[values.tolist() for values in reader.arrays(TEACHER, masks)] if reader.given.get(TEACHER) is not None else None,
+        log_probs=reader.arrays("rollout_log_probs", masks, gaps=True) if reader.given.get("rollout_log_probs") is not None else None,
+        teacher=[values.tolist() for values in reader.arrays(TEACHER, masks) if values is not None]
+        if reader.given.get(TEACHER) is not None
+        else None,
     )
 
 
@@ -126,11 +129,13 @@ class _Columns:
             raise self.refused(f"{name}: some are not finite")
         return values
 
-    def arrays(self, name: str, masks: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.float32]]:
-        """Returns numbers of each response token, finite where the mask is 1."""
-        arrays = [np.asarray(values, np.float32) for values in self.column(name)]
+    def arrays(self, name: str, masks: Sequence[NDArray[np.uint8]], *, gaps: bool = False) -> list[NDArray[np.float32] | None]:
+        """Returns numbers of each response token, finite where the mask is 1; None, which ``gaps`` allows, for a sample without."""
+        arrays = [None if values is None else np.asarray(values, np.float32) for values in self.column(name)]
         for index, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
-            if array.shape != mask.shape or not np.isfinite(array[mask != 0]).all():
+            if array is None and gaps:
+                continue
+            if array is None or array.shape != mask.shape or not np.isfinite(array[mask != 0]).all():
                 raise self.refused(f"{name} of sample {index}: expected {len(mask)} numbers, finite on trained tokens")
         return arrays
 

@@ -97,6 +97,6 @@ class TrainerSettings:
     def schedule(self) -> LearningRateSchedule:
         """Returns the learning-rate schedule of the RL phase. Raises ConfigError where the run is too short for it."""
         trainer = self.trainer
-        lr = trainer.critic_lr or trainer.lr if self.role == "critic" else trainer.lr
+        lr = trainer.critic_lr if self.role == "critic" and trainer.critic_lr is not None else trainer.lr
         warmup, decay = trainer.warmup_steps(self.updates), trainer.decay_steps(self.updates)
         return LearningRateSchedule(lr, trainer.min_lr, warmup, decay, trainer.lr_decay_style)

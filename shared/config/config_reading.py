@@ -10,6 +10,7 @@ from shared.config.config_errors import config_errors, without_consequences
 from shared.config.config_layers import Layers, in_file
 from shared.config.files_beside import lay_custom_config, lay_eval_config
 from shared.config.known_fields import known_fields
+from shared.config.megatron_roles import lay_megatron_config
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import Misfits
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
@@ -127,6 +128,7 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
     if path is not None:
         layers.read(path)
     layers.lay(overrides or {}, origin)
+    lay_megatron_config(layers)
     lay_custom_config(layers)
     layers.notes += slime_functions.settle(layers.values)
     problems = layers.problems

@@ -128,9 +128,6 @@ class DebugSection(Section):
         return str(path.with_name(f"{path.stem}_{RANK}{path.suffix}"))
 
     def _misfits(self) -> Iterator[str]:
-        for field in ("save_debug_rollout_data", "save_debug_train_data"):
-            if (given := getattr(self, field)) is not None and STEP not in given:
-                yield f"debug.{field}: a path with {STEP}, or each step's file would replace the one before"
         if self.rollout_dump is not None and self.rollout_dump == self.train_dump:
             yield "debug.save_debug_train_data: the same path as save_debug_rollout_data"
         if self.rollout_dump is not None and self.rollout_dump == self.load_debug_rollout_data:

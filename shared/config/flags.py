@@ -35,7 +35,7 @@ class CommandLine:
         overrides: what they set. problems: a ConfigError for each flag that cannot be taken; it takes its values with it.
         renamed: fields that flags under other names set; a field's own flag wins over them.
         notes: lines for the user: flags under other names, without effect, or given twice. environment: variables for the services.
-        typed: ``section.field`` → the flag that sets it, as it was typed.
+        typed: ``section.field`` → the flag that sets it, as it was typed. as_slime: whether slime's defaults and rules hold.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
@@ -44,6 +44,7 @@ class CommandLine:
     notes: list[str] = dataclasses.field(default_factory=list)
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     typed: dict[str, str] = dataclasses.field(default_factory=dict)
+    as_slime: bool = False
 
     def set(self, section: str, name: str, value: Any, flag: str) -> None:
         """Sets a field; a mapping is added to the one that is there."""

@@ -19,7 +19,9 @@ class IngestSection(Section):
     ingest_concurrency: int = Field(
         default=8, gt=0, description="groups that a gateway has in hand at once; beyond them it answers 429", **MUTABLE
     )
-    ingest_bytes: int = Field(default=64 << 20, ge=1 << 10, description="of the largest group's body", **MUTABLE)
+    ingest_bytes: int = Field(
+        default=16 << 20, ge=1 << 10, description="of the largest group's body; while a gateway reads it, its other clients wait", **MUTABLE
+    )
     ingest_wait: float = Field(
         default=10, gt=0, description="seconds that a group waits until the run admits one, before it is answered 429", **MUTABLE
     )

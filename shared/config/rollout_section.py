@@ -117,6 +117,11 @@ class RolloutSection(Section):
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
     )
+    missing_log_probs: Literal["refuse", "recompute"] | None = Field(
+        default=None,
+        description="samples of functions that keep no rollout_log_probs: refuse them, or compute the trainer's own in their place; "
+        "default: recompute where these are the same, with max_staleness = 0 or off_policy = none, and no use_tis",
+    )
     agent: str | None = hook(
         "called with (data, base_url, api_key): an agent that plays one rollout over the gateway; it returns the reward, or None"
     )

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
 from shared.config.data_section import DataSection
-from shared.config.debug_section import DebugSection
+from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
+from shared.config.gateway_section import GatewaySection
 from shared.config.ingest_section import IngestSection
 from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
@@ -54,6 +56,7 @@ class RunConfig(Section):
     debug: DebugSection = DebugSection()
     bus: BusSection = BusSection()
     store: StoreSection = StoreSection()
+    gateway: GatewaySection = GatewaySection()
     ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
@@ -69,11 +72,16 @@ class RunConfig(Section):
 
     def _misfits(self) -> Iterator[str]:
         yield from self._work()
+        yield from self._dumps()
         yield from self._sizes()
         yield from self._shared_gpus()
         yield from self._rewards_of_sets()
         yield from self._lonely_samples()
+        if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
+            yield problem
         yield from self._groups_from_outside()
+        if self.has_agents and not self.gateways:
+            yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -81,10 +89,19 @@ class RunConfig(Section):
             if not self.eval.named and self.sft.sft_data is None:
                 yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
             return
+        if self.rollout.rollout_temperature == 0 and not self.debug.debug_rollout_only:
+            yield "rollout.rollout_temperature: more than 0: greedy decoding is no policy that could be trained"
         if self.data.prompt_data is None and self.data.data_source is None:
             yield f"data.prompt_data: required: {type(self.data).model_fields['prompt_data'].description}"
         if self.debug.debug_train_only and not self.debug.load_debug_rollout_data:
             yield "debug.debug_train_only: load_debug_rollout_data, the files of the batches to train; or num_rollout = 0 with sft_data"
+
+    def _dumps(self) -> Iterator[str]:
+        """Yields the dumps of which each step would overwrite the one before."""
+        for field in ("save_debug_rollout_data", "save_debug_train_data"):
+            given = getattr(self.debug, field)
+            if given is not None and STEP not in given and (self.rollout.num_rollout != 1 or self.rollout.num_epoch is not None):
+                yield f"debug.{field}: a path with {STEP}, or each step's file would replace the one before"
 
     def _sizes(self) -> Iterator[str]:
         """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
@@ -125,6 +142,8 @@ class RunConfig(Section):
     def _shared_gpus(self) -> Iterator[str]:
         """Yields the settings of colocated services that contradict each other."""
         trainer, rollout = self.trainer, self.rollout
+        if self.debug.debug_rollout_only or self.debug.trains_only:
+            return  # one half alone shares no GPU
         if not trainer.colocate:
             for field in ("offload_train", "offload_rollout"):
                 if getattr(trainer, field):
@@ -144,8 +163,9 @@ class RunConfig(Section):
             )
         engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.ranks("actor")
         if engines > ranks:
+            field = "rollout_replicas" if rollout.rollout_num_gpus is None else "rollout_num_gpus"
             yield (
-                f"rollout.rollout_replicas: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
+                f"rollout.{field}: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
                 f"the trainer's {ranks} (actor_num_nodes x actor_num_gpus_per_node), which colocate makes them share"
             )
 
@@ -170,6 +190,11 @@ class RunConfig(Section):
                 yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
     @property
+    def log_probs_reader(self) -> str | None:
+        """Returns which setting needs the rollout's log-probs, as a sentence; None where samples may lack them."""
+        return log_probs_reader.log_probs_reader(self.algorithm, self.rollout)
+
+    @property
     def has_agents(self) -> bool:
         """Returns whether agents play rollouts, the run's or a set's: they need a gateway."""
         own = any(item.agent or item.agent_command for item in self.eval.named.values())
@@ -179,6 +204,17 @@ class RunConfig(Section):
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
+    def gateways(self) -> int:
+        """Returns how many gateways `myxo up` starts: as many as are asked for, else one where somebody needs it."""
+        given = self.gateway.gateway_replicas
+        return int(self.has_agents or self.ingest.ingest_groups != "off") if given is None else given
+
+    @property
+    def opens_doors(self) -> bool:
+        """Whether replicas draw for gateways, of this machine or of others."""
+        return self.gateways > 0 or self.has_agents
 
     @property
     def trained(self) -> Path:

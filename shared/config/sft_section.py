@@ -21,7 +21,7 @@ class SftSection(Section):
     )
     sft_steps: int = Field(default=100, gt=0, description="optimizer steps")
     sft_batch_size: int = Field(default=64, gt=0, description="demonstrations a step")
-    sft_lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
+    sft_lr: float = Field(default=1e-5, ge=0, description="peak learning rate")
     sft_min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
     sft_warmup_iters: int = Field(default=0, ge=0, description="steps of linear warm-up")
     sft_warmup_fraction: float | None = Field(

@@ -50,6 +50,12 @@ RESERVED = {
 }
 """Flags that only the rollout service sets, and what to do instead."""
 
+ONE_ALONE = {
+    "pp-size": "1: the GPUs of an engine hold its tensors together (rollout_num_gpus_per_engine), and weights are pushed to them so",
+    "dp-size": "1, or more with enable-dp-attention; further engines are rollout services of their own (rollout_num_gpus)",
+}
+"""Flags of which only a value of 1 is taken, and why; but for ``dp-size`` where attention is shared over it."""
+
 OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
 """Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
 
@@ -164,6 +170,7 @@ class EngineFlags:
     def problems(self, given: Mapping[str, Any]) -> Iterator[ConfigError]:
         """Yields an error for each flag of ``[rollout.sglang]`` that this SGLang's parser refuses or that the run sets itself."""
         seen: dict[str, str] = {}
+        shares_attention = any(plain_name(key) == "enable-dp-attention" and value is not False for key, value in given.items())
         for key, value in given.items():
             field, name = f"rollout.sglang.{key}", plain_name(key)
             flag = self.find(name)
@@ -176,6 +183,8 @@ class EngineFlags:
                 yield ConfigError(field, value, f"unknown flag of SGLang {self.sglang}; {hint}")
             elif own in seen:
                 yield ConfigError(field, value, f"--{own} is given twice in [rollout.sglang]: {seen[own]} is the other")
+            elif own in ONE_ALONE and str(value) != "1" and not (own == "dp-size" and shares_attention):
+                yield ConfigError(field, value, ONE_ALONE[own])
             elif (expected := flag.problem(value)) is not None:
                 yield ConfigError(field, value, f"expected {expected} (--{own} of SGLang {self.sglang})")
             seen.setdefault(own, key)

@@ -51,6 +51,16 @@ def _presets(algorithm: Mapping[str, Any], field: str) -> bool:
     return any(field in presets.PRESETS.get(name, {}) for name in ([given] if isinstance(given, str) else given))
 
 
+def settle(given: dict[str, dict[str, Any]]) -> list[str]:
+    """Takes out of a command line what is without effect in slime; returns the lines for the user."""
+    algorithm = given.get("algorithm", {})
+    coefficient = algorithm.get("kl_loss_coef")
+    if coefficient is None or _is_on(algorithm.get("use_kl_loss")) or not _is_above_zero(coefficient):
+        return []
+    del algorithm["kl_loss_coef"]
+    return [f"--kl-loss-coef {coefficient} changes nothing without --use-kl-loss, as with slime"]
+
+
 def note(fields: Values) -> str:
     """Returns the line that tells a user which defaults were taken."""
     shown = ", ".join(f"{name} = {_shown(value)}" for section in fields.values() for name, value in section.items())
@@ -63,6 +73,14 @@ def _shown(value: Any) -> str:
 
 def _is_on(value: Any) -> bool:
     return str(value).lower() == "true"
+
+
+def _is_above_zero(value: Any) -> bool:
+    """Returns whether a value is a number above 0; what is none is reported by the field's own check."""
+    try:
+        return float(value) > 0
+    except ValueError:
+        return False
 
 
 def _count(value: Any) -> int:

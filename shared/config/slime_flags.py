@@ -110,6 +110,7 @@ NO_OPS: dict[str, NoOp] = {
     "use_dynamic_batch_size": NoOp("switch", "micro-batches are always packed by tokens, up to --max-tokens-per-gpu"),
     "log_probs_max_tokens_per_gpu": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
     "log_probs_chunk_size": NoOp("int", "log-probs are computed without a copy of the logits; the values are the same"),
+    "ref_micro_batch_size": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
     "recompute_loss_function": NoOp("switch", "it saves memory and changes no value; lower --max-tokens-per-gpu where memory is short"),
     "balance_data": NoOp("switch", "batches are always balanced over the data-parallel ranks"),
     "balance_by_flops": NoOp("switch", "batches are always balanced over the data-parallel ranks, by operations"),
@@ -146,7 +147,6 @@ _REASONS = {
     "release_train": "use --offload-train: a trainer that gives its memory back stays alive",
     "custom_update_weight_post_write_path": "snapshots lie on a file system that trainer and engines see alike",
     "custom_model_provider_path": "the model is built from --hf-checkpoint; docs/models.md lists the families",
-    "megatron_config_path": "actor and critic have fields of their own: --critic-lr, --critic-load, --critic-num-gpus-per-node",
     "ref_ckpt_step": "the reference policy starts from --hf-checkpoint",
     "opd_teacher_ckpt_step": "the teacher is the checkpoint of --opd-teacher-load",
     "start_rollout_id": "a run goes on after its last checkpoint by itself",
@@ -184,7 +184,7 @@ REFUSED: dict[str, NotTaken] = {name: NotTaken(reason) for name, reason in _REAS
 """Flags of slime's that no value is taken of."""
 
 ROUTER = "router_"
-"""What the flags of slime's router begin with."""
+"""What the flags of slime's router begin with, behind ``sglang_`` or alone."""
 
 ANYTHING = "anythings"
 """The kind of a flag whose value nobody looks at: any number of words."""
@@ -200,7 +200,7 @@ def entries() -> dict[str, Entry]:
 
 def find(name: str) -> Entry | None:
     """Returns the entry of a flag, its name with underscores; None for any other."""
-    return entries().get(name, _OF_THE_ROUTER if name.startswith(ROUTER) else None)
+    return entries().get(name, _OF_THE_ROUTER if name.removeprefix("sglang_").startswith(ROUTER) else None)
 
 
 def takes_several(entry: Entry) -> bool:

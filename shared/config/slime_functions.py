@@ -13,6 +13,8 @@ DEFAULT = EVAL_LOOP
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 DEMONSTRATIONS = "slime.rollout.sft_rollout.generate_rollout"
 
+STREAMING = "slime.rollout.sglang_streaming_rollout.generate_streaming"
+
 TEACHER = "slime.rollout.on_policy_distillation.reward_func"
 WEIGHTS = {
     "slime.backends.megatron_utils.loss.vanilla_tis_function": "clip",
@@ -45,7 +47,7 @@ Values = dict[str, Any]
 
 def settle(values: Values) -> list[str]:
     """Puts in the place of slime's own functions what they stand for; returns the lines for the user."""
-    return [*_settle_rollout(values), *_settle_teacher(values), *_settle_weights(values)]
+    return [*_settle_rollout(values), *_settle_generate(values), *_settle_teacher(values), *_settle_weights(values)]
 
 
 def _settle_teacher(values: Values) -> list[str]:
@@ -87,6 +89,15 @@ def _settle_rollout(values: Values) -> list[str]:
             _train_demonstrations(values)
             return [f"{_FLAG} {path} is --num-rollout 0 with --sft-data: demonstrations are trained, nothing is generated"]
     return []
+
+
+def _settle_generate(values: Values) -> list[str]:
+    """slime's function that reads an engine's answer as it grows, so that what is aborted is kept: as rollout services do."""
+    rollout = values.get("rollout")
+    if not isinstance(rollout, dict) or _dotted(rollout.get("custom_generate_function_path")) != STREAMING:
+        return []
+    del rollout["custom_generate_function_path"]
+    return [f"--custom-generate-function-path {STREAMING} is what the rollout services do"]
 
 
 def _train_demonstrations(values: Values) -> None:

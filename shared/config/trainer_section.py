@@ -64,7 +64,7 @@ class TrainerSection(Section):
     actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer; today one")
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")
     critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
-    critic_lr: float | None = Field(default=None, gt=0, description="the critic's learning rate; default: lr")
+    critic_lr: float | None = Field(default=None, ge=0, description="the critic's learning rate; default: lr")
     critic_load: Annotated[Path | None, AfterValidator(hub_names.checked_model)] = Field(
         default=None, description="HF checkpoint that the critic starts from, named as hf_checkpoint; default: that"
     )
@@ -92,7 +92,7 @@ class TrainerSection(Section):
     global_batch_size: int | None = Field(
         default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"
     )
-    lr: float = Field(default=1e-6, gt=0, description="learning rate")
+    lr: float = Field(default=1e-6, ge=0, description="learning rate; 0: everything is computed, and no weight moves")
     min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
     lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     lr_warmup_fraction: float | None = Field(
@@ -172,6 +172,9 @@ class TrainerSection(Section):
     custom_megatron_init_path: str | None = hook("that every trainer rank calls before it builds the model")
     custom_megatron_before_log_prob_hook_path: str | None = hook("that is called before log-probs are computed")
     custom_megatron_before_train_step_hook_path: str | None = hook("that is called before each optimizer step")
+    megatron_config_path: Path | None = Field(
+        default=None, description="slime's YAML file of what actor and critic have of their own; becomes their fields"
+    )
     megatron: dict[str, Any] = Field(
         default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
     )

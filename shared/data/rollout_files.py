@@ -98,7 +98,7 @@ class RolloutRecord(BaseModel):
             index=sample.index,
             prompt=np.asarray(sample.prompt_ids or (), np.int32),
             response=np.asarray(sample.response_ids or (), np.int32),
-            log_probs=np.asarray(sample.log_probs or (), np.float32),  # nan where there is none
+            log_probs=None if sample.log_probs is None else np.asarray(sample.log_probs, np.float32),  # nan where there is none
             mask=np.asarray(sample.mask or (), np.uint8),
             segments=sample.segments,
             finish=sample.finish,
@@ -184,9 +184,9 @@ def sample_of(
 
     arrays: dict[str, Any] = {}
     if tokens:
-        log_probs = sample.log_probs.astype(np.float64).round(6)  # float32 has no more, and would be written with 17 digits
-        arrays = {"prompt_ids": sample.prompt.tolist(), "response_ids": sample.response.tolist()}
-        arrays |= {"log_probs": log_probs.tolist(), "mask": sample.mask.tolist()}
+        arrays = {"prompt_ids": sample.prompt.tolist(), "response_ids": sample.response.tolist(), "mask": sample.mask.tolist()}
+        if sample.log_probs is not None:  # float32 has no more digits, and would be written with 17
+            arrays["log_probs"] = sample.log_probs.astype(np.float64).round(6).tolist()
     return RolloutSample.model_construct(
         index=sample.index,
         reward=reward,

@@ -31,8 +31,8 @@ class Tokenizer:
         settings = _json(model / "tokenizer_config.json")
         self._special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
         template_file = model / "chat_template.jinja"
-        self._template: str | None = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
-        self.has_chat_template = self._template is not None
+        self.template: str | None = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
+        self.has_chat_template = self.template is not None
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.stop_ids = self._stop_ids(model)
 
@@ -54,13 +54,28 @@ class Tokenizer:
         """Returns the text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
         return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
 
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its text; None where there is none."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    @property
+    def eos_id(self) -> int | None:
+        """Returns the id of the tokenizer's own end token, if it has one."""
+        return self.token_id(self._special.get("eos_token", ""))
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Returns the texts of the tokens that are left out of responses."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Renders chat messages by the model's chat template, with the generation prompt.
 
         ``variables``: more of the template's variables; ``tools`` and ``documents`` are none unless they are among them, as templates
         expect of transformers. Raises ConfigError where the model has no template or it does not take these messages.
         """
-        if self._template is None:
+        if self.template is None:
             expected = "the model has no chat template; give it a chat_template.jinja, or prompts as text"
             raise ConfigError("data.apply_chat_template", True, expected)
         try:
@@ -72,8 +87,8 @@ class Tokenizer:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         """Returns the chat template, compiled once: that takes a hundred times as long as rendering a chat."""
-        assert self._template is not None
-        return _environment().from_string(self._template)
+        assert self.template is not None
+        return _environment().from_string(self.template)
 
     def _stop_ids(self, model: Path) -> list[int]:
         """Returns the ids that end a response: generation_config's, else config's, else the tokenizer's eos token."""

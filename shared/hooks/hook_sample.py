@@ -15,7 +15,7 @@ class HookSample:
     group_index: index of the group. index: of the rollout among all of the run's. rollout_id: samples that share it count as one rollout.
     prompt: what was rendered by the chat template, where it is applied. tokens: ids of the rendered prompt, then of the response;
     response: the text of its last ``response_length`` tokens. loss_mask: one entry a response token, 1 where it is trained; None: all of
-    them. rollout_log_probs: one a response token, the engine's; 0.0 where the mask is 0.
+    them. rollout_log_probs: one a response token, the engine's; 0.0 where the mask is 0; None: they have not been kept.
     weight_versions: see `shared.hooks.sample_conversion`. reward: one number, or named ones. remove_sample: leave it out of the loss.
     rollout_top_p_token_ids, rollout_top_p_token_offsets: the nucleus of each response token, ragged. rollout_routed_experts: int32
     [T - 1, layers, experts a token]. generate_function_path, custom_rm_path: this sample's own functions. train_metadata: for functions in
@@ -113,8 +113,9 @@ class HookSample:
         """Appends to the response and keeps all that belongs to its tokens in step. The sample's lists are extended in place.
 
         Args:
-            tokens, log_probs: lists, arrays or tensors; one log-prob a token, needed where they are ``trainable``. Tokens of tools and
-                environments have none and are not trained.
+            tokens, log_probs: lists, arrays or tensors; one log-prob a token, where they are ``trainable``. Without them the sample has
+                none at all, and the trainer computes its own, if the objective can do with these. Tokens of tools and environments have
+                none and are not trained.
             meta_info: the engine's, of the answer with these tokens: it sets ``status``, counters and, where the engine tells them,
                 versions.
             update_terminal_info: False for a part of an answer: status and counters stay as they are.
@@ -129,30 +130,40 @@ class HookSample:
             self.tokens = _extended(self.tokens, ids)
             self.response_length += len(ids)
             self.loss_mask = _extended([1] * before if self.loss_mask is None else self.loss_mask, [int(trainable)] * len(ids))
-            self.rollout_log_probs = _extended([0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs, given)
+            if given is not None:
+                self.rollout_log_probs = _extended([0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs, given)
             self.weight_versions = _extended(versions, engine_meta.versions(meta, len(ids)))
             engine_meta.add_nucleus(self, meta, len(ids), trainable)
-        elif self.rollout_log_probs is None and log_probs is not None:
+        elif self.rollout_log_probs is None and log_probs is not None and not self._trained_before():
             self.rollout_log_probs = [0.0] * before
         engine_meta.set_routed_experts(self, args, meta)
         if update_terminal_info and "finish_reason" in meta:
             self._end(args, meta)
         self._check_lengths()
 
-    def _checked_log_probs(self, count: int, log_probs: Any, trainable: bool) -> list[float]:
-        """Returns the log-probs of ``count`` tokens to append, or raises ValueError."""
+    def _checked_log_probs(self, count: int, log_probs: Any, trainable: bool) -> list[float] | None:
+        """Returns the log-probs of ``count`` tokens to append; None where the sample keeps none. Raises ValueError."""
         if log_probs is None:
-            if trainable and count:
-                raise ValueError(f"{count} trainable tokens without log_probs")
-            return [0.0] * count
+            return self._without_log_probs(count, trainable)
         given = [float(value) for value in engine_meta.listed(log_probs)]
         if not trainable and count:
             raise ValueError("tokens that are not trainable have no log_probs")
         if len(given) != count:
             raise ValueError(f"{len(given)} log_probs for {count} tokens")
-        if count and self.response_length and self.rollout_log_probs is None:
+        if count and self.response_length and self.rollout_log_probs is None and self._trained_before():
             raise ValueError(f"the {self.response_length} response tokens before these have no rollout_log_probs")
         return given
+
+    def _without_log_probs(self, count: int, trainable: bool) -> list[float] | None:
+        if not count or not trainable:
+            return None if self.rollout_log_probs is None and self._trained_before() else [0.0] * count
+        if self.rollout_log_probs is not None and self._trained_before():
+            raise ValueError(f"{count} trainable tokens without log_probs, after {self.response_length} response tokens with them")
+        self.rollout_log_probs = None
+        return None
+
+    def _trained_before(self) -> bool:
+        return self.response_length > 0 and (self.loss_mask is None or any(self.loss_mask))
 
     def _end(self, args: Any, meta: Mapping[str, Any]) -> None:
         """Takes over what the engine says of a whole answer."""

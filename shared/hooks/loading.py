@@ -57,11 +57,11 @@ class HookFailed(MyxoError):
     """A custom function raised, or returned a value that cannot be used.
 
     Args:
-        field, path: which one. reason: what happened, on one line. final: it should not be tried again.
+        field, path: which one. reason: what happened, on one line. disruptive: it held up or ended the process that it ran in.
     """
 
-    def __init__(self, field: str, path: str, reason: str, final: bool = False) -> None:
-        self.field, self.path, self.reason, self.final = field, path, reason, final
+    def __init__(self, field: str, path: str, reason: str, disruptive: bool = False) -> None:
+        self.field, self.path, self.reason, self.disruptive = field, path, reason, disruptive
         super().__init__(f"{field} = {path}: {reason}")
 
 

@@ -27,7 +27,7 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample as StoredSample
-from shared.schema.sample import Score, segments_of
+from shared.schema.sample import SampleLimits, Score, segments_of
 
 log = structlog.get_logger()
 
@@ -88,7 +88,7 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         label=stored.reference.value,
         reward=reward,
         loss_mask=stored.mask.tolist(),
-        rollout_log_probs=stored.log_probs.tolist(),
+        rollout_log_probs=None if stored.log_probs is None else stored.log_probs.tolist(),
         weight_versions=stored.versions().tolist(),
         remove_sample=False if score is None else score.removed,
         status=FINISHED[stored.finish],
@@ -115,24 +115,26 @@ def _attributes(given: HookSample) -> dict[str, Any]:
 
 
 def to_stored(
-    given: HookSample, group: str, index: int, rollout: int, served: Served, vocabulary: int, unfinished: bool = False
+    given: HookSample, group: str, index: int, rollout: int, served: Served, limits: SampleLimits, unfinished: bool = False
 ) -> StoredSample:
     """Returns what a hook generated in the form that goes into the store, checked.
 
     Args:
-        index: of the sample in its group. rollout: which rollout it comes from. vocabulary: token ids are below it.
+        index: of the sample in its group. rollout: which rollout it comes from. limits: those of the run's samples.
         unfinished: it may be ABORTED, to be gone on with.
 
     Raises BadMessage, naming the field and what would be right.
     """
     where = f"sample {group}/{index}"
-    tokens, length = _tokens(given, vocabulary, where), given.response_length
+    tokens, length = _tokens(given, limits.vocabulary, where), given.response_length
     mask = _mask(given, where)
     log_probs = _log_probs(given, mask, where)
     if log_probs is None and is_evaluation(group):  # nothing of it is trained
-        mask, log_probs = np.zeros(length, np.uint8), np.zeros(length, np.float32)
-    if log_probs is None:
-        raise BadMessage(f"{where}: rollout_log_probs is missing; each trained token needs the log-prob that the engine gave it")
+        mask = np.zeros(length, np.uint8)
+    if log_probs is None and limits.log_probs_reader is not None and mask.any():
+        raise BadMessage(
+            f"{where}: rollout_log_probs is missing, the log-probs of tokens as the engine drew them; {limits.log_probs_reader}"
+        )
     status = status_of(given.status)
     if status not in _FINISH or (status is Status.ABORTED and not unfinished):
         raise BadMessage(f"{where}: status is {given.status}; expected COMPLETED or TRUNCATED")
@@ -166,7 +168,7 @@ def to_stored(
         given_reward=given_reward,
         attributes=_attributes(given),
     )
-    stored.check()
+    stored.check(limits)
     return stored
 
 
@@ -198,9 +200,9 @@ def _mask(given: HookSample, where: str) -> NDArray[np.uint8]:
 
 
 def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArray[np.float32] | None:
-    """Returns float32 [R], 0 where nothing is trained; None where some are needed and missing."""
+    """Returns float32 [R], 0 where nothing is trained; None where the function has not kept them."""
     if given.rollout_log_probs is None:
-        return None if mask.any() else np.zeros(len(mask), np.float32)
+        return None
     values = _array(given.rollout_log_probs, "fiu", f"{where}: rollout_log_probs", "numbers").astype(np.float32)
     if len(values) != len(mask):
         raise BadMessage(f"{where}: rollout_log_probs has {len(values)} entries for {len(mask)} response tokens")

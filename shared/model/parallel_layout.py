@@ -144,7 +144,9 @@ def _pipeline_problems(a: Architecture, layout: ParallelLayout, overrides: Mappi
         name = next(iter(uneven))
         yield ConfigError(f"trainer.megatron.{name}", uneven[name], "not given; pipeline_model_parallel_size is 1")
     elif not uneven and a.num_layers % layout.pipeline:
-        yield ConfigError("trainer.pipeline_model_parallel_size", layout.pipeline, f"a divisor of its {a.num_layers} layers")
+        last = a.num_layers - (layout.pipeline - 1) * -(-a.num_layers // layout.pipeline)
+        uneven_fit = f"; or --decoder-last-pipeline-num-layers {last} for the last stage" if last > 0 else ""
+        yield ConfigError("trainer.pipeline_model_parallel_size", layout.pipeline, f"a divisor of its {a.num_layers} layers{uneven_fit}")
     elif not uneven:
         yield from _chunk_problems(layout, {f"each of the {layout.pipeline} stages": a.num_layers // layout.pipeline})
     elif len(sized) == len(uneven):  # otherwise Megatron itself sizes the stages

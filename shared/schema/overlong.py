@@ -44,7 +44,7 @@ def _cut(sample: Sample, longest: int, policy: OverlongPolicy) -> Sample:
     return replace(
         sample,
         response=sample.response[:room],
-        log_probs=sample.log_probs[:room],
+        log_probs=None if sample.log_probs is None else sample.log_probs[:room],
         mask=sample.mask[:room] if policy == "truncate" else np.zeros(room, np.uint8),
         segments=[(start, min(end, room), version) for start, end, version in sample.segments if start < room],
         finish="length",

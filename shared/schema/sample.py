@@ -46,10 +46,12 @@ class SampleLimits:
 
     vocabulary: token ids lie in [0, vocabulary), by the ``vocab_size`` of the model's config. newest: the newest weight version that there
     can be (`shared.schema.versions.newest_possible`). There is no oldest one: what becomes of stale samples is the buffer's decision.
+    log_probs_reader: what reads the rollout's log-probs (`shared.config.log_probs_reader`), so that no trained token may lack them.
     """
 
     vocabulary: int = 1 << 31
     newest: int = (1 << 31) - 1
+    log_probs_reader: str | None = None
 
 
 _FORMAT = SampleLimits()
@@ -67,9 +69,10 @@ class InvalidSample(BadMessage):
 class Sample:
     """One trajectory: the form that rollout makes, the store keeps and trainer, reward and buffer read.
 
-    prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens; mask: uint8 [R],
-    1 where the token is trained; segments: (start, end, version) spans that tile [0, R) in order; text: the decoded response; rollout:
-    the index of the group's rollout that it comes from, by default its own ``index``; samples that fan out of one rollout share it.
+    prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens, None where a
+    function of the user's has not kept them; mask: uint8 [R], 1 where the token is trained; segments: (start, end, version) spans that tile
+    [0, R) in order; text: the decoded response; rollout: the index of the group's rollout that it comes from, by default its own ``index``;
+    samples that fan out of one rollout share it.
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     """
@@ -78,7 +81,7 @@ class Sample:
     index: int
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
-    log_probs: NDArray[np.float32]
+    log_probs: NDArray[np.float32] | None
     mask: NDArray[np.uint8]
     segments: list[tuple[int, int, int]]
     finish: Literal["stop", "length", "abort"]
@@ -127,14 +130,14 @@ class Sample:
             self._field_problem()
             or self._token_problem(limits.vocabulary)
             or self._alignment_problem()
-            or self._log_prob_problem()
+            or self._log_prob_problem(limits.log_probs_reader)
             or self._segment_problem(limits.newest)
         )
 
     def _field_problem(self) -> str | None:
         for name, (kinds, _) in _ARRAYS.items():
-            array = getattr(self, name)
-            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
+            array, absent = getattr(self, name), name == "log_probs" and self.log_probs is None
+            if not absent and not _is_array(array, kinds):
                 return f"{name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}"
         for name in ("index", "rollout"):
             if type(value := getattr(self, name)) is not int or not 0 <= value < 1 << 31:
@@ -168,16 +171,18 @@ class Sample:
 
     def _alignment_problem(self) -> str | None:
         length = len(self.response)
-        for name in ("log_probs", "mask"):
-            if len(getattr(self, name)) != length:
-                return f"{name} has {len(getattr(self, name))} entries for {length} response tokens"
+        for name, values in (("log_probs", self.log_probs), ("mask", self.mask)):
+            if values is not None and len(values) != length:
+                return f"{name} has {len(values)} entries for {length} response tokens"
         if length and self.mask.item(self.mask.argmax()) > 1:
             return f"mask holds {self.mask.max()}; expected 0 and 1"
         return None
 
-    def _log_prob_problem(self) -> str | None:
+    def _log_prob_problem(self, reader: str | None) -> str | None:
         least, most = LOG_PROBS
         values = self.log_probs
+        if values is None:
+            return f"log_probs are missing: {reader}" if reader is not None and self.mask.any() else None
         # all of them at once first, in which one NaN makes a comparison false: what is masked out nearly always fits, too
         if not len(values) or (values.item(values.argmin()) >= least and values.item(values.argmax()) <= most):
             return None
@@ -247,6 +252,10 @@ class Score:
     unread: Reason = ""
 
 
+def _is_array(given: object, kinds: str) -> bool:
+    return isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in kinds
+
+
 def _is_given_reward(given: object) -> bool:
     if isinstance(given, dict):
         return len(given) <= MAX_PARTS and all(is_part_name(name) and _is_given_number(number) for name, number in given.items())
@@ -298,7 +307,8 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
         if size >= blob_bytes and len(batches[-1]) >= fewest:
             batches.append([])
             size = 0
-        arrays = {name: codec.array(getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
+        given = {name: (getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
+        arrays = {name: None if values is None else codec.array(values, dtype) for name, (values, dtype) in given.items()}
         batches[-1].append(vars(sample) | arrays)
         size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
     return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]

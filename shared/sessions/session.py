@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from shared.runtime.errors import MyxoError
-from shared.schema.limits import MAX_SPANS, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
+from shared.schema.limits import LARGEST, MAX_SPANS, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
 from shared.schema.message import Message, Tokens
 from shared.schema.messages import Sampling
 
@@ -73,7 +73,8 @@ class Session(Message):
     """The first record of a session: rollout number ``rollout`` of attempt ``attempt`` at a group.
 
     ``key_digest``: of its key's secret. ``deadline``: the end of its last turn. ``sampling``: how its tokens are drawn, where its client
-    may not say so. ``min_version``: the oldest weight version that may draw for it. ``evaluation``: nothing of it is trained.
+    may not say so; ``seed``: by what, in engines with deterministic inference. ``min_version``: the oldest weight version that may draw for
+    it. ``evaluation``: nothing of it is trained.
     """
 
     id: SessionId
@@ -83,6 +84,7 @@ class Session(Message):
     key_digest: SecretDigest
     deadline: Timestamp
     sampling: Sampling
+    seed: int | None = Field(default=None, ge=0, le=LARGEST)
     min_version: Count = 0
     evaluation: bool = False
 

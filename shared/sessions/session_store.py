@@ -4,6 +4,7 @@ RPUSHX appends where there is a session, in one step; nothing is read, compared 
 record twice, after a connection that broke, changes nothing (`shared.sessions.session`).
 """
 
+import secrets
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage
 from shared.schema.message import Message
 from shared.sessions.session import (
+    SECRET_BYTES,
     PendingTurn,
     Session,
     SessionEnded,
@@ -29,6 +31,9 @@ from shared.store.payload_store import Store
 
 KEPT_SECONDS = 3600.0
 """The time after its deadline for which a session can still be read."""
+
+DRAW_KEY = ".draw-key"
+"""In the place of a session's id, of which none begins with a dot."""
 
 STORE_SECONDS = 30.0
 """The deadline of one command, with its repetitions while the store is away."""
@@ -71,11 +76,7 @@ class SessionStore:
 
     async def refresh(self, log: SessionLog) -> None:
         """Reads what has been appended to a session's log since. Raises SessionUnknown where it has expired."""
-        key = self._names.session_key(log.session.id)
-        length, found = await self._command(f"session {log.session.id}", ("LLEN", key), ("LRANGE", key, log.length, -1))
-        if not length:
-            raise SessionUnknown(f"there is no session {log.session.id} any more")
-        log.apply(map(Message.decode, found))
+        await self._catch_up(log, f"session {log.session.id}", "LLEN")
 
     async def begin(self, log: SessionLog, turn: TurnBegun) -> Turn | PendingTurn:
         """Begins a turn, or takes it over where the lease of who drew it has run out.
@@ -126,17 +127,31 @@ class SessionStore:
             keys = [self._names.session_key(session) for session in sessions]
             await self._command(f"removal of {len(sessions)} sessions", ("UNLINK", *keys))
 
+    async def make_draw_key(self) -> str:
+        """Returns the key by which gateways ask replicas for tokens, and makes it where there is none."""
+        key = self._names.session_key(DRAW_KEY)
+        _, found = await self._command("the key for draws", ("SETNX", key, secrets.token_hex(SECRET_BYTES)), ("GET", key))
+        return bytes(found).decode()
+
+    async def draw_key(self) -> str | None:
+        """Returns that key; None where no replica has made it yet."""
+        [found] = await self._command("the key for draws", ("GET", self._names.session_key(DRAW_KEY)))
+        return None if found is None else bytes(found).decode()
+
     async def _append(self, log: SessionLog, record: TurnRecord) -> None:
         """Appends a record and folds what has been appended since the log was read. Raises SessionOver, SessionUnknown."""
         if log.ended is None:
-            key = self._names.session_key(log.session.id)
-            what = f"turn {record.request} of session {log.session.id}"
-            length, found = await self._command(what, ("RPUSHX", key, record.encode()), ("LRANGE", key, log.length, -1))
-            if not length:
-                raise SessionUnknown(f"there is no session {log.session.id} any more")
-            log.apply(map(Message.decode, found))
+            await self._catch_up(log, f"turn {record.request} of session {log.session.id}", "RPUSHX", record.encode())
         if log.ended is not None and record.request not in log.turns:
             raise SessionOver(f"session {log.session.id} has ended" + (f": {log.ended.reason}" if log.ended.reason else ""))
+
+    async def _catch_up(self, log: SessionLog, what: str, command: str, *arguments: bytes) -> None:
+        """Runs a command on a session's list that answers its length, and folds what was appended since the log was read."""
+        key, start = self._names.session_key(log.session.id), log.length
+        length, found = await self._command(what, (command, key, *arguments), ("LRANGE", key, start, -1))
+        if not length:
+            raise SessionUnknown(f"there is no session {log.session.id} any more")
+        log.apply(map(Message.decode, found[log.length - start :]))  # another task may have folded some of them meanwhile
 
     @staticmethod
     def _still(log: SessionLog, record: TurnRecord) -> PendingTurn:

@@ -1,7 +1,7 @@
 """Answers the calls of a `shared.workers.worker_pool.WorkerPool` in one of its processes.
 
-It speaks in `shared.workers.frames`. In, once, the setup; out: ``{"waits": [verb, …]}`` with the verbs of calls that give way to others, or
-``{"refused": [field, value, expected]}`` where the setup cannot be met. Then a request is ``[id, request]`` and is answered with
+It speaks in `shared.workers.frames`. In, once, the setup; out: ``{"waits": [verb, …], "block_s": seconds or None}``, as `Calls` has them,
+or ``{"refused": [field, value, expected]}`` where the setup cannot be met. Then a request is ``[id, request]`` and is answered with
 ``[id, None]`` when it is taken up and with ``[id, answer]``, a map, when it is done; the request None cancels the call of its id, which is
 answered at once.
 """
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from shared.runtime.errors import ConfigError
 from shared.workers import frames, running_call
 from shared.workers.frames import FrameStream
-from shared.workers.running_call import BlockedCall, RunningCall
+from shared.workers.running_call import BlockedCall, CallExit, RunningCall, is_blocked
 
 FIRST_STEPS_SECONDS = 0.001
 """The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting
@@ -43,7 +43,7 @@ def serve_calls(opened: Callable[[dict[str, Any]], Calls]) -> None:
     except ConfigError as error:
         channel.send([call_id, {"refused": [error.field, str(error.value), error.expected]}])
         return
-    channel.send([call_id, {"waits": calls.waits}])
+    channel.send([call_id, {"waits": calls.waits, "block_s": calls.block_s}])
     try:
         asyncio.run(_serve(channel, calls))  # one loop for all calls: functions may keep connections
     except* EOFError:
@@ -52,7 +52,8 @@ def serve_calls(opened: Callable[[dict[str, Any]], Calls]) -> None:
 
 async def _serve(channel: FrameStream, calls: Calls) -> None:
     """Serves calls. Raises EOFError when the service is gone; an exception of a call ends the process."""
-    requests, tasks = await channel.stream(), dict[int, asyncio.Task[None]]()
+    requests, tasks, serving = await channel.stream(), dict[int, asyncio.Task[None]](), asyncio.current_task()
+    assert serving is not None
     if path := os.environ.get(running_call.VARIABLE):
         RunningCall(Path(path), calls.block_s).follow(asyncio.get_running_loop())
     async with asyncio.TaskGroup() as running:
@@ -66,17 +67,19 @@ async def _serve(channel: FrameStream, calls: Calls) -> None:
             channel.send([call_id, None])
             context = copy_context()
             context.run(running_call.CALL_ID.set, call_id)
-            tasks[call_id] = running.create_task(_call(channel, calls, call_id, request), context=context)
+            tasks[call_id] = running.create_task(_call(channel, calls, serving, call_id, request), context=context)
             tasks[call_id].add_done_callback(lambda _, call_id=call_id: tasks.pop(call_id))  # type: ignore[misc]
             if request.get("verb") in calls.waits:
                 await asyncio.sleep(FIRST_STEPS_SECONDS)
 
 
-async def _call(channel: FrameStream, calls: Calls, call_id: int, request: dict[str, Any]) -> None:
+async def _call(channel: FrameStream, calls: Calls, serving: asyncio.Task[None], call_id: int, request: dict[str, Any]) -> None:
     try:
         answer = await calls.answer(request)
     except asyncio.CancelledError:  # late, or the function's own doing
+        if serving.cancelling():  # the process ends, which is no answer
+            return
         answer = {"error": "the call was cancelled"}
-    except BlockedCall as blocked:
-        answer = {"error": str(blocked), "blocked": True}
+    except (BlockedCall, CallExit, SystemExit, KeyboardInterrupt, BaseExceptionGroup) as error:
+        answer = {"error": f"{type(error).__name__}: {error}", "blocked": is_blocked(error)}
     channel.send([call_id, answer])

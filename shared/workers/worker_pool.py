@@ -2,7 +2,7 @@
 
 A process has at most one call that blocks its event loop, and besides any number of calls that only wait (``waits``). If a process with
 several calls dies, those that were not the cause are made once more, each alone in a process where nobody knows the cause; so no call fails
-because of another.
+because of another. Processes for one call alone are there besides the pool's, so that no other call waits for them.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class CallBlocked(WorkerFailed):
 
 
 class WorkerPool:
-    """A pool of ``size`` processes, and at most as many retired ones that only finish their calls.
+    """A pool of ``size`` processes, at most as many retired ones that only finish their calls, and as many for one call each.
 
     Args:
         name: their name in errors. module: the module that they run, which calls `shared.workers.call_server.serve_calls`.
@@ -36,7 +36,9 @@ class WorkerPool:
         self._environment = worker_environment(variables)
         self._workers = [self._fresh() for _ in range(size)]
         self._leaving: set[Worker] = set()
-        self._lock = asyncio.Lock()  # first come, first served: a call that needs a process of its own gets one
+        self._lone: set[Worker] = set()
+        self._lone_places = asyncio.Semaphore(size)
+        self._lock = asyncio.Lock()  # first come, first served
         self._changed = asyncio.Event()
         self._waits: list[str] = []
 
@@ -52,10 +54,12 @@ class WorkerPool:
     @property
     def processes(self) -> list[ChildProcess]:
         """Returns the running processes."""
-        found = [worker.process for worker in (*self._workers, *self._leaving) if worker.process is not None]
+        found = [worker.process for worker in self._all() if worker.process is not None]
         return [process for process in found if process.running()]
 
-    async def ask(self, request: dict[str, Any], awaited: str, awaited_from: str, deadline: float) -> dict[str, Any]:
+    async def ask(
+        self, request: dict[str, Any], awaited: str, awaited_from: str, deadline: float, *, alone: bool = False, once: bool = False
+    ) -> dict[str, Any]:
         """Returns a worker's answer, which is not to be trusted: a model's or a user's code may share the worker's process.
 
         A caller that is cancelled has the call cancelled in the worker, too.
@@ -63,13 +67,15 @@ class WorkerPool:
         Args:
             request: where its ``verb`` is one of those that wait, the call gives way to others: a worker may have many such in hand.
             awaited, awaited_from: for the error at the deadline. deadline: seconds from when a worker takes the request up.
+            alone: in a process of its own, since it has cost others theirs. once: where another call ends its process it is not made again;
+                that raises WorkerGone, whose ``cause`` is None where nobody knows which call it was.
 
         Raises CallLate (the call is cancelled, or its worker killed and replaced), WorkerDied, WorkerFailed, BadMessage for a request that
         is too long, DeadlineExceeded where a fresh worker does not start, or ConfigError where it refuses the run.
         """
         waits = request.get("verb") in self._waits
         try:
-            answer = await self._answered(request, deadline, waits)
+            answer = await self._answered(request, deadline, waits, alone, once)
         except TimeoutError as late:
             raise CallLate(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
         if "error" in answer:
@@ -78,36 +84,55 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Kills every worker."""
-        await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._leaving)))
+        await asyncio.gather(*(worker.kill() for worker in self._all()))
 
-    async def _answered(self, request: object, deadline: float, waits: bool) -> dict[str, Any]:
-        exclusive = False
+    async def _answered(self, request: object, deadline: float, waits: bool, alone: bool, once: bool) -> dict[str, Any]:
         while True:
             try:
-                return await self._once(request, deadline, waits, exclusive)
+                return await (self._once_alone if alone else self._once)(request, deadline, waits)
             except WorkerGone as gone:
                 if gone.cause:
                     raise WorkerDied(str(gone)) from None
-                if exclusive and gone.cause is None:  # alone it has an answer or an error of its own, unless the pool was closed
+                if once and not alone:
+                    raise
+                if alone and gone.cause is None:  # alone it has an answer or an error of its own, unless the pool was closed
                     raise WorkerFailed(f"{self._name}'s process was ended") from None
-                exclusive |= gone.cause is None
+                alone |= gone.cause is None
 
-    async def _once(self, request: object, deadline: float, waits: bool, exclusive: bool) -> dict[str, Any]:
+    async def _once(self, request: object, deadline: float, waits: bool) -> dict[str, Any]:
         """Returns an answer. Raises TimeoutError that says what was done, and WorkerGone where another call ended the process."""
-        worker = await self._place(waits, exclusive)
-        ended = True
+        worker = await self._place(waits)
+        try:
+            return await self._asked(worker, request, deadline, waits)
+        finally:
+            worker.calls -= 1
+            worker.blocking &= waits
+            await self._tidy()
+
+    async def _once_alone(self, request: object, deadline: float, waits: bool) -> dict[str, Any]:
+        """As `_once`, in a fresh process that ends with the call."""
+        async with self._lone_places:
+            worker = self._fresh()
+            worker.calls = 1
+            self._lone.add(worker)
+            try:
+                return await self._asked(worker, request, deadline, waits)
+            finally:
+                await worker.kill()
+                self._lone.discard(worker)
+
+    @staticmethod
+    async def _asked(worker: Worker, request: object, deadline: float, waits: bool) -> dict[str, Any]:
         try:
             await worker.start()
-            answer = await worker.ask(request, deadline, waits=waits)
-            ended = False
-            return answer
+            return await worker.ask(request, deadline, waits=waits)
         except BadMessage:  # the request was not sent
-            ended = False
             raise
         except asyncio.CancelledError:
-            ended = not waits  # a call that waits gives way
+            worker.retired |= not waits  # a call that waits gives way
             raise
         except TimeoutError:
+            worker.tainted = True
             raise TimeoutError("its call was cancelled") from None
         except WorkerBlocked as blocked:
             alone = worker.calls == 1 and not worker.retired
@@ -115,41 +140,43 @@ class WorkerPool:
             if alone:
                 raise TimeoutError("its process was killed") from None
             raise WorkerGone(str(blocked), cause=None) from None
-        finally:
-            worker.retired |= ended  # threads and children that a late call has left behind end with its process
-            worker.calls -= 1
-            worker.blocking, worker.exclusive = worker.blocking and waits, False
-            await self._tidy()
+        except BaseException:
+            worker.retired = True
+            raise
 
-    async def _place(self, waits: bool, exclusive: bool) -> Worker:
+    async def _place(self, waits: bool) -> Worker:
         """Returns the worker with the fewest calls that may take one more."""
         async with self._lock:
             while True:
                 await self._tidy()
                 self._changed.clear()
-                if found := [worker for worker in self._workers if self._may_take(worker, waits, exclusive)]:
+                if found := [worker for worker in self._workers if self._may_take(worker, waits)]:
                     break
                 await self._changed.wait()
             worker = min(found, key=lambda worker: (worker.calls, worker.process is None))
             worker.calls += 1
-            worker.blocking, worker.exclusive = worker.blocking or not waits, exclusive
+            worker.blocking |= not waits
             return worker
 
-    def _may_take(self, worker: Worker, waits: bool, exclusive: bool) -> bool:
-        if worker.retired or worker.exclusive or (worker.process is None and len(self._leaving) >= self._size):
+    def _may_take(self, worker: Worker, waits: bool) -> bool:
+        if worker.retired or (worker.process is None and len(self._leaving) > self._size):
             return False
-        return not worker.calls if exclusive else waits or not worker.blocking
+        return waits or not worker.blocking
 
     async def _tidy(self) -> None:
-        """Replaces the retired workers, and kills those of them that have no more calls."""
+        """Replaces the retired workers, and the tainted ones as long as others may start; kills those that have no more calls."""
         for index, worker in enumerate(self._workers):
-            if worker.retired:
+            if worker.retired or (worker.tainted and len(self._leaving) < self._size):
+                worker.retired = True
                 self._workers[index] = self._fresh()
                 self._leaving.add(worker)
         for worker in [worker for worker in self._leaving if not worker.calls]:
             await worker.kill()
             self._leaving.discard(worker)
         self._changed.set()
+
+    def _all(self) -> list[Worker]:
+        return [*self._workers, *self._leaving, *self._lone]
 
     def _fresh(self) -> Worker:
         return Worker(self._name, ["-m", self._module], self._setup, self._environment)

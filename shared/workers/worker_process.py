@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import tempfile
+import time
 from asyncio.streams import FlowControlMixin
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -20,6 +21,12 @@ START_SECONDS = 120.0
 
 LOOP_SECONDS = 3.0
 """The time that a process may not respond after a call was late, before it counts as blocked and is killed."""
+
+WATCH_INTERVAL_S = 1.0
+"""The interval at which a process's signs of life are read."""
+
+SILENT_SHARE = 1.5
+"""The multiple of the time for which a call may block its process after which the process is killed: nothing has interrupted the call."""
 
 ENVIRONMENT = (
     "PATH",
@@ -78,18 +85,21 @@ class Worker:
 
     Attributes:
         calls: the number of its calls, those that wait for its start included. blocking: one of them blocks its event loop.
-        exclusive: it is kept for one call. retired: it gets no more calls. ready: its answer when it was ready.
+        retired: it gets no more calls. tainted: nor should it, since it may hold what a late call has left behind.
+        ready: its answer when it was ready.
     """
 
     def __init__(self, name: str, command: list[str], setup: object, environment: Mapping[str, str]) -> None:
         self._name, self._command, self._setup, self._environment = name, command, setup, environment
-        self.calls, self.blocking, self.exclusive, self.retired = 0, False, False, False
+        self.calls, self.blocking, self.retired, self.tainted = 0, False, False, False
         self.process: ChildProcess | None = None
         self.ready: dict[str, Any] = {}
         self._running_call: Path | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._starting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._ended_by = "process ended in the middle of a call"
         self._call_ids = count(1)
         self._open: dict[int, _Answers] = {}
 
@@ -107,7 +117,8 @@ class Worker:
             waits: the call does not hold up the process's event loop, so that it can be cancelled.
 
         Raises TimeoutError, once the process has confirmed that the call is cancelled and goes on with the others. Raises WorkerBlocked
-        where it is late and does not confirm it, WorkerGone where the process ended, and BadMessage for a request that is too long.
+        where it is late and does not confirm it (in a process that is watched another call may block it: TimeoutError all the same),
+        WorkerGone where the process ended, and BadMessage for a request that is too long.
         Where the caller is cancelled, so is a call that waits.
         """
         call_id, answers = next(self._call_ids), _Answers()
@@ -115,7 +126,7 @@ class Worker:
         self._open[call_id] = answers
         try:
             if self._reading is None or self._reading.done():
-                raise self._gone("process ended before it was asked", call_id)
+                raise WorkerGone(f"{self._name}'s process ended before it was asked", cause=False)
             await self._exchange(data, answers, call_id, deadline * len(self._open), "takes up no call")
             try:
                 async with asyncio.timeout(deadline):
@@ -123,7 +134,11 @@ class Worker:
             except TimeoutError:
                 if not waits:
                     raise WorkerBlocked(f"{self._name}'s process is held up") from None
-                await self._exchange(frames.frame([call_id, None]), answers, call_id, LOOP_SECONDS, "is held up")
+                try:
+                    await self._exchange(frames.frame([call_id, None]), answers, call_id, LOOP_SECONDS, "is held up")
+                except WorkerBlocked:
+                    if self._watching is None:
+                        raise
                 raise
         except asyncio.CancelledError:
             if waits and self._requests is not None:
@@ -135,7 +150,7 @@ class Worker:
     async def kill(self) -> None:
         """Kills the process and what it started, and waits for its end."""
         self.retired = True
-        await cancelled([self._starting] if self._starting is not None else [])
+        await cancelled([task for task in (self._starting, self._watching) if task is not None])
         if self.process is not None:
             await asyncio.to_thread(self.process.stop, 0)
         if self._requests is not None:
@@ -159,6 +174,21 @@ class Worker:
             raise WorkerFailed(f"{self._name}'s {words} ({error})") from error
         if isinstance(refused := self.ready.get("refused"), list):
             raise ConfigError(*refused)
+        if (block_s := self.ready.get("block_s")) is not None:
+            self._watching = asyncio.create_task(self._watch(self._running_call, SILENT_SHARE * float(block_s) + LOOP_SECONDS))
+
+    async def _watch(self, note: Path, limit_s: float) -> None:
+        """Kills the process once its loop has given no sign of life for ``limit_s``: a call in C holds the interpreter's lock, say."""
+        began = time.monotonic()
+        while self._reading is not None and not self._reading.done():
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            try:
+                silent_s = min(running_call.silent_s(note), time.monotonic() - began)
+            except OSError:  # it has ended
+                return
+            if silent_s > limit_s and self.process is not None:
+                self._ended_by = f"process was killed: a call held it up for {silent_s:.0f} s, and nothing interrupts that"
+                return self.process.kill()
 
     async def _exchange(self, data: bytes, answers: _Answers, call_id: int, deadline: float, problem: str) -> None:
         """Sends data and returns when the process responds to it. Raises WorkerBlocked, which says the problem, and WorkerGone."""
@@ -174,7 +204,7 @@ class Worker:
             raise self._gone(f"process broke off: {error}", call_id) from error
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        reason = "process ended in the middle of a call"
+        reason = ""
         try:
             while True:
                 call_id, answer = _parsed(await frames.read(stream))
@@ -187,14 +217,14 @@ class Worker:
         except ConnectionError as error:
             reason = f"process broke off: {error}"
         finally:  # whatever ended it: nobody waits for answers that do not come
-            open_calls = [(answers, self._gone(reason, call_id)) for call_id, answers in self._open.items()]
+            open_calls = [(answers, self._gone(reason or self._ended_by, call_id)) for call_id, answers in self._open.items()]
             self.retired = True
             for answers, gone in open_calls:
                 answers.put_nowait(gone)
 
     def _gone(self, reason: str, call_id: int) -> WorkerGone:
         """Returns the error of a call whose process has ended: it is the cause if it was executed then, or was the only one."""
-        executed = 0 if self._running_call is None else running_call.read(self._running_call)
+        executed = None if self._running_call is None else running_call.read(self._running_call)
         cause = executed == call_id if executed else True if self.calls <= 1 and not self.retired else None
         return WorkerGone(f"{self._name}'s {reason}", cause)
 

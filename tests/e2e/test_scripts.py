@@ -49,7 +49,9 @@ async def solve_and_review(args, sample, sampling_params, evaluation=False):
         return one
 
     draft = await ask(prompt)
-    return [draft, await ask(f"{prompt}{draft.response}\\nIs it right?")]
+    review = await ask(f"{prompt}{draft.response}\\nIs it right?")
+    review.rollout_log_probs = None  # as functions have it that leave them to the trainer
+    return [draft, review]
 ''',
     "mismatch.py": '''
 import torch

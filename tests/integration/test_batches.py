@@ -1,6 +1,7 @@
 """From a batch's references, through the real store, to packed micro-batches."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import redis
 import torch
 
 from services.trainer import batches
+from services.trainer.batch_metrics import token_means
 from services.trainer.batches import BadBatch, TrainBatch
 from services.trainer.loss_inputs import LossInputs
 from services.trainer.objective.custom_objective import CustomFunctions
+from services.trainer.packing import PARTIAL
 from services.trainer.partition import partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.untrainable import Untrainable
@@ -19,6 +22,7 @@ from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.schema import sample
 from shared.schema.messages import Batch, BatchGroup
 from shared.schema.payload_digest import reference
+from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore, Store
 
 OBJECTIVE = AlgorithmSection()
@@ -39,6 +43,21 @@ def made(group: str, index: int, length: int, version: int) -> sample.Sample:
     )
 
 
+def test_samples_without_log_probs_are_told_to_every_rank(valkey: EmbeddedValkey, run_name: str) -> None:
+    batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0], [0.0, 1.0]], lacking="g00000001/1"))
+    ranks = assemble_all(batch, valkey.url, steps=1, ranks=2, objective=OBJECTIVE)
+    for rank in ranks:
+        assert all(PARTIAL in packed.fields and "rollout_log_probs" not in packed.fields for packed in rank.packed)
+        assert "rollout_log_probs" not in token_means(rank.packed, lambda own: own)
+    found = {name: values for rank in ranks for name, values in rank.named(PARTIAL).items()}
+    assert len(found) == 4
+    assert {name for name, values in found.items() if values.isnan().any()} == {"g00000001/1"}
+    assert found["g00000001/1"].isnan().all() and all((found[name] == -0.5).all() for name in found.keys() - {"g00000001/1"})
+    partition, needed = partition_batch(batch, 1, 1, 100), SampleLimits(100, log_probs_reader="algorithm.use_tis = true reads them")
+    with pytest.raises(Untrainable, match="g00000001/1.*log_probs are missing: algorithm.use_tis = true reads them"):
+        ShardReader(BlockingStore(valkey.url), 0, needed).take(partition)
+
+
 def lengths(samples: list[sample.Sample]) -> list[int]:
     return [one.length for one in samples]
 
@@ -56,7 +75,7 @@ def inputs(objective: AlgorithmSection, url: str, custom: CustomFunctions | None
 
 def assemble_all(batch: Batch, url: str, steps: int, ranks: int, objective: AlgorithmSection) -> list[TrainBatch]:
     partition = partition_batch(batch, steps, ranks, 100)
-    shards = [ShardReader(BlockingStore(url), rank, 100).take(partition) for rank in range(ranks)]
+    shards = [ShardReader(BlockingStore(url), rank, SampleLimits(100)).take(partition) for rank in range(ranks)]
     stats = np.sum([shard.stats for shard in shards], axis=0)
     return [batches.assemble(shard, stats, objective, rank=rank) for rank, shard in enumerate(shards)]
 
@@ -67,13 +86,13 @@ def trained(batch: TrainBatch) -> dict[str, sample.Sample]:
     return {batch.partition.name(index): item for index, item in sorted(named, key=lambda pair: pair[0])}
 
 
-async def stored(url: str, run: str, rewards: list[list[float]]) -> Batch:
-    """A batch at version 3 whose groups' samples are 1, 2, … tokens long and of version 1, 2, 3, 3, …"""
+async def stored(url: str, run: str, rewards: list[list[float]], lacking: str = "") -> Batch:
+    """A batch at version 3 whose groups' samples are 1, 2, … tokens long and of version 1, 2, 3, 3, …; one may lack its log-probs."""
     store, groups = Store(url), []
     for number, values in enumerate(rewards):
         name = f"g{number:08d}"
         samples = [made(name, index, index + 1, min(number + 1, 3)) for index in range(len(values))]
-        blobs = sample.encode(samples, 200)
+        blobs = sample.encode([replace(one, log_probs=None) if one.name == lacking else one for one in samples], 200)
         written = {f"{run}:{name}:{part}": blob for part, blob in enumerate(blobs)}
         await store.write(written)
         payload = reference("", written, lengths(samples))
@@ -116,7 +135,7 @@ def test_ranks_read_their_own_groups_and_know_the_same(valkey: EmbeddedValkey, r
 def test_a_share_that_was_read_ahead_is_the_share(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0], [0.0, 1.0]]))
     first, other = partition_batch(batch, 1, 1, 100), partition_batch(batch.model_copy(update={"step": 8}), 1, 1, 100)
-    reader = ShardReader(BlockingStore(valkey.url), 0, 100)
+    reader = ShardReader(BlockingStore(valkey.url), 0, SampleLimits(100))
     reader.read_ahead(other)
     reader.read_ahead(other)
     ahead = reader.take(other)
@@ -163,7 +182,7 @@ def test_what_does_not_fit_its_reference_is_named(valkey: EmbeddedValkey, run_na
 
 def test_a_token_that_the_model_does_not_know_is_named(valkey: EmbeddedValkey, run_name: str) -> None:
     batch = asyncio.run(stored(valkey.url, run_name, [[1.0, 0.0]]))
-    reader = ShardReader(BlockingStore(valkey.url), 0, 4)
+    reader = ShardReader(BlockingStore(valkey.url), 0, SampleLimits(4))
     with pytest.raises(Untrainable, match=r"sample g00000000/1: .*response holds token 4 at 1, which is not in \[0, 4\)") as raised:
         reader.take(partition_batch(batch, 1, 1, 100))
     assert [(found.group, found.position) for found in raised.value.samples] == [("g00000000", 1)]
@@ -188,7 +207,7 @@ def test_every_group_that_cannot_be_read_is_named(valkey: EmbeddedValkey, run_na
         client.unlink(keys[3])
         client.set(keys[6], sample.encode([made("g00000006", 0, 1, 3), made("g00000006", 1, 2, 3)], 1000)[0][:-1] + b"\x02")
     with pytest.raises(Untrainable) as raised:
-        ShardReader(BlockingStore(valkey.url), 0, 100).take(partition_batch(batch, 1, 1, 100))
+        ShardReader(BlockingStore(valkey.url), 0, SampleLimits(100)).take(partition_batch(batch, 1, 1, 100))
     found = {item.group: item.reason for item in raised.value.samples}
     assert set(found) == {f"g{number:08d}" for number in (1, 2, 3, 4, 5, 6)}
     assert [item.position for item in raised.value.samples] == [0, 0, 0, 0, 1, 0]

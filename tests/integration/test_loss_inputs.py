@@ -19,6 +19,7 @@ from services.trainer.shard_reader import ShardReader
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
+from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore
 from tests.integration.test_batches import assemble_all, inputs, read, stored
 from tests.support.run_config import run_config
@@ -119,7 +120,7 @@ def test_what_sums_are_divided_by_is_the_optimizer_steps(valkey: EmbeddedValkey,
 def test_the_teachers_log_probs_come_with_the_samples(valkey: EmbeddedValkey, run_name: str) -> None:
     objective = AlgorithmSection(use_opd=True, opd_type="sglang", opd_kl_coef=0.5, off_policy="rollout")
     partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
-    shard = ShardReader(BlockingStore(valkey.url), 0, 100).take(partition)
+    shard = ShardReader(BlockingStore(valkey.url), 0, SampleLimits(100)).take(partition)
 
     def assembled() -> batches.TrainBatch:
         return batches.assemble(shard, shard.stats, objective, rank=0)

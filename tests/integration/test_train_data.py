@@ -22,6 +22,7 @@ from services.trainer.train_data import converted, postprocessed
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, Sample
 from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore
 from tests.integration.test_batches import assemble_all, inputs, stored
 from tests.support.run_config import run_config
@@ -65,7 +66,7 @@ def convert(url: str, run: str, functions: CustomFunctions) -> list[TrainBatch]:
     """A batch as two ranks assemble it from converted samples."""
     partition = partition_batch(asyncio.run(stored(url, run, REWARDS)), 1, 2, 100)
     data = converted(functions, partition, scored(partition, BlockingStore(url)))
-    shards = [data.applied(ShardReader(BlockingStore(url), rank, 100).take(partition)) for rank in range(2)]
+    shards = [data.applied(ShardReader(BlockingStore(url), rank, SampleLimits(100)).take(partition)) for rank in range(2)]
     stats = np.sum([shard.stats for shard in shards], axis=0)
     return [batches.assemble(shard, stats, AlgorithmSection(), rank=rank) for rank, shard in enumerate(shards)]
 

@@ -4,7 +4,9 @@ They run in processes of their own; files in the directory of the variable `DIRE
 """
 
 import asyncio
+import collections
 import ctypes
+import itertools
 import json
 import os
 import threading
@@ -149,29 +151,47 @@ async def blocking(args: Arguments, sample: HookSample, sampling_params: dict[st
 
 
 async def misbehaving(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    """Does what its label says, but for the others in its process nothing comes of it; those wait a moment."""
-    noted(sample)
-    match sample.label:
+    """The second of three rollouts does what its label says, ``once`` or ``always``, when the others are there; those wait until it has."""
+    count, (act, times) = noted(sample), str(sample.label).rsplit(" ", 1)
+    if act == "wait" or sample.index is None or sample.index % 3 != 1:
+        while not told("misbehaved"):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        return written(sample)
+    while len(calls()) < 5:
+        await asyncio.sleep(0.05)
+    tell("misbehaved")
+    if times == "once" and count > 1:
+        return written(sample)
+    return await done_amiss(act, sample)
+
+
+async def done_amiss(act: str, sample: HookSample) -> HookSample:
+    match act:
         case "sleep":
             time.sleep(3600)
-        case "spin":
-            while True:
-                pass
-        case "swallow":
-            while True:
-                try:
-                    time.sleep(3600)
-                except Exception:
-                    continue
         case "spin in a task":
             await asyncio.create_task(spinning())
+        case "hold the interpreter":
+            collections.deque(itertools.repeat(None), maxlen=0)
         case "leave":
             os._exit(3)
         case "crash":
             ctypes.string_at(0)
-    for _ in range(40):
-        await asyncio.sleep(0.1)
-    return written(sample)
+        case "raise":
+            raise ValueError("the tool is broken")
+        case "hang":
+            await asyncio.sleep(3600)
+        case "cancel":
+            raise asyncio.CancelledError
+        case "give up":
+            sample = written(sample)
+            sample.status, sample.reward = Status.ABORTED, 0.25
+        case "abort":
+            sample.status = Status.ABORTED
+        case "give what does not fit":
+            sample.response_length = 10_000
+    return sample
 
 
 async def spinning() -> None:

@@ -90,6 +90,7 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
     try:
         for sample in samples:
             sample.check(SampleLimits(limits.vocabulary, limits.live))
+            sample.meta()
         samples = fitted(samples, limits.config.longest_sample, limits.config.rollout.overlong_samples)
     except BadMessage as error:
         raise _wrong("tokens", str(error)) from None

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,7 +64,8 @@ class GroupIntake:
     def __init__(self, service: Service, tokenizer: Tokenizer) -> None:
         self._service, self._config, self._tokenizer = service, service.config, tokenizer
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
-        self._in_hand: set[str] = set()
+        self._in_hand: set[str] = set()  # the producers' ids
+        self._taking = 0
         self._vocabulary = 0
 
     async def described(self) -> dict[str, object]:
@@ -81,21 +82,26 @@ class GroupIntake:
             "environments": self._config.reward.environment_names(),
         }
 
-    async def take(self, body: bytes) -> dict[str, object]:
-        """Hands a group in. Returns what became of it: its id in the run, and whether it was there before. Raises TurnRefused."""
-        if len(self._in_hand) >= self._config.ingest.ingest_concurrency or self._service.held_back:
-            reason = self._service.held_back or f"{len(self._in_hand)} groups are in hand"
-            raise _no_room(reason)
-        limits = await self._limits()
-        group = await asyncio.to_thread(parse_group, body, limits, self._decoded)
-        digest = blake3(body).hexdigest(16)
-        async with self._held(group.id):
-            try:
-                return await self._handed_in(group, digest)
-            except (StoreFull, StreamFull) as error:
-                raise _no_room(str(error)) from None
-            except DeadlineExceeded as error:
-                raise TurnRefused(503, str(error), code="unavailable", retry_after_s=RETRY_S) from None
+    async def take(self, read: Callable[[], Awaitable[bytes]]) -> dict[str, object]:
+        """Hands a group in. Returns what became of it: its id in the run, and whether it was there before. Raises TurnRefused.
+
+        Args:
+            read: reads the body; it is not read where there is no room for it.
+        """
+        if self._service.held_back or self._taking >= self._config.ingest.ingest_concurrency:
+            raise _no_room(self._service.held_back or f"{self._taking} groups are in hand")
+        self._taking += 1
+        try:
+            body = await read()
+            group = await asyncio.to_thread(parse_group, body, await self._limits(), self._decoded)
+            async with self._held(group.id):
+                return await self._handed_in(group, blake3(body).hexdigest(16))
+        except (StoreFull, StreamFull) as error:
+            raise _no_room(str(error)) from None
+        except DeadlineExceeded as error:
+            raise TurnRefused(503, str(error), code="unavailable", retry_after_s=RETRY_S) from None
+        finally:
+            self._taking -= 1
 
     @contextlib.asynccontextmanager
     async def _held(self, name: str) -> AsyncIterator[None]:
@@ -141,6 +147,8 @@ class GroupIntake:
         while (seconds := end - time.monotonic()) > 0:
             if leases := await self._queue.fetch(1, min(seconds, 1.0)):
                 return leases[0]
+        if await runs.phase(self._service.bus, self._service.run) in runs.ENDS:
+            raise TurnRefused(410, "the run has ended", code="run_ended")
         raise _no_room(f"the run admitted none within {patience:g} s")
 
     def _report(self, group: FinishedGroup, binding: Binding) -> tuple[dict[str, bytes], Generated]:

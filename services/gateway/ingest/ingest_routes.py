@@ -9,9 +9,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from services.gateway.ingest.group_intake import GroupIntake
+from services.gateway.bounded_body import bounded_body
+from services.gateway.ingest.group_intake import RETRY_S, GroupIntake
 from services.gateway.wire.turn_refused import TurnRefused
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, MyxoError
 
 KEY_VARIABLE = "MYXO_INGEST_KEY"
 """The environment variable with the producers' key."""
@@ -37,10 +38,7 @@ def add_ingest_routes(app: FastAPI, intake: GroupIntake, key: str, most_bytes: i
         return await _answered(request, digest, intake.described)
 
     async def take(request: Request) -> JSONResponse:
-        async def taken() -> dict[str, object]:
-            return await intake.take(await read_bounded(request, most_bytes))
-
-        return await _answered(request, digest, taken)
+        return await _answered(request, digest, lambda: intake.take(lambda: bounded_body(request, most_bytes)))
 
     app.add_api_route("/groups", describe, methods=["GET"])
     app.add_api_route("/groups", take, methods=["POST"])
@@ -50,8 +48,11 @@ async def _answered(request: Request, digest: bytes, answer: Callable[[], Awaita
     try:
         _check_key(request.headers.get("authorization", ""), digest)
         return JSONResponse(await answer())
-    except TurnRefused as error:
-        return JSONResponse(error.body("openai"), error.status, headers=dict(error.headers))
+    except TurnRefused as refused:
+        error = refused
+    except MyxoError as away:
+        error = TurnRefused(503, str(away), code="unavailable", retry_after_s=RETRY_S)
+    return JSONResponse(error.body("openai"), error.status, headers=dict(error.headers))
 
 
 def _check_key(header: str, digest: bytes) -> None:
@@ -59,13 +60,3 @@ def _check_key(header: str, digest: bytes) -> None:
     scheme, _, given = header.partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(sha256(given.strip().encode()).digest(), digest):
         raise TurnRefused(401, "expected the key of those who hand groups in, as Authorization: Bearer KEY", code="invalid_api_key")
-
-
-async def read_bounded(request: Request, most_bytes: int) -> bytes:
-    """Returns a request's body. Raises TurnRefused for one of more bytes, and reads no further."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most_bytes:
-            raise TurnRefused(413, f"the body has more than {most_bytes} bytes", code="too_large")
-    return bytes(body)

@@ -23,7 +23,15 @@ LONGEST_PROMPT = 1 << 22
 
 class _SamplingFields(RequestFields):
     WITHOUT_EFFECT = frozenset(
-        {"detokenize", "include_stop_str_in_output", "output_kind", "skip_special_tokens", "spaces_between_special_tokens"}
+        {
+            "detokenize",
+            "include_stop_str_in_output",
+            "output_kind",
+            "reasoning_effort",
+            "routed_experts_prompt_start",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        }
     )
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None

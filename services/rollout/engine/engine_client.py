@@ -17,7 +17,15 @@ from typing import Any, Literal, Self
 from services.rollout.engine.capabilities import Capabilities, parse_drawn_tokens, read_capabilities
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_memory import EngineMemory
-from services.rollout.engine.generation import Generation, GenerationRequest, group_body, parse_group, parse_version, wire_rid
+from services.rollout.engine.generation import (
+    Generation,
+    GenerationRequest,
+    group_body,
+    parse_group,
+    parse_version,
+    wire_rid,
+    without_older_prefix,
+)
 from services.rollout.engine.launch_command import RECEIVER_LOADER
 from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import EngineTransport
@@ -109,7 +117,8 @@ class EngineClient:
         """Generates a group's samples in one call, until the last has ended, and returns one ``Generation`` for each request, in order.
 
         Prefixes are shared among requests that were sent under the same weight version only, so no request reuses keys and values of
-        another version's weights. If the call is cancelled or its deadline passes, the engine is told to abort these requests.
+        another version's weights; one that waited while weights were changed, and did, comes back as aborted, without a token. If the call
+        is cancelled or its deadline passes, the engine is told to abort these requests.
 
         Raises InvalidRequest: nothing was sent.
         """
@@ -125,7 +134,7 @@ class EngineClient:
             self.generating -= 1
         generations = parse_group(answer, requests, version, self.late_versions, f"{self.url}/generate")
         self._retractions += sum(generation.retractions for generation in generations)
-        return generations
+        return [without_older_prefix(generation, version) for generation in generations]
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""

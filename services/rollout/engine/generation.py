@@ -146,6 +146,17 @@ def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_befo
         raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]!r}") from error
 
 
+def without_older_prefix(generation: Generation, version_before: int) -> Generation:
+    """Returns a generation as if it had been aborted before its first token, where it began with keys and values of older weights.
+
+    That is one that waited in the engine while weights were changed: it was sent to share prefixes of ``version_before``, found some, and
+    drew its first token by a newer version.
+    """
+    if not generation.cached_tokens or not generation.spans or generation.spans[0].version == version_before:
+        return generation
+    return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "abort", (), 0, generation.retractions)
+
+
 def parse_version(text: Any, where: str) -> int:
     """Returns a weight version as an integer. Raises EngineError for other text, which an engine has that Myxo did not launch."""
     try:

@@ -21,6 +21,7 @@ from shared.hooks.slime.prompt_sources import DataSource
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample as StoredSample
+from shared.schema.sample import SampleLimits
 
 POLL_INTERVAL_S = 0.2
 """The interval at which a function that waits for prompts is looked at: it may have finished all that it has."""
@@ -89,7 +90,7 @@ class DrawnGroups(DataSource):
 
     def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
         self._calls, self._config, self._prompts = calls, config, prompts
-        self._n, self._vocabulary = config.rollout.n_samples_per_prompt, 0
+        self._n = config.rollout.n_samples_per_prompt
         self._lock = threading.Lock()
         self._drawn: dict[int, DrawnGroup] = {}
         self.in_call = False
@@ -264,11 +265,11 @@ class DrawnGroups(DataSource):
         """Returns samples in the form that goes into the store; those that have not ended have the finish ``abort``. Raises BadMessage."""
         served = self._calls.call("served", begun=drawn.begun)
         versions = Served(drawn.begun, served["newest"], frozenset(served["late"]))
-        stored = []
+        limits, stored = SampleLimits(served["vocabulary"], log_probs_reader=self._config.log_probs_reader), []
         for index, (sample, rollout) in enumerate(zip(samples, rollouts, strict=True)):
             if status_of(sample.status) is Status.PENDING:
                 sample.status = Status.ABORTED
-            stored.append(to_stored(sample, drawn.group, index, rollout, versions, served["vocabulary"], unfinished=True))
+            stored.append(to_stored(sample, drawn.group, index, rollout, versions, limits, unfinished=True))
         return stored
 
 

@@ -247,7 +247,8 @@ class Producer:
         drawn = self._of(group, attempt)
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         try:
-            stored = sample_codec.decode(samples, SampleLimits(client.capabilities.vocab_size, self._newest()))
+            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader)
+            stored = sample_codec.decode(samples, limits)
             drawn.check(stored)
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
             self._count(sum(len(sample.response) for sample in stored))

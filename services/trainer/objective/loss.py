@@ -18,7 +18,7 @@ from services.trainer.objective.correction import Statistics, off_policy_sequenc
 from services.trainer.objective.custom_objective import REDUCER, TIS, CustomFunctions, CustomLoss
 from services.trainer.objective.policy_gradient import LOSS_KL, PolicyGradient, kl_estimate, ratio_of
 from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
-from services.trainer.packing import PackedBatch
+from services.trainer.packing import PARTIAL, PackedBatch
 from shared.config.algorithm import AlgorithmSection
 
 
@@ -27,13 +27,14 @@ class PolicyLoss:
     """The loss ``pg - entropy_coef H + kl_loss_coef KL``; an instance is a `LossFunction`.
 
     Reads the fields ``weights`` and ``advantages``; ``rollout_log_probs`` unless ``off_policy`` is ``none`` (there it
-    is only measured, if it is there); ``proximal_log_probs``, the trainer's log-probs at batch start, wherever a batch
+    is only measured, if it is there), or `PARTIAL` in its place, for whose gaps the log-probs at batch start stand in (those by which the
+    tokens were drawn, where no version came between); ``proximal_log_probs``, the trainer's log-probs at batch start, wherever a batch
     makes more than one optimizer step; ``ref_log_probs`` for the reference KL; ``versions`` with ``batch_version``.
 
     Metrics, named as slime names them: loss, pg_loss, pg_clipfrac, ppo_kl (mean of d), ois (mean ratio); entropy_loss
     with an entropy; kl_loss with reference log-probs; tis and tis_clipfrac (the weight before its bounds, and where
     they took effect) under ``decoupled``; rs_clipfrac and rs_veto_frac (tokens rejected); opsm_clipfrac (tokens dropped)
-    with OPSM; train_rollout_logprob_abs_diff (the trainer's log-probs at batch start against the engine's). With
+    with OPSM; train_rollout_logprob_abs_diff (the trainer's log-probs at batch start against the engine's; not of a batch with gaps). With
     ``batch_version`` also two plain sums over the tokens of sequences that the engine made wholly under that very version:
     agreement_abs_diff and agreement_tokens. Their quotient is the difference of engine and trainer on equal weights, free of
     staleness.
@@ -57,9 +58,8 @@ class PolicyLoss:
         """Returns loss and metrics. ``log_probs``, ``entropy``: [T], of ``batch.labels``. Raises MissingField; HookFailed."""
         config, tokens = self.config, MaskedTokens(log_probs, batch)
         current, advantages = tokens.log_probs, tokens.field("advantages")
-        measured = config.correction != "none" or "rollout_log_probs" in batch.fields
-        rollout = tokens.field("rollout_log_probs") if measured else None
         start = tokens.field("proximal_log_probs") if "proximal_log_probs" in batch.fields else current.detach()
+        rollout, known = self._rollout(start, tokens)
         d = (tokens.field("rollout_log_probs") if config.correction == "rollout" else start) - current
 
         gradient, d_clipped = self._policy_gradient(d, rollout, tokens, advantages)
@@ -68,13 +68,23 @@ class PolicyLoss:
         metrics["ois"] = tokens.mean(ratio_of(-d_clipped.detach()))
         if rollout is not None:
             pg = self._off_policy(pg, start, rollout, tokens, advantages, metrics)
-            metrics |= self._agreement(start, rollout, tokens)
+            metrics |= self._agreement(start, rollout, known, tokens)
         pg_loss = tokens.mean(pg)
         if REDUCER in self.custom:
             pg_loss = self.custom.reduced(pg, tokens, config.reducer == "token_mean") / self.denominator
         loss = pg_loss + self._entropy(entropy, tokens, metrics) + self._reference_kl(d, rollout, tokens, metrics)
         metrics |= {"pg_loss": pg_loss.detach(), "loss": loss.detach()}
         return loss, metrics
+
+    def _rollout(self, start: Tensor, tokens: MaskedTokens) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the log-probs with which the tokens were drawn, None where the objective needs none and the batch has none; and, where
+        those of some tokens are not known and ``start`` stands in for them, which are: bool [T]."""
+        if PARTIAL not in tokens.batch.fields:
+            measured = self.config.correction != "none" or "rollout_log_probs" in tokens.batch.fields
+            return (tokens.field("rollout_log_probs") if measured else None), None
+        partial = tokens.field(PARTIAL)
+        known = ~partial.isnan()
+        return torch.where(known, partial, start), known
 
     def _policy_gradient(
         self, d: Tensor, rollout: Tensor | None, tokens: MaskedTokens, advantages: Tensor
@@ -112,11 +122,12 @@ class PolicyLoss:
             metrics["opsm_clipfrac"] = tokens.fraction(~stays)
         return pg
 
-    def _agreement(self, start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> Metrics:
+    def _agreement(self, start: Tensor, rollout: Tensor, known: Tensor | None, tokens: MaskedTokens) -> Metrics:
         difference = (start - rollout).abs()
-        metrics = {"train_rollout_logprob_abs_diff": tokens.mean(difference)}
+        metrics = {"train_rollout_logprob_abs_diff": tokens.mean(difference)} if known is None else {}
         if self.batch_version is not None:
-            same = self._wholly_of_version(self.batch_version, tokens).to(tokens.dtype)
+            same = self._wholly_of_version(self.batch_version, tokens)
+            same = (same if known is None else same & known).to(tokens.dtype)
             metrics |= {"agreement_abs_diff": (same * difference).sum(), "agreement_tokens": same.sum()}
         return metrics
 

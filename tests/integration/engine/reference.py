@@ -1,5 +1,7 @@
 """What the engine's log-probs must be, from transformers' forward pass."""
 
+from collections.abc import Sequence
+
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, Qwen3ForCausalLM
@@ -7,11 +9,12 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 Array = NDArray
 
 
-def log_probs(model: Qwen3ForCausalLM, prompt: Array, output: Array, temperature: float = 1.0) -> Array:
-    """float32 [T]: log-probs of ``output``, int32 [T], after ``prompt``, int32 [P]."""
+def log_probs(model: Qwen3ForCausalLM, prompt: Array, output: Array, temperature: float = 1.0, banned: Sequence[int] = ()) -> Array:
+    """float32 [T]: log-probs of ``output``, int32 [T], after ``prompt``, int32 [P], where tokens that are ``banned`` cannot be drawn."""
     sequence = torch.tensor([*prompt, *output]).long()[None]
     with torch.no_grad():
         logits = model(sequence).logits[0, len(prompt) - 1 : -1]
+    logits[:, list(banned)] = float("-inf")
     return _of(logits, sequence[0, len(prompt) :], temperature)
 
 

@@ -205,26 +205,47 @@ async def test_a_function_that_fails_costs_its_group_with_the_reason(bench: NewB
 
 
 @pytest.mark.parametrize(
-    ("label", "words"),
+    ("label", "seconds", "left", "calls_of_each"),
     [
-        ("sleep", "it held up its process for"),
-        ("spin", "it held up its process for"),
-        pytest.param("swallow", "it held up its process for", marks=pytest.mark.extra),
-        pytest.param("spin in a task", "it held up its process for", marks=pytest.mark.extra),
-        ("leave", "process ended in the middle of a call"),
-        pytest.param("crash", "process ended in the middle of a call", marks=pytest.mark.extra),
+        ("sleep once", 40.0, [0, 1, 2], ([1, 2, 1], [1, 1])),
+        pytest.param("spin in a task always", 40.0, [0, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
+        pytest.param("hold the interpreter once", 40.0, [0, 1, 2], ([2, 2, 2], [2, 2]), marks=pytest.mark.extra),
+        pytest.param("leave always", 40.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
+        ("crash always", 60.0, [0, 2], ([2, 2, 2], [2, 2])),
+        ("raise always", 60.0, [0, 2], ([1, 5, 1], [1, 1])),
+        pytest.param("cancel once", 60.0, [0, 1, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
+        ("give up always", 60.0, [0, 1, 2], ([1, 1, 1], [1, 1])),
+        pytest.param("abort always", 60.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
+        ("hang always", 10.0, [0, 2], ([1, 1, 1], [1, 1])),
+        pytest.param("give what does not fit always", 60.0, [0, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
     ],
 )
-async def test_a_rollout_that_misbehaves_costs_itself(bench: NewBench, label: str, words: str) -> None:
-    desk = await bench("misbehaving", rollout={"generate_timeout": 40.0})
-    await desk.task("g00000007", n=3)
-    await until(lambda: len(calls()) == 3, "the other rollouts' calls")
-    await desk.task("g00000008", n=1, label=label)
-    assert words in await desk.failure()
-    group, _ = await desk.generated()
-    assert group.group == "g00000007"
-    others = [call for call in calls() if call["group_index"] == 7]
-    assert len(others) == (6 if label in ("leave", "crash") else 3), "a process that ended took them along; else they went on"
+async def test_a_rollout_that_misbehaves_costs_itself(
+    bench: NewBench, label: str, seconds: float, left: list[int], calls_of_each: tuple[list[int], list[int]]
+) -> None:
+    desk = await bench("misbehaving", rollout={"generate_timeout": seconds, "n_samples_per_prompt": 3})
+    await desk.task("g00000007", n=3, label=label)
+    await desk.task("g00000008", n=2, label="wait always")
+    found = {group.group: samples for group, samples in [await desk.generated(), await desk.generated()]}
+    assert [one.rollout for one in found["g00000007"]] == left
+    assert [one.index for one in found["g00000007"]] == list(range(len(left)))
+    assert [one.rollout for one in found["g00000008"]] == [0, 1]
+    assert all(one.text == "ok" for one in [*found["g00000007"], *found["g00000008"]])
+    made = [[sum(call["index"] == group * n + index for call in calls()) for index in range(n)] for group, n in ((7, 3), (8, 2))]
+    assert made == list(calls_of_each)
+    assert desk.rollout._custom.lost == 3 - len(left)
+    rewards = [one.given_reward for one in found["g00000007"]]
+    assert rewards == ([None, 0.25, None] if label == "give up always" else [None] * len(left))
+
+
+async def test_a_group_with_too_few_rollouts_left_is_dead_and_so_is_a_held_out_one_that_lacks_any(bench: NewBench) -> None:
+    tell("misbehaved")
+    desk = await bench("misbehaving", rollout={"n_samples_per_prompt": 3, "min_rollouts": 3})
+    await desk.task("g00000007", n=3, label="raise always")
+    await desk.task("g00000008", n=2, label="wait always")
+    assert "ValueError: the tool is broken; it failed 5 times in a row" in await desk.failure()
+    await desk.task("eval.heldout.3.7", n=3, label="give what does not fit always")
+    assert "with a response_length of 10000" in await desk.failure()
 
 
 @pytest.mark.parametrize("function", ["hanging_plainly", pytest.param("hanging", marks=pytest.mark.extra)])

@@ -104,7 +104,7 @@ async def post(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Respons
 
 
 async def test_groups_from_outside_are_scored_batched_trained_and_in_the_ledger(door: NewDoor) -> None:
-    player, client = await door(rollout={"num_rollout": 1})
+    player, client = await door(rollout={"num_rollout": 1}, ingest={"ingest_wait": 2.0})
     described = (await client.get("/groups")).json()
     assert (described["version"], described["rollouts"], described["run"]) == (0, 2, player.config.run.name)
 
@@ -132,6 +132,8 @@ async def test_groups_from_outside_are_scored_batched_trained_and_in_the_ledger(
     assert sorted(scored) == sorted(by_id), "each once, although one was sent twice"
     audit = await player.audit()
     assert audit.ok, audit.violations
+    late = await post(client, group("late", versions=1))
+    assert (late.status_code, late.json()["error"]["code"]) == (410, "run_ended")
     assert (audit.trained, audit.in_flight) == (2, audit.admitted - audit.trained - audit.dropped.total() - audit.dead.total())
 
 

@@ -242,7 +242,7 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("reward", "reward_workers", 0),
         ("eval", "eval_interval", 0),
         ("trainer", "actor_num_gpus_per_node", 9),
-        ("trainer", "lr", 0),
+        ("trainer", "lr", -1e-6),
         ("trainer", "adam_beta1", 1.0),
         ("trainer", "train_dtype", "int8"),
         ("trainer", "clip_grad", -1.0),
@@ -291,7 +291,22 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "eval.sets.held",
             "1 sample a prompt; rm_type = tournament compares two at least",
         ),
+        (
+            {"rollout": {"agent": "my.agents:run"}, "gateway": {"gateway_replicas": 0}},
+            "gateway.gateway_replicas",
+            "agents ask the model through a gateway; use at least 1",
+        ),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
+        (
+            {"rollout": {"missing_log_probs": "recompute"}},
+            "rollout.missing_log_probs",
+            "recompute, but algorithm.off_policy = decoupled (the default) with rollout.max_staleness = 1 reads them",
+        ),
+        (
+            {"rollout": {"missing_log_probs": "recompute", "max_staleness": 0}, "algorithm": {"use_tis": True}},
+            "rollout.missing_log_probs",
+            "algorithm.use_tis = true reads them; the trainer's own stand in for them with max_staleness = 0",
+        ),
         ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
         (
             {"rollout": {"rollout_batch_size": 6}, "trainer": {"global_batch_size": 8, "num_steps_per_rollout": 2}},
@@ -330,13 +345,13 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
 
 def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
     plain = run_config(tmp_path).reward
-    assert (plain.environment_names(), plain.external) == (sorted(VERIFIERS), {})
+    assert (plain.environment_names(), plain.external) == (sorted(built_in := [*VERIFIERS, "given"]), {})
     assert plain.queues() == ["verifiers", "verifiers-ifbench", "verifiers-math-verify", "verifiers-sandbox", "verifiers-sympy"]
     one = run_config(tmp_path, reward={"rm_type": "environment", "environment_url": "http://grader:8080"}).reward
-    assert (one.environment_names(), one.external) == (sorted([*VERIFIERS, "environment"]), {"environment": "http://grader:8080"})
+    assert (one.environment_names(), one.external) == (sorted([*built_in, "environment"]), {"environment": "http://grader:8080"})
     table = {"grader": "http://grader:8080", "my_tests": "nats:tests"}
     many = run_config(tmp_path, reward={"rm_type": "grader", "environments": table}).reward
-    assert (many.environment_names(), many.external) == (sorted([*VERIFIERS, "grader", "my_tests"]), table)
+    assert (many.environment_names(), many.external) == (sorted([*built_in, "grader", "my_tests"]), table)
     assert many.queues() == sorted([*plain.queues(), "grader", "my_tests"])
     assert (many.environment_of(None), many.environment_of("math")) == ("grader", "math")
     own = run_config(tmp_path, reward={"rm_type": "deepscaler", "environments": table, "custom_rm_path": "my.rewards:score"}).reward

@@ -13,7 +13,7 @@ from shared.runtime.errors import BadMessage
 from shared.schema import sample as stored_sample
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample as StoredSample
-from shared.schema.sample import Score
+from shared.schema.sample import SampleLimits, Score
 from tests.unit.shared.test_sample import samples
 
 SERVED = Served(begun=3, newest=5)
@@ -36,8 +36,11 @@ def hook_sample(**changes: Any) -> HookSample:
     return HookSample(**{**fields, **changes})
 
 
-def stored(given: HookSample, group: str = "g00000007", served: Served = SERVED) -> StoredSample:
-    return to_stored(given, group, 3, 1, served, VOCABULARY)
+LIMITS = SampleLimits(VOCABULARY, log_probs_reader="algorithm.use_tis = true reads them")
+
+
+def stored(given: HookSample, group: str = "g00000007", served: Served = SERVED, limits: SampleLimits = LIMITS) -> StoredSample:
+    return to_stored(given, group, 3, 1, served, limits)
 
 
 def test_what_a_hook_generated_is_stored() -> None:
@@ -57,7 +60,7 @@ def test_what_may_be_left_out() -> None:
     one = stored(hook_sample(loss_mask=None, rollout_log_probs=[-1, -2, -3, -4]))
     assert one.mask.tolist() == [1, 1, 1, 1]
     one = stored(hook_sample(loss_mask=[0] * 4, rollout_log_probs=None))
-    assert one.log_probs.tolist() == [0.0] * 4
+    assert one.log_probs is None
     one = stored(hook_sample(remove_sample=True, rollout_log_probs=None))
     assert one.mask.tolist() == [0] * 4
     one = stored(hook_sample(loss_mask=None, rollout_log_probs=None), "eval.heldout.0.1")
@@ -86,7 +89,7 @@ def test_what_may_be_left_out() -> None:
         ({"loss_mask": [1, 1]}, "loss_mask has 2 entries for 4 response tokens"),
         ({"loss_mask": [1, 1, 2, 1]}, "loss_mask holds 2; expected 0 and 1"),
         ({"loss_mask": [1.0] * 4}, "loss_mask is not a list of 0 and 1"),
-        ({"rollout_log_probs": None}, "rollout_log_probs is missing; each trained token needs the log-prob"),
+        ({"rollout_log_probs": None}, r"rollout_log_probs is missing, .* as the engine drew them; algorithm\.use_tis = true reads them"),
         ({"rollout_log_probs": [-1.0]}, "rollout_log_probs has 1 entries for 4 response tokens"),
         ({"rollout_log_probs": [-1.0, float("nan"), 0.0, 0.0]}, "rollout_log_probs is nan at 1, a trained token"),
         ({"rollout_log_probs": [None] * 4}, "rollout_log_probs is not a list of numbers"),
@@ -149,7 +152,7 @@ def test_a_stored_sample_comes_back_from_a_hook_as_it_was(one: StoredSample, rem
     seen = from_stored(one)
     assert seen.tokens == [*one.prompt.tolist(), *one.response.tolist()]
     assert (seen.response, seen.response_length, seen.index, seen.rollout_id) == (one.text, len(one.response), one.index, one.rollout)
-    back = to_stored(seen, one.group, one.index, one.rollout, Served(begun=0, newest=9), VOCABULARY)
+    back = to_stored(seen, one.group, one.index, one.rollout, Served(begun=0, newest=9), SampleLimits(VOCABULARY))
     assert (back.prompt.tolist(), back.response.tolist(), back.mask.tolist()) == (
         one.prompt.tolist(),
         one.response.tolist(),
@@ -195,9 +198,34 @@ def test_appending_keeps_all_in_step() -> None:
     assert stored(hook_sample(**{**vars(one), "status": Status.COMPLETED})).segments == [(0, 1, 3), (1, 3, 4), (3, 4, 3)]
 
 
-def test_appending_refuses_trained_tokens_without_log_probs() -> None:
-    with pytest.raises(ValueError, match="2 trainable tokens without log_probs"):
-        HookSample().append_response_tokens(tokens=[5, 6])
+def test_log_probs_that_nobody_kept_stay_unknown_and_are_no_zeros() -> None:
+    one = stored(hook_sample(rollout_log_probs=None), limits=SampleLimits(VOCABULARY))
+    assert one.log_probs is None and one.mask.tolist() == [1, 1, 0, 1]
+    [back] = stored_sample.decode(stored_sample.encode([one], 1000), SampleLimits(VOCABULARY))
+    assert back.log_probs is None and from_stored(back).rollout_log_probs is None
+    with pytest.raises(stored_sample.InvalidSample, match=r"log_probs are missing: algorithm\.use_tis = true reads them"):
+        stored_sample.decode(stored_sample.encode([one], 1000), LIMITS)
+    held_out = stored(hook_sample(rollout_log_probs=None), "eval.heldout.0.1")
+    assert held_out.log_probs is None and not held_out.mask.any()
+
+
+def test_appending_tokens_without_log_probs_leaves_the_whole_sample_without() -> None:
+    one = HookSample(tokens=[1])
+    one.append_response_tokens(tokens=[9], trainable=False, text="[")
+    one.append_response_tokens(tokens=[5, 6], text="ab")
+    one.append_response_tokens(tokens=[7], trainable=False, text="]")
+    one.append_response_tokens(tokens=[], log_probs=[])
+    one.append_response_tokens(tokens=[8], text="c")
+    assert (one.rollout_log_probs, one.loss_mask, one.response) == (None, [0, 1, 1, 0, 1], "[ab]c")
+    with pytest.raises(ValueError, match="the 5 response tokens before these have no rollout_log_probs"):
+        one.append_response_tokens(tokens=[8], log_probs=[-1.0])
+    other = HookSample(tokens=[1])
+    other.append_response_tokens(tokens=[5], log_probs=[-1.0])
+    with pytest.raises(ValueError, match="1 trainable tokens without log_probs, after 1 response tokens with them"):
+        other.append_response_tokens(tokens=[6])
+
+
+def test_appending_refuses_log_probs_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="1 log_probs for 2 tokens"):
         HookSample().append_response_tokens(tokens=[5, 6], log_probs=[-1.0])
     with pytest.raises(ValueError, match="the 2 response tokens before these have no rollout_log_probs"):

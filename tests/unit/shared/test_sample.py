@@ -215,7 +215,6 @@ def blob(**changes: Any) -> bytes:
         blob(segments=[[0, "4", 1]]),
         blob(segments=[[0, 4, None]]),
         blob(log_probs="abcd"),
-        blob(log_probs=None),
         blob(response=[0, 1, 2, 3]),
         blob(mask=np.ones(3, np.uint8)),
         blob(mask=np.full(4, 255, np.uint8)),

@@ -12,6 +12,7 @@ from shared.hooks.sample_message import packed, unpacked
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema import sample as stored_sample
+from shared.schema.sample import SampleLimits
 
 
 def travelled(sample: HookSample) -> HookSample:
@@ -63,7 +64,7 @@ def test_a_status_comes_back_by_whichever_word(given: Any, status: Any) -> None:
 
 
 def test_what_a_stored_sample_has_no_field_for_goes_along() -> None:
-    [stored] = stored_sample.decode(stored_sample.encode([to_stored(full(), "g00000003", 1, 1, Served(3, 3), 100)], 1000))
+    [stored] = stored_sample.decode(stored_sample.encode([to_stored(full(), "g00000003", 1, 1, Served(3, 3), SampleLimits(100))], 1000))
     seen: Any = from_stored(stored)
     assert (seen.tool_calls, seen.texts, seen.train_metadata, seen.non_generation_time) == (2, ["a", "b"], {"loss": "own"}, 2.5)
     assert (seen.index, seen.rollout_id, seen.reward) == (7, 7, {"score": 1.0})
@@ -78,14 +79,13 @@ def test_lists_grow_in_place_and_aborted_samples_are_stored_only_to_be_gone_on_w
     sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info={"finish_reason": {"type": "abort"}})
     assert held == ([1, 2], [1], [-1.0]) and sample.status is Status.ABORTED
     with pytest.raises(BadMessage, match="status is Status.ABORTED"):
-        to_stored(sample, "g00000003", 0, 0, Served(3, 3), 100)
-    assert to_stored(sample, "g00000003", 0, 0, Served(3, 3), 100, unfinished=True).finish == "abort"
+        to_stored(sample, "g00000003", 0, 0, Served(3, 3), SampleLimits(100))
+    assert to_stored(sample, "g00000003", 0, 0, Served(3, 3), SampleLimits(100), unfinished=True).finish == "abort"
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tokens": [1]}, "1 trainable tokens without log_probs"),
         ({"tokens": [1], "log_probs": [-1.0, -2.0]}, "2 log_probs for 1 tokens"),
         ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "tokens that are not trainable have no log_probs"),
         ({"tokens": [1], "log_probs": [0.0], "meta_info": {"top_p_token_ids": [1]}}, "only one of a nucleus's"),

@@ -10,7 +10,7 @@ from services.trainer.objective.advantage import needs
 from services.trainer.objective.correction import batch_statistics
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.objective.reduce import sample_weights
-from services.trainer.packing import PackedBatch, pack
+from services.trainer.packing import PARTIAL, UNKNOWN, PackedBatch, pack
 from services.trainer.packing import spread as layout
 from shared.config.algorithm import AlgorithmSection
 from shared.schema.sample import Sample
@@ -151,6 +151,13 @@ def packed(sequences: list[Sequence], weights: np.ndarray, dtype: torch.dtype = 
     batch = batch.with_fields(**fields)
     floats = {name: field.to(dtype) for name, field in batch.fields.items() if field.is_floating_point()}
     return batch.with_fields(**floats)
+
+
+def with_gaps(batch: PackedBatch, sequences: list[Sequence], unknown: Iterable[int]) -> PackedBatch:
+    """The same micro-batch as `assemble` makes it where nobody has kept the rollout's log-probs of some samples."""
+    gaps = spread(sequences, [[UNKNOWN if index in set(unknown) and m else 0.0 for m in s.mask] for index, s in enumerate(sequences)])
+    given = batch.with_fields(rollout_log_probs=batch.fields["rollout_log_probs"] + gaps)
+    return given.with_renamed("rollout_log_probs", PARTIAL)
 
 
 def plainly_packed(sequences: list[Sequence], weights: Iterable[float]) -> PackedBatch:

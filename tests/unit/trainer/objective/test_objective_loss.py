@@ -268,6 +268,57 @@ def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
     assert "agreement_tokens" not in PolicyLoss(AlgorithmSection())(batches.currents(sequences), None, batch)[1]
 
 
+@pytest.mark.parametrize("unknown", [range(5), (1, 3, 4)])
+@pytest.mark.parametrize("proximal", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        AlgorithmSection(),
+        AlgorithmSection(off_policy="none"),
+        AlgorithmSection(advantage_estimator="gspo", kl_loss_coef=0.1, use_unbiased_kl=True),
+        AlgorithmSection(advantage_estimator="cispo", calculate_per_token_loss=True),
+        AlgorithmSection(advantage_estimator="ppo", entropy_coef=0.01, loss_divisor=16),
+    ],
+)
+def test_the_trainers_own_log_probs_stand_in_exactly_on_policy(config, proximal, unknown):
+    for seed in range(3):
+        drawn = batches.draw_sequences(seed, count=5, scale=0.3, proximal=proximal)
+        sequences = [dataclasses.replace(s, rollout=s.proximal or s.current) for s in drawn]
+        exact = batches.packed(sequences, batches.weights_of(sequences, config))
+        gapped = batches.with_gaps(exact, sequences, unknown)
+        found = []
+        for batch in (exact, gapped):
+            current = batches.currents(sequences)
+            loss, metrics = PolicyLoss(config, batch_version=4)(current, batches.entropies(sequences), batch)
+            loss.backward()
+            found.append((loss, current.grad, metrics))
+        (loss, gradient, metrics), (stood_in, gradient_of_it, metrics_of_it) = found
+        assert gradient.abs().sum() > 0
+        assert torch.equal(loss, stood_in) and torch.equal(gradient, gradient_of_it)
+        assert metrics.keys() - metrics_of_it.keys() == {"train_rollout_logprob_abs_diff"}
+        agreement = {"agreement_abs_diff", "agreement_tokens"}
+        assert all(torch.equal(metrics[name], value) for name, value in metrics_of_it.items() if name not in agreement)
+
+
+def test_agreement_is_measured_where_the_rollouts_log_probs_are_known():
+    sequences = batches.draw_sequences(seed=2, count=12, scale=0.3, proximal=True)
+    config = AlgorithmSection()
+    batch = batches.packed(sequences, batches.weights_of(sequences, config))
+    metrics = PolicyLoss(config, 4)(batches.currents(sequences), None, batches.with_gaps(batch, sequences, range(6)))[1]
+    known = batches.packed(sequences[6:], batches.weights_of(sequences[6:], config))
+    alone = PolicyLoss(config, 4)(batches.currents(sequences[6:]), None, known)[1]
+    assert metrics["agreement_tokens"].item() == alone["agreement_tokens"].item() > 0
+    assert metrics["agreement_abs_diff"].item() == pytest.approx(alone["agreement_abs_diff"].item(), rel=1e-12)
+
+
+def test_gaps_that_nobody_fills_are_no_numbers():
+    sequences = batches.draw_sequences(seed=2, count=4, scale=0.3, proximal=False)
+    config = AlgorithmSection(off_policy="rollout")
+    batch = batches.with_gaps(batches.packed(sequences, batches.weights_of(sequences, config)), sequences, range(4))
+    with pytest.raises(MissingField, match="rollout_log_probs"):
+        PolicyLoss(config)(batches.currents(sequences), None, batch)
+
+
 @pytest.mark.parametrize(
     ("field", "config"),
     [

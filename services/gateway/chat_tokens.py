@@ -1,0 +1,189 @@
+"""Messages to token ids and back, by the `renderers` package. It is pure but for reading the tokenizer.
+
+A family's renderer is taken where it renders probes exactly as the model's own chat template does; it can carry a conversation on without
+rendering again what was sampled. Where none does, the template itself renders every turn anew, and whether the result goes on from what
+was sampled is seen by comparing ids.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from services.gateway.renderer_tokenizer import RendererTokenizer
+from services.gateway.wire.turn_refused import TurnRefused
+from shared.data.tokenizer import Tokenizer
+from shared.runtime.errors import ConfigError
+from shared.sessions.session import Turn
+
+Messages = Sequence[Mapping[str, Any]]
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]},
+    },
+}
+CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+PROBES: tuple[tuple[Messages, Messages], ...] = (
+    ([{"role": "user", "content": "What is 1 + 2?"}], ()),
+    (
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Hi."},
+            {"role": "user", "content": "And now?"},
+        ],
+        (),
+    ),
+    (
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is 1 + 2?"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"},
+        ],
+        (TOOL,),
+    ),
+)
+"""Conversations, with tools, that a family's renderer and the model's template must render alike."""
+
+PARSERS = {"<function=": "qwen3.5", "<tool_call>": "qwen3"}
+"""Parsers of tool calls for templates of no known family, by what stands in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A tool call as it was drawn. ``status``: ``ok``, or what is wrong with ``text``. ``arguments``: an object's fields, or text."""
+
+    text: str
+    status: str
+    name: str = ""
+    arguments: Any = None
+    id: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok" and bool(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A completion as a message."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ParsedCall, ...]
+
+
+class ChatTokens:
+    """The chat form of one model.
+
+    Args:
+        model: its checkpoint directory. variables: of the run for the chat template.
+
+    Attributes:
+        family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
+    """
+
+    def __init__(self, model: Path, variables: Mapping[str, Any]) -> None:
+        from renderers import DefaultRendererConfig, create_renderer  # it takes seconds, and only gateways have the package
+
+        self.tokenizer = Tokenizer(model)
+        self.has_template = self.tokenizer.has_chat_template
+        adapter = RendererTokenizer(self.tokenizer, variables)
+        family = _family(adapter, variables) if self.has_template else None
+        self.family = "default" if family is None else str(family.config.name)
+        self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
+        self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
+
+    def _tool_parser(self) -> str | None:
+        """Returns the parser of tool calls whose marks the model has as tokens, if its template speaks of any."""
+        template = self.tokenizer.template or ""
+        if self.tokenizer.token_id("<tool_call>") is None:
+            return None
+        return next((parser for mark, parser in PARSERS.items() if mark in template), None)
+
+    def render(self, messages: Messages, tools: Messages) -> NDArray[np.int32]:
+        """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it."""
+        if not self.has_template:
+            raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
+        try:
+            found = self._renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True)
+        except (ConfigError, ValueError, TypeError, KeyError, AssertionError) as error:
+            raise TurnRefused(400, f"the model's chat template refuses them: {str(error)[:300]}", field="messages") from None
+        return np.asarray(found, np.int32)
+
+    def bridge(self, turn: Turn, messages: Messages, tools: Messages) -> NDArray[np.int32] | None:
+        """Returns the prompt that carries a turn on with further messages, beginning with its very tokens; None where that is not sure."""
+        before, drawn = turn.prompt.tolist(), turn.completion.tolist()
+        try:
+            found = self._renderer.bridge_to_next_turn(before, drawn, list(messages), tools=list(tools) or None)
+        except (ValueError, TypeError, KeyError, AssertionError):
+            return None
+        ids = None if found is None else np.asarray(found.token_ids, np.int32)
+        begins = ids is not None and np.array_equal(ids[: len(before) + len(drawn)], turn.tokens)
+        return ids if begins else None
+
+    def parse(self, turn: Turn, tools: Messages) -> ParsedTurn:
+        """Returns a turn's completion as a message; nothing of it is repaired."""
+        given = list(tools) or None
+        found = self._renderer.parse_response(turn.completion.tolist(), tools=given, prompt_ids=turn.prompt.tolist())
+        calls = tuple(ParsedCall(call.raw, str(call.status.value), call.name or "", call.arguments, call.id) for call in found.tool_calls)
+        return ParsedTurn(found.content, found.reasoning_content or "", calls)
+
+
+def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Any:
+    """Returns the first renderer of a family that renders the probes as the model's template does; None where none does."""
+    from renderers import create_renderer
+    from renderers.configs import RendererConfig
+
+    expected = list(_probed_by_template(tokenizer))
+    for config in get_args(get_args(RendererConfig)[0]):
+        name = config.model_fields["name"].default
+        if name in ("auto", "default", "custom"):
+            continue
+        try:
+            fields = {key: value for key, value in variables.items() if key in config.template_field_names()}
+            if len(fields) < len(variables):
+                continue  # the template knows a variable that the renderer does not
+            renderer = create_renderer(tokenizer, config(**fields))
+            if list(_probed(renderer)) == expected:
+                return renderer
+        except Exception as error:  # a renderer for other tokens fails in its own way
+            structlog.get_logger().debug("renderer_does_not_fit", renderer=name, error=str(error)[:200])
+    return None
+
+
+def _probed(renderer: Any) -> Iterator[list[int]]:
+    for messages, tools in PROBES:
+        yield renderer.render_ids([dict(message) for message in messages], tools=list(tools) or None, add_generation_prompt=True)
+
+
+def _probed_by_template(tokenizer: RendererTokenizer) -> Iterator[list[int] | None]:
+    """Yields the ids that the template makes of each probe; None where it refuses one, as every renderer then does."""
+    for messages, tools in PROBES:
+        try:
+            yield tokenizer.apply_chat_template(_with_objects(messages), tools=list(tools) or None, add_generation_prompt=True)
+        except ConfigError:
+            yield None
+
+
+def _with_objects(messages: Messages) -> list[dict[str, Any]]:
+    """Returns messages in which the arguments of calls are objects, as most templates expect them."""
+
+    def call(given: Mapping[str, Any]) -> dict[str, Any]:
+        function = given["function"]
+        return {**given, "function": {**function, "arguments": json.loads(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [call(one) for one in message["tool_calls"]]} if "tool_calls" in message else dict(message)
+        for message in messages
+    ]

@@ -1,0 +1,197 @@
+"""Decides which replica draws a turn, and how many at once. `choose` and `DrawLimit` are pure; `Replicas` keeps the registry's view.
+
+Never a replica without verified weights: such a one tells no address in the registry. A session's turns go to the same replica while it
+has room, whose prefix cache holds what they begin with: each session ranks the replicas by a hash of its own (rendezvous hashing), so that
+one that joins or leaves moves only the sessions that are its own.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.gateway.wire.turn_refused import TurnRefused
+from shared.bus.bus_errors import TRANSIENT
+from shared.bus.registry import Registry
+from shared.runtime.errors import MyxoError
+from shared.schema.service_messages import ServiceStatus
+from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
+
+REFRESH_SECONDS = 0.5
+"""The interval at which the registry is read."""
+
+AVOIDED_SECONDS = 2.0
+"""How long a replica that failed a draw gets no other, while there are others."""
+
+BACKED_OFF = 0.75
+"""The share of its draws that a replica keeps when its engine had to take requests back."""
+
+FEWEST = 4
+"""The least number of draws at once that a replica is given."""
+
+RETRY_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawTarget:
+    """A replica that may draw. ``url``: of its door. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
+
+    instance: str
+    url: str
+    version: int
+    context: int
+    vocabulary: int
+
+
+@dataclass
+class DrawLimit:
+    """How many draws a replica has at once: one more for each that ended well while all places were taken, fewer where memory lacks."""
+
+    most: int
+    limit: float = 0.0
+    running: int = 0
+    changed: float = field(default=0.0)
+
+    def __post_init__(self) -> None:
+        self.limit = self.limit or float(self.most)
+
+    @property
+    def has_room(self) -> bool:
+        return self.running < int(self.limit)
+
+    def ended(self, retractions: int, now: float) -> None:
+        """Notes a draw's end. ``retractions``: how often its engine took it back; ``now``: monotonic seconds."""
+        if retractions:
+            if now - self.changed >= 1.0:  # the requests of one shortage tell of it together
+                self.limit, self.changed = max(FEWEST, self.limit * BACKED_OFF), now
+        elif self.running >= int(self.limit) - 1:
+            self.limit = min(self.most, self.limit + 1.0 / self.limit)
+
+    def refused(self, now: float) -> None:
+        """Notes that the replica had no room for a draw."""
+        self.ended(1, now)
+
+
+def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
+    """Returns the replicas that may draw: those with verified weights, whose doors are open to gateways."""
+    return [
+        DrawTarget(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
+        for one in statuses
+        if one.service == "rollout" and one.engine and one.version >= 0 and {CONTEXT_GAUGE, VOCABULARY_GAUGE} <= one.gauges.keys()
+    ]
+
+
+def choose(
+    session: str, known: Sequence[DrawTarget], min_version: int, room: Mapping[str, bool], avoided: Collection[str]
+) -> DrawTarget | None:
+    """Returns the replica that draws for a session: the first in the session's own order that is new enough and has room.
+
+    Args:
+        room: by instance. avoided: instances that come last, since they have just failed.
+    """
+    fitting = [one for one in known if one.version >= min_version and room.get(one.instance, True)]
+    return min(fitting, key=lambda one: (one.instance in avoided, _rank(session, one.instance)), default=None)
+
+
+def _rank(session: str, instance: str) -> bytes:
+    return hashlib.blake2b(f"{session}|{instance}".encode(), digest_size=8).digest()
+
+
+class Replicas:
+    """The replicas of a run, by the registry.
+
+    Args:
+        most: draws that a replica gets at once, at most.
+    """
+
+    def __init__(self, registry: Registry, most: int) -> None:
+        self._registry, self._most = registry, most
+        self.known: list[DrawTarget] = []
+        self._limits: dict[str, DrawLimit] = {}
+        self._avoided: dict[str, float] = {}
+        self._changed = asyncio.Event()
+
+    async def keep(self) -> None:
+        """Reads the registry again and again. Runs until cancelled."""
+        log = structlog.get_logger()
+        while True:
+            try:
+                self.known = targets(await self._registry.alive("rollout"))
+                self._wake()
+            except (MyxoError, *TRANSIENT) as error:  # the view of before is the best there is
+                log.warning("registry_not_read", error=str(error) or type(error).__name__)
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    @property
+    def context(self) -> int:
+        """Returns the most tokens of a sequence that every replica takes; 0 where there is none."""
+        return min((one.context for one in self.known), default=0)
+
+    @property
+    def vocabulary(self) -> int:
+        return min((one.vocabulary for one in self.known), default=0)
+
+    @property
+    def running(self) -> int:
+        return sum(limit.running for limit in self._limits.values())
+
+    def check_version(self, wanted: int) -> None:
+        """Raises TurnRefused where all replicas are behind the version that a client asks for."""
+        newest = max((one.version for one in self.known), default=None)
+        if newest is not None and newest < wanted:
+            message = f"the replicas serve version {newest}, older than the {wanted} that was asked for"
+            raise TurnRefused(409, message, field="min_version", code="version_behind", retry_after_s=RETRY_AFTER_S)
+
+    async def present(self, seconds: float) -> None:
+        """Waits until there is a replica. Raises TurnRefused after so many seconds."""
+        end = time.monotonic() + seconds
+        while not self.known:
+            await self._change(end, 0)
+
+    @asynccontextmanager
+    async def place(self, session: str, min_version: int, seconds: float) -> AsyncIterator[tuple[DrawTarget, DrawLimit]]:
+        """Takes a place at a replica for a draw; waits for one for so many seconds. Raises TurnRefused."""
+        end = time.monotonic() + seconds
+        while (found := self._choice(session, min_version)) is None:
+            await self._change(end, min_version)
+        limit = self._limit(found.instance)
+        limit.running += 1
+        try:
+            yield found, limit
+        finally:
+            limit.running -= 1
+            self._wake()
+
+    def avoid(self, instance: str) -> None:
+        """Notes that a replica failed a draw."""
+        self._avoided[instance] = time.monotonic() + AVOIDED_SECONDS
+
+    def _choice(self, session: str, min_version: int) -> DrawTarget | None:
+        now = time.monotonic()
+        self._avoided = {instance: until for instance, until in self._avoided.items() if until > now}
+        room = {one.instance: self._limit(one.instance).has_room for one in self.known}
+        return choose(session, self.known, min_version, room, self._avoided)
+
+    def _limit(self, instance: str) -> DrawLimit:
+        return self._limits.setdefault(instance, DrawLimit(self._most))
+
+    async def _change(self, end: float, min_version: int) -> None:
+        """Waits for a change of the replicas. Raises TurnRefused at ``end``, monotonic."""
+        left = end - time.monotonic()
+        if left <= 0:
+            self.check_version(min_version)
+            if not self.known:
+                raise TurnRefused(503, "no replica serves verified weights", code="no_replica", retry_after_s=RETRY_AFTER_S)
+            raise TurnRefused(429, "all replicas have as many requests as they can take", code="no_room", retry_after_s=RETRY_AFTER_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,241 @@
+"""The gateway's endpoints: a session's key, a body, a turn, an answer in the format of the endpoint."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import Field, ValidationError
+from starlette.requests import ClientDisconnect
+
+from services.gateway.replicas import Replicas
+from services.gateway.request_ids import request_id
+from services.gateway.turn_sampling import kept_by_task
+from services.gateway.turns import Turns
+from services.gateway.wire import anthropic_messages, formats, token_generate
+from services.gateway.wire.formats import CHAT_FORMATS, WireFormat
+from services.gateway.wire.request import ChatTurn, TokenTurn, TurnResult
+from services.gateway.wire.request_body import RequestFields, read_body
+from services.gateway.wire.turn_events import TurnStart, started
+from services.gateway.wire.turn_refused import House, TurnRefused, unknown_model
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import MyxoError
+from shared.runtime.telemetry import Metrics
+from shared.schema.limits import Parts, Reason, Reward
+from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
+from shared.sessions.session_store import SessionStore
+
+BODY_BYTES = 32 << 20
+"""The largest body of a request."""
+
+BODY_SECONDS = 60.0
+
+SILENT_SECONDS = 10.0
+"""The time for which a streamed answer may be silent; also that after which it begins although its turn has not ended."""
+
+GONE_SECONDS = 0.5
+"""The interval at which is seen whether a client is still there."""
+
+RETRY_AFTER_S = 1.0
+
+IGNORED_HEADER, TASK_HEADER = "X-Myxo-Ignored", "X-Myxo-Sampling-Of-Task"
+
+
+class _EndFields(RequestFields):
+    """The body of `/v1/session/end`."""
+
+    reward: Reward | Parts | None = None
+    reason: Reason = Field(default="")
+
+
+@dataclass
+class Api:
+    """What the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once."""
+
+    sessions: SessionStore
+    turns: Turns
+    replicas: Replicas
+    metrics: Metrics
+    model: str
+    names: frozenset[str]
+    most: int
+    started: int = field(default_factory=lambda: int(time.time()))
+    in_hand: int = 0
+
+    def app(self) -> FastAPI:
+        """Returns the app with all endpoints."""
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        for path, wire in CHAT_FORMATS.items():
+            app.add_api_route(path, self._refusing(wire.house, self._chat(path, wire)), methods=["POST"])
+        routes: list[tuple[str, str, House, Callable[[Request], Awaitable[Response]]]] = [
+            ("POST", "/v1/messages/count_tokens", "anthropic", self._count),
+            ("POST", "/inference/v1/generate", "openai", self._generate),
+            ("GET", "/v1/models", "openai", self._models),
+            ("GET", "/v1/models/{name:path}", "openai", self._model),
+            ("GET", "/v1/session", "openai", self._session),
+            ("POST", "/v1/session/end", "openai", self._end),
+        ]
+        for method, path, house, route in routes:
+            app.add_api_route(path, self._refusing(house, route), methods=[method])
+        return app
+
+    def _refusing(self, house: House, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Returns a route that tells refusals in its house's form, and has a bounded number of requests in hand."""
+
+        async def answered(request: Request) -> Response:
+            self.metrics.add("gateway_requests")
+            try:
+                if self.in_hand >= self.most:
+                    raise TurnRefused(429, f"{self.most} requests are in hand", code="no_room", retry_after_s=RETRY_AFTER_S)
+                self.in_hand += 1
+                try:
+                    return await route(request)
+                finally:
+                    self.in_hand -= 1
+            except TurnRefused as error:
+                return self._refusal(error, house)
+            except MyxoError as error:  # the store is away
+                return self._refusal(TurnRefused(503, str(error), retry_after_s=RETRY_AFTER_S), house)
+
+        return answered
+
+    def _refusal(self, error: TurnRefused, house: House) -> Response:
+        self.metrics.add(f"gateway_refused_{error.status}")
+        return JSONResponse(error.body(house), error.status, headers=dict(error.headers))
+
+    # --- turns
+
+    def _chat(self, path: str, wire: WireFormat) -> Callable[[Request], Awaitable[Response]]:
+        async def route(request: Request) -> Response:
+            log, body = await self._opened(request)
+            asked = wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body))
+            self._check_model(asked.model)
+            turn, headers = asyncio.create_task(self.turns.chat(log, asked)), _told(log, asked)
+            if not asked.stream:
+                return JSONResponse(wire.answer(asked, await self._awaited(request, turn)), headers=headers)
+            await asyncio.wait([turn], timeout=SILENT_SECONDS)
+            if turn.done():
+                turn.result()  # refused before anything was sent
+            return StreamingResponse(self._events(wire, asked, turn), media_type="text/event-stream", headers=headers)
+
+        return route
+
+    async def _events(self, wire: WireFormat, asked: ChatTurn, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
+        """Yields the events of a turn once it has ended, and until then what keeps the connection alive."""
+        self.in_hand += 1
+        try:
+            while not turn.done():
+                yield b": waiting\n\n"
+                await asyncio.wait([turn], timeout=SILENT_SECONDS)
+            try:
+                result = turn.result()
+            except MyxoError as error:
+                start = TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
+                events = wire.events(asked, start)
+                yield events.begin()
+                yield events.refused(error if isinstance(error, TurnRefused) else TurnRefused(503, str(error)))
+                return
+            for piece in wire.events(asked, started(result)).whole(result):
+                yield piece
+        finally:
+            self.in_hand -= 1
+            await cancelled([turn])
+
+    async def _generate(self, request: Request) -> Response:
+        log, body = await self._opened(request)
+        asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
+        self._check_model(asked.model)
+        turn = asyncio.create_task(self.turns.tokens(log, asked))
+        return JSONResponse(token_generate.answer(asked, await self._awaited(request, turn)), headers=_told(log, asked))
+
+    async def _count(self, request: Request) -> Response:
+        log, body = await self._opened(request)
+        asked = anthropic_messages.parse_count(body, "count")
+        return JSONResponse(anthropic_messages.count_answer(self.turns.count(log, asked)))
+
+    async def _awaited(self, request: Request, turn: "asyncio.Task[TurnResult]") -> TurnResult:
+        """Returns a turn's result; ends the turn where its client is gone, so that the engine draws for nobody."""
+        try:
+            while not turn.done():
+                await asyncio.wait([turn], timeout=GONE_SECONDS)
+                if not turn.done() and await request.is_disconnected():
+                    self.metrics.add("gateway_clients_gone")
+                    raise TurnRefused(408, "the client is gone")
+            return turn.result()
+        finally:
+            await cancelled([turn])
+
+    # --- models and sessions
+
+    async def _models(self, request: Request) -> Response:
+        await self._log(request)
+        return JSONResponse(formats.model_list(self.model, self.started, await self._context()))
+
+    async def _model(self, request: Request) -> Response:
+        await self._log(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(formats.model_entry(self.model, self.started, await self._context()))
+
+    async def _context(self) -> int:
+        await self.replicas.present(SILENT_SECONDS)
+        return self.replicas.context
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names and "*" not in self.names:
+            raise unknown_model(name, self.model)
+
+    async def _session(self, request: Request) -> Response:
+        log = await self._log(request)
+        ended = None if log.ended is None else {"reward": log.ended.reward, "reason": log.ended.reason}
+        return JSONResponse(
+            {"id": log.session.id, "deadline": log.session.deadline, "turns": len(log.turns), "pending": len(log.pending), "ended": ended}
+        )
+
+    async def _end(self, request: Request) -> Response:
+        log, body = await self._opened(request)
+        asked, _ = read_body(_EndFields, body or b"{}")
+        try:
+            end = SessionEnded(at=time.time(), reward=asked.reward, reason=asked.reason)
+        except ValidationError as error:
+            raise TurnRefused(400, str(error.errors()[0]["msg"]), field="reward") from None
+        found = (await self.sessions.end(log.session.id, end)).ended
+        assert found is not None
+        if found.reward != asked.reward:
+            raise TurnRefused(409, f"the session has ended before, with reward {found.reward}", code="session_ended")
+        return JSONResponse({"id": log.session.id, "reward": found.reward})
+
+    async def _opened(self, request: Request) -> tuple[SessionLog, bytes]:
+        return await self._log(request), await _body_of(request)
+
+    async def _log(self, request: Request) -> SessionLog:
+        """Returns the session that a request's key opens. Raises TurnRefused."""
+        bearer = request.headers.get("authorization", "")
+        key = bearer[7:].strip() if bearer[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+        try:
+            return await self.sessions.find(key)
+        except SessionUnknown as error:
+            raise TurnRefused(401, str(error), code="invalid_api_key") from None
+
+
+def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
+    """Returns the headers that name what of a request has no effect, and what stands as the session's task has it."""
+    told = {IGNORED_HEADER: asked.ignored, TASK_HEADER: kept_by_task(log.session, asked.sampling)}
+    return {header: ", ".join(names) for header, names in told.items() if names}
+
+
+async def _body_of(request: Request) -> bytes:
+    """Returns the whole body. Raises TurnRefused where it is too large or does not come."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > BODY_BYTES:
+                    raise TurnRefused(413, f"expected a body of at most {BODY_BYTES} bytes")
+    except ClientDisconnect:
+        raise TurnRefused(408, "the client is gone") from None
+    except TimeoutError:
+        raise TurnRefused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+    return bytes(body)

@@ -1,0 +1,52 @@
+"""Decides how a turn's tokens are drawn: by the task, where they are to be trained, and within its limits. It is pure.
+
+The trainer computes log-probs under the run's temperature, and a policy is trained on what it would draw by itself. So in a session that is
+trained the task's temperature, top-p, top-k and the like stand, whatever a client asks; it may end a turn earlier. In an evaluation the
+client's own values stand.
+"""
+
+from services.gateway.wire.request import RequestedSampling
+from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt
+from shared.schema.messages import Sampling
+from shared.sessions.session import Session
+
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+
+def kept_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:
+    """Returns the names of the fields that a client asked otherwise, and that stand as the task has them."""
+    given = [name for name in _DISTRIBUTION if getattr(asked, name) not in (None, getattr(session.sampling, name))]
+    return (*([] if session.evaluation else given), *(["seed"] if asked.seed is not None else []))
+
+
+def drawn_sampling(session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int]) -> Sampling:
+    """Returns how a turn is drawn.
+
+    Args:
+        prompt: tokens of the prompt. context: the most tokens of prompt and completion. stop_ids: tokens that end a turn of this model.
+
+    Raises TurnRefused where the prompt leaves no room for a token.
+    """
+    task = session.sampling
+    if prompt >= context:
+        raise overlong_prompt(prompt, context - 1)
+    given = {name: value for name in _DISTRIBUTION if (value := getattr(asked, name)) is not None}
+    fields = given if session.evaluation else {}
+    most = min(asked.max_tokens or task.max_new_tokens, task.max_new_tokens, context - prompt)
+    fewest = min(task.min_new_tokens if asked.min_tokens is None else asked.min_tokens, most)
+    return task.model_copy(
+        update=fields
+        | {
+            "max_new_tokens": most,
+            "min_new_tokens": fewest,
+            "stop": list(dict.fromkeys([*task.stop, *asked.stop])),
+            "stop_token_ids": list(dict.fromkeys([*task.stop_token_ids, *stop_ids, *asked.stop_token_ids])),
+        }
+    )
+
+
+def check_tokens(prompt_least: int, prompt_most: int, vocabulary: int) -> None:
+    """Raises TurnRefused where a prompt holds an id that is no token of the model's."""
+    for token in (prompt_least, prompt_most):
+        if not 0 <= token < vocabulary:
+            raise TurnRefused(400, f"token id {token} is not in [0, {vocabulary})", field="token_ids", code="invalid_token")

@@ -1,0 +1,48 @@
+"""What a gateway asks of a replica, and its answer: token in, token out, MessagePack over HTTP at `DRAW_PATH`.
+
+It is for gateways alone: the request carries a key that replicas and gateways share by the store (`SessionStore.draw_key`).
+"""
+
+from pydantic import Field
+
+from shared.schema.limits import LARGEST, Count
+from shared.schema.message import Message, Tokens
+from shared.schema.messages import Sampling
+from shared.sessions.session import Finish, LogProbs, RequestId, Spans
+
+DRAW_PATH = "/internal/draw"
+KEY_HEADER = "X-Myxo-Draw-Key"
+CONTENT_TYPE = "application/msgpack"
+
+CONTEXT_GAUGE, VOCABULARY_GAUGE = "engine_context", "engine_vocabulary"
+"""Gauges of a replica's status: the most tokens of one sequence, and the number of token ids."""
+
+
+class DrawRequest(Message):
+    """Draw the tokens that follow ``input_ids``.
+
+    ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
+    least. ``seconds``: the most it may take.
+    """
+
+    request: RequestId
+    input_ids: Tokens
+    sampling: Sampling
+    seed: int | None = Field(default=None, ge=0, le=LARGEST)
+    min_version: Count = 0
+    seconds: float = Field(gt=0, le=86400)
+
+
+class Drawn(Message):
+    """What was drawn. ``spans`` tile the completion.
+
+    ``cached``: input tokens whose keys and values were there already. ``retractions``: how often the engine took the request back for want
+    of memory.
+    """
+
+    completion: Tokens
+    log_probs: LogProbs
+    spans: Spans
+    finish: Finish
+    cached: Count = 0
+    retractions: Count = 0

@@ -1,0 +1,245 @@
+"""Clients of an ordinary API play sessions over a real gateway and a real engine: what is recorded of them is what was drawn."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from openai import AsyncOpenAI, AuthenticationError, BadRequestError, ConflictError, NotFoundError
+from openai.types.chat import ChatCompletion
+
+from shared.bus.registry import Registry
+from shared.runtime.cancellation import cancelled
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.messages import Sampling
+from shared.schema.sample import Sample
+from shared.sessions.session import SessionEnded, Turn
+from shared.sessions.session_store import SessionStore
+from shared.sessions.trajectories import trajectories
+from tests.integration.engine.bench import Bench, NewBench
+from tests.integration.engine.conftest import Checkpoint, Checkpoints
+from tests.integration.engine.reference import log_probs
+from tests.integration.engine.source import Source
+from tests.support.gateways import Played, ready_gateway, started_gateway
+from tests.support.service_process import ServiceProcess
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+EXACT = 1e-4
+END = 1
+"""The token that ends a turn of these models."""
+
+CHUNK = 24
+"""Tokens after which a turn is recorded here."""
+
+
+class Hall:
+    """A replica on a real engine, and gateways before it."""
+
+    def __init__(self, desk: Bench, directory: Path, environment: dict[str, str]) -> None:
+        self.desk, self._directory, self._environment = desk, directory, environment
+        self.registry = Registry(desk.service.bus, desk.service.run)
+        self.sessions = SessionStore(desk.service.store, desk.service.run)
+        self.processes: list[ServiceProcess] = []
+        self.urls: list[str] = []
+
+    async def start(self) -> str:
+        number = len(self.processes)
+        process = started_gateway(number, self._directory, self._environment)
+        self.processes.append(process)
+        self.urls.append(await ready_gateway(self.registry, number, process))
+        return self.urls[-1]
+
+    async def session(self, **fields: Any) -> Played:
+        return await Played.opened(self.sessions, **fields)
+
+    async def pushed(self, checkpoint: Checkpoint, version: int) -> None:
+        source = Source(self.desk, checkpoint.model, version)
+        await source.prepare()
+        await source.commit((await source.receive()).digest)
+        source.leave()
+
+
+@pytest.fixture
+async def hall(
+    new_bench: NewBench, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
+) -> AsyncIterator[Callable[..., Any]]:
+    made: list[Hall] = []
+    beating: list[asyncio.Task[None]] = []
+
+    async def make(**sections: dict[str, Any]) -> Hall:
+        gateway = {"gateway_replicas": 1, "gateway_checkpoint_tokens": CHUNK, "gateway_wait": 20.0}
+        desk = await new_bench(gateway=gateway | sections.pop("gateway", {}), **sections)
+        environment = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name}
+
+        async def beat() -> None:
+            while True:
+                await desk.service.announce()
+                await asyncio.sleep(desk.service.heartbeat)
+
+        beating.append(asyncio.create_task(beat()))
+        made.append(Hall(desk, tmp_path, environment))
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        for process in one.processes:
+            process.__exit__()
+        await one.desk.replica.proxy.close()
+    await cancelled(beating)
+
+
+def exact(turn: Turn, *models: Checkpoint, endless: bool = False) -> None:
+    """Asserts that a turn's log-probs are those of the versions that drew it; ``models`` by version. ``endless``: it could not end."""
+    for start, end, version in turn.spans:
+        prompt = np.concatenate([turn.prompt, turn.completion[:start]])
+        banned = [END] if endless else []
+        expected = log_probs(models[version].model, prompt, turn.completion[start:end], banned=banned)
+        np.testing.assert_allclose(turn.log_probs[start:end], expected, atol=EXACT)
+
+
+async def said(client: AsyncOpenAI, messages: list[Any], **options: Any) -> ChatCompletion:
+    return await client.chat.completions.create(model="0", messages=messages, **options)
+
+
+async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+    """Three turns by the `openai` SDK, one of them after a push, one streamed; then the same in a session of its own key."""
+    room = await hall()
+    played = await room.session()
+    messages: list[Any] = [{"role": "user", "content": "what is 2+2?"}]
+    async with played.client(room.urls[0]) as client:
+        assert (await client.models.list()).data[0].id == "0"
+        first = await said(client, messages, logprobs=True)
+        messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
+        await room.pushed(checkpoint(1), 1)
+        second = await said(client, messages, extra_body={"min_version": 1})
+        messages += [second.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "thanks"}]
+        with pytest.raises(ConflictError, match="version 1, older than the 7"):
+            await said(client.with_options(max_retries=0), messages, extra_body={"min_version": 7})
+        parts = [part async for part in await said(client, messages, stream=True, stream_options={"include_usage": True})]
+    log = await played.log()
+    turns = list(log.turns.values())
+    assert [turn.request for turn in turns] == [first.id, second.id, parts[0].id] and not log.pending
+    for turn in turns:
+        exact(turn, checkpoint(0), checkpoint(1))
+        assert 1 <= len(turn.completion) <= 24
+    assert [{version for _, _, version in turn.spans} for turn in turns] == [{0}, {1}, {1}]
+    told = first.choices[0].logprobs
+    assert told is not None and told.content is not None
+    np.testing.assert_allclose([one.logprob for one in told.content], turns[0].log_probs, atol=1e-6)
+    assert first.usage is not None and (first.usage.prompt_tokens, first.usage.completion_tokens) == (
+        len(turns[0].prompt),
+        len(turns[0].completion),
+    )
+    tokenizer = room.desk.rollout._tokenizer
+    streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert streamed == tokenizer.decode(turns[2].completion)
+    trained = 0
+    for found in trajectories(turns):
+        arrays = {"prompt": found.prompt, "response": found.response, "log_probs": found.log_probs, "mask": found.mask}
+        Sample(group="g", index=0, **arrays, segments=found.segments, finish=found.finish, text="").check()
+        trained += int(found.mask.sum())
+    assert trained == sum(len(turn.completion) for turn in turns)
+
+
+async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+    """A push aborts the turn in its middle, then the gateway is killed −9: its client's retry goes on elsewhere from what was recorded."""
+    room = await hall(rollout={"in_flight_on_push": "abort", "max_staleness": 9})
+    other = await room.start()
+    long = Sampling(temperature=1.0, max_new_tokens=600, min_new_tokens=600)
+    played = await room.session(sampling=long)
+    question = [{"role": "user", "content": "count"}]
+    named = {"Idempotency-Key": "the one"}
+
+    async def drawn(least: int, version: int) -> Any:
+        found = list((await played.log()).pending.values())
+        enough = bool(found) and len(found[0].completion) >= least and found[0].spans[-1][2] == version
+        return found[0] if enough else None
+
+    async with played.client(room.urls[0], max_retries=0) as client, played.client(other) as elsewhere:
+        asking = asyncio.create_task(said(client, question, extra_headers=named))
+        await until(lambda: drawn(CHUNK, 0), "the first tokens", 120)
+        await room.pushed(checkpoint(1), 1)
+        before = await until(lambda: drawn(3 * CHUNK, 1), "tokens of the new version", 120)
+        room.processes[0].kill()
+        with pytest.raises(Exception, match="onnection"):
+            await asking
+        answered = await said(elsewhere, question, extra_headers=named)
+        again = await said(elsewhere, question, extra_headers=named)
+    log = await played.log()
+    [turn] = log.turns.values()
+    assert answered.id == again.id == turn.request and answered.choices[0].message == again.choices[0].message
+    assert len(turn.completion) == 600 and turn.finish == "length"
+    assert turn.completion[: len(before.completion)].tolist() == before.completion.tolist()
+    assert [version for _, _, version in turn.spans] == [0, 1]
+    exact(turn, checkpoint(0), checkpoint(1), endless=True)
+
+
+async def test_what_a_client_may_not_is_refused_in_its_own_form(hall: Callable[..., Any]) -> None:
+    room = await hall()
+    one, other = await room.session(), await room.session(deadline=time.time() - 1)
+    question = [{"role": "user", "content": "x"}]
+    async with one.client(room.urls[0], max_retries=0) as client:
+        with pytest.raises(BadRequestError, match="maximum context length") as caught:
+            await said(client, [{"role": "user", "content": "x" * 5000}])
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(NotFoundError, match="gpt-4o"):
+            await client.chat.completions.create(model="gpt-4o", messages=question)
+        with pytest.raises(BadRequestError, match="temperature"):
+            await said(client, question, temperature="warm")
+        # the task's temperature stands: it is the trainer's
+        whole = await client.chat.completions.with_raw_response.create(
+            model="0", messages=question, temperature=0.0, max_tokens=5, user="somebody"
+        )
+        assert whole.headers["X-Myxo-Sampling-Of-Task"] == "temperature" and whole.headers["X-Myxo-Ignored"] == "user"
+        for wrong in (one.key[:-1], one.key + "0", f"sk-myxo-{other.session.id}-{one.key.rpartition('-')[2]}", "sk-nothing"):
+            with pytest.raises(AuthenticationError):
+                await said(client.with_options(api_key=wrong), question)
+    log = await one.log()
+    [turn] = log.turns.values()
+    assert len(turn.completion) <= 5
+    async with other.client(room.urls[0], max_retries=0) as client:
+        with pytest.raises(Exception, match="deadline has passed") as gone:
+            await said(client, question)
+        assert gone.value.status_code == 410
+    await room.sessions.end(one.session.id, SessionEnded(at=time.time(), reward=1.0, reason="done"))
+    async with one.client(room.urls[0], max_retries=0) as client:
+        with pytest.raises(Exception, match="has ended: done") as gone:
+            await said(client, question)
+        assert gone.value.status_code == 410
+    assert list((await one.log()).turns) == [turn.request]
+
+
+async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+    """The wire of token-in clients; and the replica's door serves gateways alone."""
+    room = await hall()
+    played = await room.session()
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {played.key}"}) as http:
+        prompt = [10, 11, 12]
+        for rest in ([], [20, 21]):
+            body = {"model": "0", "token_ids": prompt + rest, "sampling_params": {"max_tokens": 6, "logprobs": 1}}
+            async with http.post(f"{room.urls[0]}/inference/v1/generate", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                [choice] = (await answer.json())["choices"]
+            assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+            prompt = prompt + rest + choice["token_ids"]
+        async with http.post(f"{room.urls[0]}/inference/v1/generate", json=body | {"token_ids": [99999]}) as answer:
+            assert answer.status == 400 and "99999 is not in" in await answer.text()
+        door = room.desk.service.status().engine
+        for path, headers in (("/generate", {}), ("/v1/models", {}), ("/internal/draw", {"X-Myxo-Draw-Key": "guess"})):
+            async with http.post(door + path, data=b"x", headers=headers | {"Content-Type": "application/msgpack"}) as answer:
+                assert answer.status in (401, 404)
+        async with http.post(f"{room.urls[0]}/v1/session/end", json={"reward": {"exact": 0.5}}) as answer:
+            assert answer.status == 200, await answer.text()
+    log = await played.log()
+    [found] = trajectories(log.turns.values())
+    assert found.tokens.tolist() == prompt and len(log.turns) == 2, "the second turn carries the first one on"
+    assert log.ended is not None and log.ended.reward == {"exact": 0.5}
+    for turn in log.turns.values():
+        exact(turn, checkpoint(0))

@@ -1,0 +1,72 @@
+"""Which replica draws, and how many draws it has at once."""
+
+from services.gateway.replicas import BACKED_OFF, FEWEST, DrawLimit, DrawTarget, choose, targets
+from shared.schema.service_messages import ServiceStatus
+from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
+
+
+def target(number: int, version: int = 3) -> DrawTarget:
+    return DrawTarget(f"rollout-{number}", f"http://{number}", version, 512, 100)
+
+
+def status(number: int, **changes: object) -> ServiceStatus:
+    fields = {"service": "rollout", "instance": f"rollout-{number}", "host": "h", "pid": 1, "http": "", "state": "ready", "at": 0.0}
+    gauges = {CONTEXT_GAUGE: 512.0, VOCABULARY_GAUGE: 100.0}
+    return ServiceStatus(**{**fields, "engine": f"http://{number}", "version": 3, "gauges": gauges, **changes})
+
+
+ALL = [target(number) for number in range(4)]
+SESSIONS = [f"session-{number}" for number in range(200)]
+
+
+def test_a_session_stays_where_it_is_when_another_replica_leaves() -> None:
+    before = {session: choose(session, ALL, 0, {}, ()) for session in SESSIONS}
+    after = {session: choose(session, ALL[:3], 0, {}, ()) for session in SESSIONS}
+    assert {one.instance for one in before.values() if one} == {one.instance for one in ALL}, "each replica has some"
+    moved = [session for session in SESSIONS if before[session] != after[session]]
+    assert moved == [session for session in SESSIONS if before[session] == ALL[3]]
+
+
+def test_a_replica_without_room_or_behind_draws_nothing() -> None:
+    for session in SESSIONS[:20]:
+        first = choose(session, ALL, 0, {}, ())
+        assert first is not None
+        other = choose(session, ALL, 0, {first.instance: False}, ())
+        assert other is not None and other != first
+        assert choose(session, ALL, 4, {}, ()) is None
+        assert choose(session, [*ALL, target(9, version=4)], 4, {}, ()) == target(9, version=4)
+        assert choose(session, [], 0, {}, ()) is None
+
+
+def test_one_that_failed_comes_last() -> None:
+    first = choose("s", ALL, 0, {}, ())
+    assert first is not None
+    assert choose("s", ALL, 0, {}, {first.instance}) != first
+    assert choose("s", [first], 0, {}, {first.instance}) == first
+
+
+def test_a_replica_without_verified_weights_or_a_door_is_none() -> None:
+    known = [status(0), status(1, version=-1), status(2, engine=""), status(3, gauges={}), status(4, service="buffer")]
+    assert [one.instance for one in targets(known)] == ["rollout-0"]
+
+
+def test_draws_are_fewer_while_memory_lacks_and_come_back() -> None:
+    limit = DrawLimit(64)
+    limit.running = 64
+    assert not limit.has_room
+    for _ in range(5):  # of one shortage
+        limit.ended(1, now=10.0)
+    assert limit.limit == 64 * BACKED_OFF
+    for second in range(100):
+        limit.ended(1, now=20.0 + second)
+    assert limit.limit == FEWEST
+    limit.running = FEWEST
+    for _ in range(10_000):
+        limit.ended(0, now=200.0)
+        limit.running = int(limit.limit)
+    assert limit.limit == 64
+    idle = DrawLimit(64)
+    idle.ended(1, now=1.0)
+    for _ in range(100):
+        idle.ended(0, now=2.0)
+    assert idle.limit == 64 * BACKED_OFF, "what is not used says nothing about what would fit"

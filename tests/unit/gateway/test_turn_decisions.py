@@ -1,0 +1,90 @@
+"""How a turn is drawn, which turn a conversation goes on from, and by which id a request is known."""
+
+import json
+
+import numpy as np
+import pytest
+
+from services.gateway.conversations import continued, digests
+from services.gateway.request_ids import request_id
+from services.gateway.turn_sampling import check_tokens, drawn_sampling, kept_by_task
+from services.gateway.wire.request import RequestedSampling, chat_call
+from services.gateway.wire.turn_refused import TurnRefused
+from shared.schema.messages import Sampling
+from shared.sessions.session import Session, SessionLog, Turn, TurnBegun, TurnEnded
+
+TASK = Sampling(temperature=0.8, top_p=0.9, max_new_tokens=100, stop=["END"], stop_token_ids=[7])
+
+
+def session(**changes: object) -> Session:
+    fields = {"id": "s1", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0, "sampling": TASK}
+    return Session(**{**fields, **changes})
+
+
+def test_what_is_trained_is_drawn_as_the_task_says_and_an_evaluation_as_its_client_does() -> None:
+    asked = RequestedSampling(temperature=0.0, top_p=0.9, max_tokens=10, stop=("X",), seed=5)
+    drawn, kept = drawn_sampling(session(), asked, 20, 512, [1]), kept_by_task(session(), asked)
+    assert (drawn.temperature, drawn.top_p, drawn.max_new_tokens) == (0.8, 0.9, 10)
+    assert drawn.stop == ["END", "X"] and drawn.stop_token_ids == [7, 1] and kept == ("temperature", "seed")
+    evaluated = session(evaluation=True)
+    assert drawn_sampling(evaluated, asked, 20, 512, [1]).temperature == 0.0 and kept_by_task(evaluated, asked) == ("seed",)
+
+
+def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
+    assert drawn_sampling(session(), RequestedSampling(max_tokens=5000), 20, 512, []).max_new_tokens == 100
+    assert drawn_sampling(session(), RequestedSampling(), 500, 512, []).max_new_tokens == 12
+    assert drawn_sampling(session(), RequestedSampling(min_tokens=50), 500, 512, []).min_new_tokens == 12
+    with pytest.raises(TurnRefused, match="maximum context length") as refused:
+        drawn_sampling(session(), RequestedSampling(), 512, 512, [])
+    assert refused.value.status == 400
+    with pytest.raises(TurnRefused, match="token id 100 is not in"):
+        check_tokens(0, 100, 100)
+
+
+ASKED = [{"role": "user", "content": "2+2?"}]
+CALLS = {"role": "assistant", "content": "", "tool_calls": [chat_call("c1", "add", '{"a": 2, "b": 2}')]}
+
+
+def turn(name: str, conversation: str) -> Turn:
+    return Turn(name, None, np.arange(3), np.arange(2), np.zeros(2), ((0, 2, 0),), "stop", conversation)
+
+
+def test_a_conversation_goes_on_from_the_longest_turn_that_it_begins_with() -> None:
+    first = turn("r1", digests([*ASKED, CALLS], [])[-1])
+    result = {"role": "tool", "tool_call_id": "c1", "content": "4"}
+    answered = {"role": "assistant", "content": "4."}
+    second = turn("r2", digests([*ASKED, CALLS, result, answered], [])[-1])
+    further = {"role": "user", "content": "thanks"}
+    assert continued([first, second], [*ASKED, CALLS, result, answered, further], []) == (second, [further])
+    assert continued([first, second], [*ASKED, CALLS, result], []) == (first, [result])
+    changed = {**answered, "content": "5."}
+    assert continued([first, second], [*ASKED, CALLS, result, changed, further], []) == (first, [result, changed, further])
+    assert continued([first, second], ASKED, []) is None
+    assert continued([first, second], [*ASKED, CALLS], []) is None, "nothing is new"
+    assert continued([first], [*ASKED, CALLS, result], [{"type": "function"}]) is None, "other tools make another prompt"
+
+
+def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_anew() -> None:
+    thought = {**CALLS, "reasoning_content": "two and two"}
+    anew = {**CALLS, "tool_calls": [chat_call("c9", "add", json.dumps({"b": 2, "a": 2}))]}
+    broken = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a": 2')]}
+    found = {name: digests([*ASKED, message], [])[-1] for name, message in (("thought", thought), ("anew", anew), ("broken", broken))}
+    assert found["thought"] == found["anew"] == digests([*ASKED, CALLS], [])[-1] != found["broken"]
+
+
+def test_a_request_is_known_by_its_name_or_as_a_repetition() -> None:
+    log, body = SessionLog(session()), b'{"messages": []}'
+    named = request_id(log, "chatcmpl-", "/v1", {"idempotency-key": "x"}, body)
+    assert named == request_id(log, "chatcmpl-", "/v1", {"idempotency-key": "x"}, b"another")
+    assert named != request_id(SessionLog(session(id="s2")), "chatcmpl-", "/v1", {"idempotency-key": "x"}, body)
+    first, second = (request_id(log, "chatcmpl-", "/v1", {"x-stainless-retry-count": "0"}, body) for _ in range(2))
+    assert first != second and first.startswith("chatcmpl-"), "two that are alike are two"
+    repeated = {"x-stainless-retry-count": "1"}
+    assert request_id(log, "chatcmpl-", "/v1", repeated, body) not in (first, second), "the first attempt never arrived"
+    begun = TurnBegun(request=first, holder="a", at=0.0, until=1.0, rest=np.arange(2))
+    ended = {"completion": np.arange(1), "log_probs": np.zeros(1, np.float32), "spans": ((0, 1, 0),), "finish": "stop"}
+    log.apply([begun])
+    assert request_id(log, "chatcmpl-", "/v1", repeated, body) == first
+    log.apply([TurnEnded(request=first, holder="a", **ended)])
+    assert request_id(log, "chatcmpl-", "/v1", repeated, body) == first
+    assert request_id(log, "chatcmpl-", "/v1", repeated, b"{}") != first

@@ -1,0 +1,49 @@
+"""Which runs can do without the log-probs that the rollout drew tokens with."""
+
+from typing import Any
+
+import pytest
+
+from shared.config.algorithm import AlgorithmSection
+from shared.config.log_probs_reader import log_probs_reader, misfit
+from shared.config.rollout_section import RolloutSection
+
+
+def sections(algorithm: dict[str, Any], rollout: dict[str, Any]) -> tuple[AlgorithmSection, RolloutSection]:
+    return AlgorithmSection(**algorithm), RolloutSection(num_rollout=1, rollout_batch_size=1, **rollout)
+
+
+SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rollout", "reader"),
+    [
+        ({}, SYNCHRONOUS, None),
+        ({}, AHEAD, "algorithm.off_policy = decoupled (the default) with rollout.max_staleness = 1 reads them"),
+        ({"use_tis": False}, SYNCHRONOUS, None),
+        ({"use_tis": False}, AHEAD, None),
+        ({"off_policy": "none"}, AHEAD, None),
+        ({"off_policy": "decoupled"}, SYNCHRONOUS, "algorithm.off_policy = decoupled reads them"),
+        ({"off_policy": "rollout"}, SYNCHRONOUS, "algorithm.off_policy = rollout reads them"),
+        ({"use_tis": True}, SYNCHRONOUS, "algorithm.use_tis = true reads them"),
+        ({"use_rollout_logprobs": True}, SYNCHRONOUS, "algorithm.use_rollout_logprobs = true reads them"),
+        ({"use_rs": True}, SYNCHRONOUS, "algorithm.use_rs = True reads them"),
+        ({"rs_veto_threshold": 0.1}, SYNCHRONOUS, "algorithm.rs_veto_threshold = 0.1 reads them"),
+        ({"tis_batch_normalize": True}, SYNCHRONOUS, "algorithm.tis_batch_normalize = True reads them"),
+        ({"use_opsm": True}, SYNCHRONOUS, "algorithm.use_opsm = True reads them"),
+        ({"use_m2po": True}, SYNCHRONOUS, "algorithm.use_m2po = True reads them"),
+        ({"custom_tis_function_path": "a:b"}, SYNCHRONOUS, "algorithm.custom_tis_function_path = a:b reads them"),
+        ({"loss_type": "sft_loss"}, AHEAD, None),
+        ({"loss_type": "custom_loss", "custom_loss_function_path": "a:b"}, AHEAD, None),
+        ({}, {**SYNCHRONOUS, "missing_log_probs": "refuse"}, "rollout.missing_log_probs = refuse"),
+        ({}, {**SYNCHRONOUS, "missing_log_probs": "recompute"}, None),
+    ],
+)
+def test_who_reads_them(algorithm: dict[str, Any], rollout: dict[str, Any], reader: str | None) -> None:
+    given = sections(algorithm, rollout)
+    assert log_probs_reader(*given) == reader
+    assert misfit(*given) is None
+    if "missing_log_probs" not in rollout:
+        asked = sections(algorithm, {**rollout, "missing_log_probs": "recompute"})
+        assert (misfit(*asked) is None) == (reader is None)

@@ -1,0 +1,115 @@
+"""What slime refuses at its start, a command line without a config is refused, too; and its file of roles."""
+
+from pathlib import Path
+
+import pytest
+
+from myxo.commands import train
+from myxo.preflight import checked_config
+from shared.config import flags
+from shared.config.config_reading import ConfigReading, read
+from shared.runtime.errors import BadInput, problems_of
+
+LEAST = "--hf-checkpoint /no/model --prompt-data /no/p --num-rollout 3 --rollout-batch-size 4 --n-samples-per-prompt 4 --rm-type math"
+
+
+def refused(words: str) -> dict[str, str]:
+    """Flag → what is said of it, but for the files that are not there."""
+    with pytest.raises(BadInput) as caught:
+        checked_config(train.source(None, f"{LEAST} {words}".split()))
+    told = [str(problem).split(" ", 1) for problem in problems_of(caught.value)]
+    return {flag: text for flag, text in told if "/no/" not in text}
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "says"),
+    [
+        ("--advantage-estimator reinforce_plus_plus", "--normalize-advantages", "whitens its advantages"),
+        ("--advantage-estimator reinforce_plus_plus_baseline", "--normalize-advantages", "whitens its advantages"),
+        ("--only-train-params-name-list a --freeze-params-name-list b", "--freeze-params-name-list", "give one of them"),
+        ("--update-weight-mode delta", "--update-weight-mode", "--update-weight-transport disk"),
+        ("--update-weight-mode delta --colocate", "--update-weight-mode", "full with --colocate"),
+        ("--rollout-temperature 0", "--rollout-temperature", "greedy decoding is no policy"),
+    ],
+)
+def test_what_slime_asserts_is_refused(words: str, flag: str, says: str) -> None:
+    found = refused(words)
+    assert list(found) == [flag] and says in found[flag]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--advantage-estimator reinforce_plus_plus --normalize-advantages",
+        "--freeze-params-name-list b",
+        "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /tmp --update-weight-local-checkpoint-dir /tmp",
+        "--rollout-temperature 0 --num-rollout 0 --eval-prompt-data aime /no/e",
+        "--lr 0",
+        "--save-debug-rollout-data /tmp/one.pt --num-rollout 1",
+        "--colocate --rollout-num-gpus 8 --load-debug-rollout-data /no/dump.pt",  # nobody generates: no engine has to fit
+        "--sglang-router-policy round_robin --router-policy cache_aware",
+        "--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming",
+    ],
+)
+def test_what_slime_takes_is_taken(words: str) -> None:
+    assert refused(words) == {}
+
+
+def test_each_steps_dump_needs_a_path_of_its_own() -> None:
+    assert "each step's file would replace the one before" in refused("--save-debug-rollout-data /tmp/one.pt")["--save-debug-rollout-data"]
+
+
+def test_a_config_file_may_have_what_slime_refuses(tmp_path: Path) -> None:
+    words = f"{LEAST} --name r --max-staleness 1 --update-weight-mode delta".split()
+    config, problems, *_ = read(None, {**flags.parse(words)})
+    assert config is not None and not problems
+
+
+def test_a_coefficient_of_a_kl_that_is_not_used_changes_nothing() -> None:
+    source = train.source(None, f"{LEAST} --kl-loss-coef 0.1 --kl-loss-type k2".split())
+    config = read(None, source.given.overrides).config
+    assert config is not None and not config.algorithm.measures_kl
+    assert "--kl-loss-coef 0.1 changes nothing without --use-kl-loss, as with slime" in source.given.notes
+    used = read(None, train.source(None, f"{LEAST} --kl-loss-coef 0.1 --use-kl-loss".split()).given.overrides).config
+    assert used is not None and used.algorithm.kl_loss_coef == 0.1
+
+
+# --- roles
+
+
+def of_roles(directory: Path, text: str, words: str = "--advantage-estimator ppo --lr 1e-3") -> ConfigReading:
+    file = directory / "roles.yaml"
+    file.write_text(text)
+    return read(None, train.source(None, f"{LEAST} {words} --megatron-config-path {file}".split()).given.overrides)
+
+
+def test_actor_and_critic_have_what_is_their_own(tmp_path: Path) -> None:
+    text = """
+megatron:
+  - {name: default, role: critic, overrides: {lr: 1e-5, load: /m/critic, num_gpus_per_node: 2}}
+  - {name: default, role: actor, overrides: {lr: 1e-6, lr_warmup_iters: 5, recompute_granularity: full, moe_router_dtype: fp32}}
+"""
+    config, problems, notes, _ = of_roles(tmp_path, text)
+    assert config is not None and not problems
+    trainer = config.trainer
+    assert (trainer.lr, trainer.critic_lr, trainer.critic_load, trainer.lr_warmup_iters) == (1e-6, 1e-5, Path("/m/critic"), 5)
+    assert (trainer.recompute_granularity, trainer.megatron, trainer.megatron_config_path) == ("full", {"moe_router_dtype": "fp32"}, None)
+    assert any("stands over what is given elsewhere: lr, load of the critic; lr, lr_warmup_iters" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("actor: {lr: 1}", "megatron: a list of entries"),
+        ("megatron: {role: actor}", "megatron: a list of entries"),
+        ("megatron: [{role: actr}]", "did you mean actor?"),
+        ("megatron: [{role: actor, overrides: {lr: 1}}, {role: actor, overrides: {lr: 2}}]", "each once at most"),
+        ("megatron: [{role: critic, overrides: {weight_decay: 0.1}}]", "critic: weight_decay': the critic has the actor's value"),
+        ("megatron: [{role: critic, overrides: {save: /s}}]", "critic: save': leave it out"),
+        ("megatron: [{role: actor, overrides: {load: /l}}]", "actor: load': give it as a flag"),
+        ("megatron: [", "not a readable YAML file"),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_roles_is_named(tmp_path: Path, text: str, says: str) -> None:
+    [problem] = of_roles(tmp_path, text).problems
+    assert says in str(problem) and str(tmp_path / "roles.yaml") in str(problem)
