@@ -40,11 +40,13 @@ NO_PROMPTS_S = 0.05
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Returns the groups of a training step, or the results of the run's held-out sets."""
     if evaluation:
-        return background_loop.run(eval_rollout(args, rollout_id))[0]  # type: ignore[no-any-return]
+        results: RolloutFnEvalOutput = background_loop.run(eval_rollout(args, rollout_id))[0]
+        return results
+    output: RolloutFnTrainOutput
     output, aborted = background_loop.run(generate_rollout_async(args, rollout_id, data_source.get_samples))
     if aborted:
         data_source.add_samples(aborted)
-    return output  # type: ignore[no-any-return]
+    return output
 
 
 async def generate_rollout_async(
