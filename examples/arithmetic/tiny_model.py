@@ -14,8 +14,8 @@ CHARACTERS = "\n " + string.digits + string.ascii_letters + string.punctuation
 VOCABULARY_MULTIPLE = 64
 """The embedding's rows are a multiple of this, as Megatron likes them for tensor parallelism."""
 CONTEXT = 128
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""A chat is the plain text of its messages: this model knows no roles."""
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+"""A chat is the plain text of its messages, answers with the token that ends them: this model knows no roles."""
 
 
 def character_tokenizer() -> Tokenizer:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxo.preflight import (
+    agent_checks,
     data_checks,
     dump_checks,
     epochs,
@@ -68,6 +69,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     reward_checks.check_rewards,
+    agent_checks.check_commands,
     reward_checks.check_sandbox,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,

@@ -1,7 +1,7 @@
 """Checks that prompts and responses fit into the engine's context and the trainer's micro-batches: those that do not would fail for ever.
 
 A prompt's length is that of the longest that was read. Where none was read (the user has a source of prompts), only lengths that fit with
-no prompt are refused. A function that generates in place of the engine is told `rollout_max_response_len` too, and asks the engine as it
+no prompt are refused. What generates in place of the engine, a function or an agent, is told `rollout_max_response_len` too, and asks as it
 likes: what it may generate has to fit into a micro-batch. Samples that are too long all the same are `rollout.overlong_samples`' matter.
 """
 
@@ -12,6 +12,7 @@ from myxo.preflight.inspection import Findings, Inspection
 from myxo.preflight.model_checks import positive_count
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
+from shared.config.rollout_section import GENERATORS
 from shared.config.sglang_flags import plain_name
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
@@ -33,7 +34,11 @@ def check(inspection: Inspection) -> Findings:
     rollout, limit = config.rollout, _engine_limit(inspection)
     shortest, reported = 1, False
     prompt = inspection.longest_prompts.get(TRAINING, shortest)
-    if rollout.custom_generate_function_path is None and limit is not None and prompt + rollout.rollout_max_response_len > limit.tokens:
+    if (
+        not any(getattr(rollout, name) for name in GENERATORS)
+        and limit is not None
+        and prompt + rollout.rollout_max_response_len > limit.tokens
+    ):
         reported = True
         yield _too_long("rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit)
     yield from _micro_batches(inspection, prompt, limit)

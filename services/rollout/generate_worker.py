@@ -47,7 +47,7 @@ class GenerateCalls:
             function = load(request["field"], request["path"])
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
             sample = sample_message.unpacked(request["sample"])
-            given = await _called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation))
+            given = await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation))
             samples = _samples(given)
             await self._score(samples)
             return {"samples": [sample_message.packed(one) for one in samples]}
@@ -73,7 +73,7 @@ class UnusableResult(Exception):
     """A function returned something other than samples."""
 
 
-async def _called(call: Callable[[], Any]) -> Any:
+async def called(call: Callable[[], Any]) -> Any:
     """Returns the result of a function, async or plain; a plain one has a thread of its own."""
     function: Any = call.func if isinstance(call, functools.partial) else call
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004

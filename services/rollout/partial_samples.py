@@ -62,6 +62,13 @@ def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
     return Partial(sample.response, sample.log_probs, list(sample.segments), ended)
 
 
+def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
+    """Returns what an earlier attempt left of a rollout: nothing where it had ended under weights that are too old by now."""
+    found = [sample for sample in earlier if sample.rollout == index]
+    old = [sample for sample in found if all(version < task.renew_below for _, _, version in sample.segments)]
+    return [] if any(sample.finish != "abort" for sample in old) else found
+
+
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
     """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage."""
     samples = [

@@ -16,6 +16,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.engine_proxy import EngineProxy
+from services.rollout.prefix_cache import keeps_prefixes
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
@@ -69,6 +70,7 @@ class Replica:
         limit = SPARE_REQUESTS + rollout.rollout_concurrency * service.config.rollout.n_samples_per_prompt
         wait = service.config.weights.push_timeout
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
+        self.proxy.public = False  # gateways have their own way in
         self._life = service.incarnation
         self._shown = asyncio.Event()
         self._process: EngineProcess | None = None
@@ -168,13 +170,12 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        functions = bool(hooks.paths(self._service.config, "rollout"))
-        self.proxy.public = self._routed or functions
         if self._drawn_for_gateways:
             self.proxy.draw_key = await SessionStore(self._service.store, self._service.run).make_draw_key()
             self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)
             self._service.metrics.set(VOCABULARY_GAUGE, client.capabilities.vocab_size)
-        if self._exposed or functions:
+            await self.proxy.open(own_address())
+        if self._routed or hooks.paths(self._service.config, "rollout"):
             await self.open_proxy()
         self.served.engine_started()
         self.engine_up.set()
@@ -184,7 +185,8 @@ class Replica:
             await self.publish()
 
     async def open_proxy(self) -> None:
-        """Opens the way to the engine for routers, gateways or generate functions, if it is not open."""
+        """Opens the way to the engine for routers or generate functions, if it is not open."""
+        self.proxy.public = True
         await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
     async def _start(self) -> EngineProcess:
@@ -207,9 +209,8 @@ class Replica:
         rollout, config = self._rollout, self._service.config
         device = devices.resolve(rollout.rollout_device)
         flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine} if device == "cuda" else {}
-        # keys and values that old weights made must not serve requests that begin under new ones: seen as differences of 1e-4 and more
-        # between engine and trainer as soon as prompts repeat. `disable-radix-cache = false` in [rollout.sglang] takes the cache back
-        flags["disable-radix-cache"] = True
+        answers_are_read = not (self._routed or hooks.paths(config, "rollout"))
+        flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
         if devices.engines_release(config):
             flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
         # replicas draw different samples

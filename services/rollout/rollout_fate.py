@@ -1,4 +1,4 @@
-"""Decides what becomes of a rollout whose function fails, and of the group that it belongs to. Pure.
+"""Decides what becomes of a rollout whose function or agent fails, and of the group that it belongs to. Pure.
 
 A rollout is generated anew, a few times; then it is lost, and the group goes on without it, as long as `rollout.min_rollouts` are left.
 """
@@ -14,14 +14,14 @@ DISRUPTIVE_TRIES = 2
 
 
 class RolloutFailures:
-    """The failed calls of one rollout in a row.
+    """The failed calls of one rollout in a row, of which ``tries`` lose it.
 
     Attributes:
         count: how many. alone: its next call gets a process of its own.
     """
 
-    def __init__(self) -> None:
-        self.count, self._disruptive = 0, 0
+    def __init__(self, tries: int = TRIES) -> None:
+        self.count, self._disruptive, self._tries = 0, 0, tries
 
     @property
     def alone(self) -> bool:
@@ -35,8 +35,9 @@ class RolloutFailures:
         """
         self.count += counts
         self._disruptive += error.disruptive
-        if self.count >= TRIES or self._disruptive >= DISRUPTIVE_TRIES:
-            raise HookFailed(error.field, error.path, f"{error.reason}; it failed {max(self.count, self._disruptive)} times in a row")
+        if self.count >= self._tries or self._disruptive >= DISRUPTIVE_TRIES:
+            failed = max(self.count, self._disruptive)
+            raise HookFailed(error.field, error.path, error.reason + (f"; it failed {failed} times in a row" if failed > 1 else ""))
 
 
 class GroupLosses:

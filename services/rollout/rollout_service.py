@@ -5,6 +5,8 @@ import time
 
 from pydantic import ValidationError
 
+from services.rollout.agents.agent_groups import AgentGroups
+from services.rollout.agents.gateways import Gateways
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine_profiler import EngineProfiler
@@ -71,6 +73,7 @@ class Rollout:
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._custom = CustomGenerate(service, self.replica, self._tokenizer)
+        self._agents = AgentGroups(service, self.replica, self._tokenizer, Gateways(service))
         self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
@@ -102,19 +105,21 @@ class Rollout:
                 if self.running:
                     await asyncio.wait(self.running, timeout=HAND_ON_SECONDS)
                 await cancelled(self.running)
-                await self._custom.close()
+                await self.close_functions()
                 for router in routers:
                     await router.leave()
                 await self._outcomes.close()
 
     async def start_functions(self) -> None:
-        """Starts the processes of the run's generate functions, if it has some. Raises ConfigError where one cannot be imported."""
+        """Starts the processes of the run's generate functions and agents, if it has some. Raises ConfigError."""
         if generate_paths(self._config):
             await self._custom.start()
+        await self._agents.start()
 
     async def close_functions(self) -> None:
-        """Kills the processes of generate functions."""
+        """Kills the processes of generate functions and agents."""
         await self._custom.close()
+        await self._agents.close()
 
     async def produce(self) -> None:
         """Generates training prompts, or has the user's rollout function do it in one of the replicas."""
@@ -200,8 +205,12 @@ class Rollout:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        by_function = self._custom.path(task) is not None
-        samples, stopped = await (self._custom.group if by_function else self._by_engine)(task, earlier, in_flight)
+        if self._agents.program(task) is not None:
+            samples, stopped = await self._agents.group(task, earlier, in_flight)
+        elif self._custom.path(task) is not None:
+            samples, stopped = await self._custom.group(task, earlier, in_flight)
+        else:
+            samples, stopped = await self._by_engine(task, earlier, in_flight)
         if stopped is not None:
             return await self._interrupted(task, samples, stopped)
         generated = await self._outcomes.generated(task, samples, started, time.time())
@@ -254,7 +263,7 @@ class Rollout:
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
-            metrics.set("lost_rollouts", self._custom.lost)
+            metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             await asyncio.sleep(RATE_SECONDS)
 
 

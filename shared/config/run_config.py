@@ -80,6 +80,8 @@ class RunConfig(Section):
         if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
             yield problem
         yield from self._groups_from_outside()
+        if self.has_agents and not self.gateways:
+            yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -205,8 +207,9 @@ class RunConfig(Section):
 
     @property
     def gateways(self) -> int:
-        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
-        return self.gateway.gateway_replicas or 0
+        """Returns how many gateways `myxo up` starts: as many as are asked for, else one where somebody needs it."""
+        given = self.gateway.gateway_replicas
+        return int(self.has_agents or self.ingest.ingest_groups != "off") if given is None else given
 
     @property
     def trained(self) -> Path:

@@ -58,7 +58,7 @@ class WorkerPool:
         return [process for process in found if process.running()]
 
     async def ask(
-        self, request: dict[str, Any], awaited: str, awaited_from: str, deadline: float, *, alone: bool = False
+        self, request: dict[str, Any], awaited: str, awaited_from: str, deadline: float, *, alone: bool = False, once: bool = False
     ) -> dict[str, Any]:
         """Returns a worker's answer, which is not to be trusted: a model's or a user's code may share the worker's process.
 
@@ -67,14 +67,15 @@ class WorkerPool:
         Args:
             request: where its ``verb`` is one of those that wait, the call gives way to others: a worker may have many such in hand.
             awaited, awaited_from: for the error at the deadline. deadline: seconds from when a worker takes the request up.
-            alone: in a process of its own, since it has cost others theirs.
+            alone: in a process of its own, since it has cost others theirs. once: where another call ends its process it is not made again;
+                that raises WorkerGone, whose ``cause`` is None where nobody knows which call it was.
 
         Raises CallLate (the call is cancelled, or its worker killed and replaced), WorkerDied, WorkerFailed, BadMessage for a request that
         is too long, DeadlineExceeded where a fresh worker does not start, or ConfigError where it refuses the run.
         """
         waits = request.get("verb") in self._waits
         try:
-            answer = await self._answered(request, deadline, waits, alone)
+            answer = await self._answered(request, deadline, waits, alone, once)
         except TimeoutError as late:
             raise CallLate(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
         if "error" in answer:
@@ -85,13 +86,15 @@ class WorkerPool:
         """Kills every worker."""
         await asyncio.gather(*(worker.kill() for worker in self._all()))
 
-    async def _answered(self, request: object, deadline: float, waits: bool, alone: bool) -> dict[str, Any]:
+    async def _answered(self, request: object, deadline: float, waits: bool, alone: bool, once: bool) -> dict[str, Any]:
         while True:
             try:
                 return await (self._once_alone if alone else self._once)(request, deadline, waits)
             except WorkerGone as gone:
                 if gone.cause:
                     raise WorkerDied(str(gone)) from None
+                if once and not alone:
+                    raise
                 if alone and gone.cause is None:  # alone it has an answer or an error of its own, unless the pool was closed
                     raise WorkerFailed(f"{self._name}'s process was ended") from None
                 alone |= gone.cause is None

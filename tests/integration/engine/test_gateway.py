@@ -130,6 +130,8 @@ async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: Call
         exact(turn, checkpoint(0), checkpoint(1))
         assert 1 <= len(turn.completion) <= 24
     assert [{version for _, _, version in turn.spans} for turn in turns] == [{0}, {1}, {1}]
+    assert turns[1].cached == 0, "what older weights have computed is nobody's prefix"
+    assert 0 < turns[2].cached < len(turns[2].prompt)
     told = first.choices[0].logprobs
     assert told is not None and told.content is not None
     np.testing.assert_allclose([one.logprob for one in told.content], turns[0].log_probs, atol=1e-6)
@@ -194,7 +196,10 @@ async def test_what_a_client_may_not_is_refused_in_its_own_form(hall: Callable[.
         with pytest.raises(BadRequestError, match="temperature"):
             await said(client, question, temperature="warm")
         # the task's temperature stands: it is the trainer's
-        await said(client, question, temperature=0.0, max_tokens=5)
+        whole = await client.chat.completions.with_raw_response.create(
+            model="0", messages=question, temperature=0.0, max_tokens=5, user="somebody"
+        )
+        assert whole.headers["X-Myxo-Sampling-Of-Task"] == "temperature" and whole.headers["X-Myxo-Ignored"] == "user"
         for wrong in (one.key[:-1], one.key + "0", f"sk-myxo-{other.session.id}-{one.key.rpartition('-')[2]}", "sk-nothing"):
             with pytest.raises(AuthenticationError):
                 await said(client.with_options(api_key=wrong), question)

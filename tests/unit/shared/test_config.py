@@ -290,6 +290,11 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "eval.sets.held",
             "1 sample a prompt; rm_type = tournament compares two at least",
         ),
+        (
+            {"rollout": {"agent": "my.agents:run"}, "gateway": {"gateway_replicas": 0}},
+            "gateway.gateway_replicas",
+            "agents ask the model through a gateway; use at least 1",
+        ),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
         (
             {"rollout": {"missing_log_probs": "recompute"}},

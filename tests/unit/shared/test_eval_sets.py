@@ -58,13 +58,13 @@ def test_what_generates_for_a_set_takes_the_place_of_whatever_generates_for_the_
     runs = [{"agent": "my.run:a"}, {"agent_command": ["./run"]}, {"custom_generate_function_path": "my.run:f"}]
     for of_run in runs:
         config = run_config(tmp_path, rollout=of_run, eval={"sets": sets})
-        assert config.has_agents
+        assert config.has_agents and config.gateways == 1
         for view, own in zip(eval_views(config), kinds.values(), strict=True):
             found = {name: value for name in GENERATORS if (value := getattr(view.config.rollout, name))}
             assert found == (own or of_run)
     config = run_config(tmp_path, eval={"sets": sets})
     assert agents(config) == {"eval.sets.a.agent": "my.own:a", "eval.sets.c.agent_command": ["./own"]}
-    assert config.has_agents and not run_config(tmp_path, eval={"sets": sets[:1]}).has_agents
+    assert config.has_agents and not run_config(tmp_path, eval={"sets": sets[:1]}).gateways
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from shared.config.run_config import RunConfig, field_sections
 from shared.hooks import Arguments, DynamicFilterOutput, HookSample, load, nonzero_std, paths
-from shared.hooks.loading import RUN_BY
+from shared.hooks.loading import EVAL_LOG, RUN_BY
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.support.service_process import ROOT
@@ -78,9 +78,15 @@ def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) ->
     for section, fields in sections.items():  # not all of them go together
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
     assert paths(config) == dict.fromkeys(RUN_BY, "my.hooks:f")
-    assert set(paths(config, "rollout")) == {"rollout.custom_generate_function_path", "rollout.rollout_function_path", "rollout.agent"}
-    assert set(paths(config, "buffer")) == {"rollout.buffer_filter_path", "data.data_source"}
-    assert set(paths(config, "trainer")) == {field for field in RUN_BY if field.startswith(("algorithm.", "trainer.", "monitoring."))}
+    assert set(paths(config, "rollout")) == {
+        "rollout.custom_generate_function_path",
+        "rollout.rollout_function_path",
+        "rollout.agent",
+        "eval.eval_function_path",
+    }
+    assert set(paths(config, "buffer")) == {"rollout.buffer_filter_path", "data.data_source", EVAL_LOG}
+    of_trainer = {field for field in RUN_BY if field.startswith(("algorithm.", "trainer.", "monitoring."))} - {EVAL_LOG}
+    assert set(paths(config, "trainer")) == of_trainer
     of_services = [set(paths(config, service)) for service in ("buffer", "rollout", "reward", "trainer")]
     assert set().union(*of_services) == set(RUN_BY)
 

@@ -1,0 +1,208 @@
+"""Fills groups by agents: opens a session for each rollout, has the agent play it, and makes samples of what the session recorded.
+
+The agent draws its turns through the gateway, from whichever replica serves; this replica looks after the rollout. An agent that raises,
+hangs, ends its process or makes no model call begins anew in a fresh session, `agent_tries` times at most; then its rollout is lost. A
+group is stopped as one of a generate function is: its agents are cancelled, and their sessions end, so that nothing is drawn for them any
+more. No agent can be resumed in the middle: what had not ended begins anew, here or elsewhere.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from services.rollout.agents.agent_program import AgentProgram, Rewards, agent_data, agent_program
+from services.rollout.agents.agent_runner import AgentDisturbed, AgentRunner
+from services.rollout.agents.gateways import Gateways
+from services.rollout.agents.session_samples import samples_of_session
+from services.rollout.generate import RETRY_PAUSE
+from services.rollout.in_flight import InFlight, Requests, Stopped
+from services.rollout.partial_samples import samples_of_rollout
+from services.rollout.replica import Replica
+from services.rollout.rollout_fate import GroupLosses, RolloutFailures
+from services.rollout.sample_seeds import SampleSeeds
+from shared.data.tokenizer import Tokenizer
+from shared.hooks import HookFailed
+from shared.runtime.cancellation import cancelled
+from shared.runtime.errors import BadMessage, MyxoError
+from shared.runtime.service_base import Service
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Task
+from shared.schema.sample import Sample
+from shared.sessions.session import Session, SessionEnded, SessionLog, new_key
+from shared.sessions.session_store import SessionStore
+from shared.sessions.trajectories import trajectories
+
+
+class AgentGroups:
+    """Fills the groups that an agent plays.
+
+    Attributes:
+        lost: rollouts that were given up.
+    """
+
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: Gateways) -> None:
+        self._service, self._config, self.settings = service, service.config, service.config.rollout
+        self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
+        self.runner = AgentRunner(service.config)
+        self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
+        self.sessions, self.lost = SessionStore(service.store, service.run), 0
+
+    async def start(self) -> None:
+        """Starts the processes for agents. Raises ConfigError where one cannot be imported."""
+        await self.runner.start()
+
+    async def close(self) -> None:
+        """Kills them."""
+        await self.runner.close()
+
+    def program(self, task: Task) -> AgentProgram | None:
+        """Returns the agent that plays a task's rollouts; None where none does."""
+        return None if task.generate_function else agent_program(self._config, task.group)
+
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
+        """Returns all samples of the rollouts that have ended, in the rollouts' order, and why the others were stopped, if they were.
+
+        Args:
+            earlier: what an earlier attempt left; of it whole rollouts count. in_flight: may stop the group; None for groups that are
+                never stopped.
+
+        Raises DeadlineExceeded where no replica serves or no gateway is there, HookFailed where too many rollouts are lost, BadMessage
+        where no token is left to train.
+        """
+        program = self.program(task)
+        assert program is not None
+        rollouts = [_AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task)) for index in range(task.n)]
+        losses = GroupLosses(task.n, task.n if is_evaluation(task.group) else min(task.n, self.settings.fewest_rollouts))
+        playing = [asyncio.create_task(self._play(rollout, in_flight, losses)) for rollout in rollouts]
+        try:
+            await asyncio.gather(*playing)
+        finally:
+            await cancelled(playing)
+        stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
+        samples = [sample for rollout in rollouts for sample in rollout.samples or ()]
+        for index, sample in enumerate(samples):
+            sample.index = index
+        if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
+            raise BadMessage(f"{program.field} = {program.path}: no token of group {task.group} is trained")
+        return samples, stopped
+
+    def new_session(self, task: Task, rollout: int) -> tuple[Session, str]:
+        """Returns a session that is not open yet, and its key."""
+        name = f"{task.group}.{task.attempt}.{rollout}.{uuid.uuid4().hex[:12]}"
+        key, digest = new_key(name)
+        session = Session(
+            id=name,
+            group=task.group,
+            rollout=rollout,
+            attempt=task.attempt,
+            key_digest=digest,
+            deadline=time.time() + self.settings.agent_timeout,
+            sampling=task.sampling,
+            seed=self._seeds.of_sample(rollout),
+            min_version=task.min_version,
+            evaluation=is_evaluation(task.group),
+        )
+        return session, key
+
+    async def forget(self, session: Session, ended: SessionLog | None) -> None:
+        """Removes a session that nobody needs any more, after its end: from then on its key opens nothing."""
+        try:
+            if ended is None:
+                await self.sessions.end(session.id, SessionEnded(at=time.time(), reason="its rollout was given up"))
+            await self.sessions.remove(session.id)
+        except MyxoError as error:  # it goes by itself in time
+            self._service.log.warning("session_not_removed", session=session.id, error=str(error))
+
+    def failed(self, task: Task, rollout: int, session: str, error: HookFailed) -> None:
+        """Notes a session that came to nothing."""
+        self._service.metrics.add("agents_failed")
+        self._service.log.warning("agent_failed", group=task.group, rollout=rollout, session=session, error=str(error))
+
+    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None, losses: GroupLosses) -> None:
+        """Plays a rollout. Raises HookFailed, by which it is lost, where the group cannot do without it."""
+        try:
+            await rollout.play(in_flight)
+        except HookFailed as error:
+            self.lost += 1
+            self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
+            losses.lose(error)
+
+
+class _AgentRollout:
+    """One rollout of a task, played until it has ended, is stopped or is lost.
+
+    Attributes:
+        samples: once it has ended. stopped: why it was stopped, once it was.
+    """
+
+    def __init__(self, groups: AgentGroups, program: AgentProgram, task: Task, index: int, earlier: list[Sample]) -> None:
+        self._groups, self._program, self.task, self.index = groups, program, task, index
+        self._requests, self._failures, self._alone = Requests(), RolloutFailures(groups.settings.agent_tries), False
+        self.samples = earlier or None
+        self.stopped: Stopped | None = None
+
+    async def play(self, in_flight: InFlight | None) -> None:
+        """Raises HookFailed where the rollout is lost, and as `AgentGroups.group`."""
+        try:
+            while self.samples is None:
+                if self._failures.count:
+                    await asyncio.sleep(RETRY_PAUSE * self._failures.count)
+                async with self._groups.runner.slots:
+                    await self._play_once(in_flight)
+        except Stopped as stopped:
+            self.stopped = stopped
+
+    async def _play_once(self, in_flight: InFlight | None) -> None:
+        """Has the agent play one session. Raises Stopped, and as `play`."""
+        task, replica = self.task, self._groups.replica
+        await replica.wait_serving(task.min_version, self._groups.settings.generate_timeout)
+        version, life = replica.version, replica.incarnation
+        session, key = self._groups.new_session(task, self.index)
+        try:
+            with in_flight.tracked(task.group, self._requests, version, version) if in_flight else nullcontext():
+                self.samples = await self._played(session, key)
+        except AgentDisturbed as disturbed:  # it begins anew, and nothing is held against it
+            self._alone = disturbed.unknown
+        except HookFailed as error:
+            self._groups.failed(task, self.index, session.id, error)
+            self._failures.note(error, counts=replica.incarnation == life)  # the agent did not cause the engine's death
+
+    async def _played(self, session: Session, key: str) -> list[Sample]:
+        """Returns a session's samples. Raises Stopped, HookFailed, AgentDisturbed, and DeadlineExceeded without a gateway or a store."""
+        groups, ended = self._groups, None
+        base_url = await groups.gateways.base_url()
+        await groups.sessions.open(session)
+        try:
+            alone = self._alone or self._failures.alone
+            data = agent_data(self.task, self.index, groups.model, self._program.options)
+            running = groups.runner.run(self._program, data, base_url, key, alone=alone)
+            reward = self._program.reward(await self._unless_stopped(running))
+            ended = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=reward))
+            return self._samples(ended, reward)
+        finally:
+            await groups.forget(session, ended)
+
+    async def _unless_stopped(self, running: Coroutine[Any, Any, object]) -> object:
+        """Returns what an agent gives. Raises Stopped once the rollout is stopped, and ends the agent then."""
+        playing = asyncio.create_task(running)
+        stopping = asyncio.create_task(self._requests.stopped.wait())
+        try:
+            await asyncio.wait((playing, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                raise Stopped(self.task.group, self._requests.stale)
+            return playing.result()
+        finally:
+            await cancelled((playing, stopping))
+
+    def _samples(self, log: SessionLog, reward: Rewards | None) -> list[Sample]:
+        """Returns the session's samples, with the reward of whoever ended it first. Raises HookFailed."""
+        if log.ended is not None and log.ended.reward is not None:
+            reward = self._program.reward(log.ended.reward)
+        try:
+            played = trajectories(log.turns.values())
+            return samples_of_session(self.task, self.index, log.session.id, played, reward, self._groups.tokenizer)
+        except BadMessage as error:
+            raise self._program.failed(str(error)) from None

@@ -1,0 +1,84 @@
+"""Runs agents outside of the process that feeds the engine: functions in worker processes, many in each; each command in its own."""
+
+import asyncio
+from typing import Any
+
+from services.rollout.agents.agent_command import CommandFailed, run_command
+from services.rollout.agents.agent_program import AgentProgram, environment_of
+from shared.config.eval_views import agents
+from shared.config.run_config import RunConfig
+from shared.hooks.loading import agent_paths
+from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.workers.worker_pool import CallBlocked, WorkerPool
+from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, worker_environment
+
+_MODULE = "services.rollout.agents.agent_worker"
+
+
+class AgentDisturbed(Exception):
+    """An agent's process was ended, and another agent in it was the cause, or (``unknown``) nobody knows which one."""
+
+    def __init__(self, unknown: bool) -> None:
+        self.unknown = unknown
+        super().__init__("its process was ended by another agent, or nobody knows by whom")
+
+
+class AgentRunner:
+    """Runs a run's agents. Processes for functions start with `start`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        rollout = config.rollout
+        self._timeout_s, self._agents = rollout.agent_timeout, agents(config)
+        self._environment = worker_environment(config.reward.worker_environment)
+        self._slots = asyncio.Semaphore(rollout.agent_concurrency)
+        self._pool: WorkerPool | None = None
+        if agent_paths(config):
+            setup = {"config": config.model_dump_json()}
+            self._pool = WorkerPool("the agents", rollout.agent_workers, setup, _MODULE, config.reward.worker_environment)
+        self._started: asyncio.Task[None] | None = None
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """Returns the places of agents that run at once; held by whoever calls `run`."""
+        return self._slots
+
+    async def start(self) -> None:
+        """Starts the processes, once. Raises ConfigError where an agent cannot be imported."""
+        if self._pool is not None:
+            if self._started is None:
+                self._started = asyncio.create_task(self._pool.start())
+            await asyncio.shield(self._started)
+
+    async def close(self) -> None:
+        """Kills the processes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def run(self, program: AgentProgram, data: dict[str, Any], base_url: str, api_key: str, *, alone: bool = False) -> object:
+        """Returns an agent's result. One that is cancelled is ended with all that it started, as far as it gives way.
+
+        Args:
+            alone: in a process that has no other agent.
+
+        Raises HookFailed where it gave none, AgentDisturbed.
+        """
+        try:
+            if program.command:
+                async with asyncio.timeout(self._timeout_s):
+                    return await run_command(program.command, self._environment | environment_of(base_url, api_key), data)
+            return await self._called(program, {"data": data, "base_url": base_url, "api_key": api_key}, alone)
+        except (TimeoutError, DeadlineExceeded):
+            raise program.failed(f"it did not end within agent_timeout = {self._timeout_s:g} s") from None
+        except (CallBlocked, WorkerDied) as error:
+            raise program.failed(str(error), disruptive=True) from None
+        except (CommandFailed, WorkerFailed, BadMessage) as error:
+            raise program.failed(str(error)) from None
+
+    async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
+        assert self._pool is not None
+        request = {"verb": "play", "field": program.field, "path": program.function, **given}
+        try:
+            answer = await self._pool.ask(request, "an agent", program.path, self._timeout_s, once=True, alone=alone)
+        except WorkerGone as gone:
+            raise AgentDisturbed(unknown=gone.cause is None) from None
+        return answer.get("reward")

@@ -1,0 +1,53 @@
+"""Runs agents that are functions in a process of its own, many rollouts at a time.
+
+``python -m services.rollout.agents.agent_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; the
+run's agents are imported then. A request: ``{"verb": "play", "field": name, "path": path, "data": map, "base_url": text, "api_key":
+text}``; an answer: ``{"reward": number, numbers by name, or None}``, or ``{"error": text, "blocked": flag}``.
+"""
+
+import asyncio
+import functools
+import traceback
+from typing import Any
+
+from services.rollout.generate_worker import BLOCKED_SHARE, called
+from shared.config.run_config import RunConfig
+from shared.hooks import reward_values
+from shared.hooks.loading import agent_paths, load_agent
+from shared.workers.call_server import serve_calls
+from shared.workers.running_call import is_blocked
+
+
+class AgentCalls:
+    """Answers calls. Raises ConfigError where an agent of the run's cannot be imported, or takes something else than agents do."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.waits = ["play"]
+        self.block_s: float | None = BLOCKED_SHARE * config.rollout.agent_timeout
+        for field, path in agent_paths(config).items():
+            load_agent(field, path)
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, object]:
+        """Returns the reward of one rollout, or why there is none."""
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            agent = load_agent(request["field"], request["path"])
+            result = await called(functools.partial(agent, request["data"], request["base_url"], request["api_key"]))
+            return {"reward": None if result is None else reward_values.plain(result)}
+        except asyncio.CancelledError:
+            if this.cancelling():
+                raise
+            return {"error": "cancelled itself"}
+        except BaseException as error:  # it fails its rollout, not this process
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}", "blocked": is_blocked(error)}
+
+
+def main() -> None:
+    """Answers requests until the service is gone."""
+    serve_calls(lambda setup: AgentCalls(RunConfig.model_validate_json(setup["config"])))
+
+
+if __name__ == "__main__":
+    main()

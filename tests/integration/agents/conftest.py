@@ -1,0 +1,109 @@
+"""A replica that serves, without an engine: what is drawn for agents is drawn elsewhere."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from services.rollout.agents.agent_groups import AgentGroups
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.in_flight import InFlight, Stopped
+from services.rollout.replica import Replica
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.data.tokenizer import Tokenizer
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.service_base import Service
+from shared.schema.messages import Sampling, Task
+from shared.schema.sample import Sample
+from tests.support import agents
+from tests.support.run_config import run_config
+
+
+class StoreAsGateway:
+    """The agents of `tests.support.agents` find their session in the store itself."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self._address = f"{url}#{run}"
+
+    async def base_url(self) -> str:
+        return self._address
+
+
+@dataclass
+class AgentBench:
+    groups: AgentGroups
+    replica: Replica
+    in_flight: InFlight
+    directory: Path
+    service: Service
+
+    async def play(self, n: int = 2, **changes: Any) -> tuple[list[Sample], Stopped | None]:
+        return await self.groups.group(self.task(n, **changes), changes.pop("earlier", []), self.in_flight)
+
+    def task(self, n: int = 2, **changes: Any) -> Task:
+        return Task(
+            **{
+                "group": "g00000007",
+                "n": n,
+                "prompt": "40+2=",
+                "prompt_tokens": np.array(agents.ASKED, np.int32),
+                "environment": "math",
+                "label": "42",
+                "metadata": {},
+                "sampling": Sampling(temperature=1.0, max_new_tokens=20),
+                "min_version": 0,
+                **changes,
+            }
+        )
+
+    def serve(self, version: int) -> None:
+        self.replica.served.serve(version, "")
+        self.replica.show()
+
+    def calls(self) -> list[dict[str, Any]]:
+        return agents.calls(self.directory)
+
+    async def sessions(self) -> int:
+        """How many sessions the store holds."""
+        pattern = self.service.subjects.session_keys
+        return len([key async for key in self.service.store._client.scan_iter(pattern)])
+
+
+NewAgentBench = Callable[..., Awaitable[AgentBench]]
+
+
+@pytest.fixture
+async def bench(
+    nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[NewAgentBench]:
+    """``bench("function")``: with that agent of `tests.support.agents`; without one, with what ``sections`` name."""
+    monkeypatch.setenv(agents.DIRECTORY, str(tmp_path))
+    bus = await Bus.connect(nats.url, "test")
+    made: list[AgentBench] = []
+
+    async def make(function: str = "", **sections: dict[str, Any]) -> AgentBench:
+        rollout = {"agent_workers": 1} | ({"agent": f"tests.support.agents:{function}"} if function else {})
+        sections["rollout"] = rollout | sections.get("rollout", {})
+        sections.setdefault("reward", {}).setdefault("worker_environment", [agents.DIRECTORY])
+        config = run_config(tmp_path, run={"name": run_name}, model={"hf_checkpoint": str(tiny_model)}, **sections)
+        await runs.create(bus, config, valkey.url)
+        service = Service("rollout", "rollout-1", run_name, bus, config, valkey.url)
+        replica = Replica(service)
+        replica.client = cast(EngineClient, object())  # nobody asks it
+        replica.served.engine_started()
+        replica.served.serve(0, "")
+        replica.show()
+        groups = AgentGroups(service, replica, Tokenizer(tiny_model), StoreAsGateway(valkey.url, run_name))
+        made.append(AgentBench(groups, replica, InFlight(config), tmp_path, service))
+        await groups.start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.groups.close()
+        await one.service.store.close()
+    await bus.close()

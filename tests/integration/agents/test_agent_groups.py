@@ -1,0 +1,137 @@
+"""Groups that agents play, over a real store and real processes; the turns are written by the agents themselves."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shared.hooks import HookFailed
+from shared.runtime.errors import ConfigError
+from tests.integration.agents.conftest import NewAgentBench
+from tests.support.agents import ASKED, SAID, SAID_THEN, TOOL, opens
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def test_each_rollout_is_a_session_and_its_turns_are_a_sample(bench: NewAgentBench) -> None:
+    desk = await bench("two_turns")
+    samples, stopped = await desk.play(metadata={"level": 3})
+    assert stopped is None
+    for index, sample in enumerate(samples):
+        assert (sample.index, sample.rollout, sample.finish, sample.label) == (index, index, "stop", "42")
+        assert sample.prompt.tolist() == ASKED
+        assert sample.response.tolist() == [*SAID, *TOOL, *SAID_THEN]
+        assert sample.mask.tolist() == [1] * 2 + [0] * 3 + [1] * 3
+        assert sample.log_probs.tolist() == [-0.5] * 2 + [0.0] * 3 + [-0.5] * 3
+        assert sample.segments == [(0, 5, 0), (5, 8, 1)]
+        assert sample.given_reward == {"reward": float(index), "format": 0.5}
+        assert sample.metadata == {"round_number": 2, "level": 3}
+        assert sample.text == desk.groups.tokenizer.decode(sample.response, skip_special_tokens=True)
+    called = sorted(desk.calls(), key=lambda call: call["rollout"])
+    assert [call["messages"] for call in called] == [[{"role": "user", "content": "40+2="}]] * 2
+    assert [(call["label"], call["metadata"], call["evaluation"], call["group"]) for call in called] == [
+        ("42", {"level": 3}, False, "g00000007")
+    ] * 2
+    assert len({call["api_key"] for call in called}) == 2
+    assert not await opens(called[0]["base_url"], called[0]["api_key"]), "the session is over and its key opens it"
+
+
+@pytest.mark.parametrize(("function", "reward"), [("plain", 1.0), ("unscored", None)])
+async def test_plain_functions_and_agents_that_leave_scoring_to_the_run(bench: NewAgentBench, function: str, reward: float | None) -> None:
+    desk = await bench(function)
+    samples, _ = await desk.play()
+    assert [(sample.rollout, sample.given_reward, sample.response.tolist()) for sample in samples] == [(0, reward, SAID), (1, reward, SAID)]
+
+
+async def test_forks_are_samples_of_one_rollout_and_train_each_token_once(bench: NewAgentBench) -> None:
+    desk = await bench("forks")
+    samples, _ = await desk.play()
+    assert [(sample.index, sample.rollout) for sample in samples] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
+    assert [sample.given_reward for sample in samples] == [2.0] * 6
+    carried, forked, own = samples[:3]
+    assert carried.mask.tolist() == [1, 1, 0, 0, 0, 1, 1, 1]
+    assert (forked.response.tolist(), forked.mask.tolist()) == ([*SAID, 30, 15], [0, 0, 0, 1])
+    assert (own.prompt.tolist(), own.response.tolist(), own.mask.tolist()) == ([40, 41], [16], [1])
+
+
+async def test_a_rollout_that_failed_begins_anew_in_a_fresh_session(bench: NewAgentBench) -> None:
+    desk = await bench("unlucky")
+    samples, _ = await desk.play()
+    assert [(sample.rollout, sample.response.tolist(), sample.given_reward) for sample in samples] == [(0, SAID, 1.0), (1, SAID, 1.0)]
+    assert len(desk.calls()) == 4
+    assert desk.service.metrics.values["agents_failed"] == 2
+    assert await desk.sessions() == 0
+
+
+BAD = {
+    "raises": "ZeroDivisionError: division by zero",
+    "silent": "it made no model call",
+    "nan": "reward is nan; expected a finite number",
+    "text": "a reward is 'good'; expected a finite number",
+    "unnamed": "no reward is named reward; there are style",
+    "hangs": "it did not end within agent_timeout = 2 s",
+    "blocks": "it held up its process",
+    "leaves": "process",
+    "crashes": "process",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_a_lost_rollout_costs_itself_alone_and_is_never_a_reward(bench: NewAgentBench, kind: str) -> None:
+    desk = await bench("bad", rollout={"agent_timeout": 2, "agent_tries": 2, "n_samples_per_prompt": 3})
+    samples, _ = await desk.play(3, metadata={"bad": [kind, [1]]})
+    assert [(sample.index, sample.rollout, sample.given_reward) for sample in samples] == [(0, 0, 1.0), (1, 2, 1.0)]
+    assert await desk.sessions() == 0
+
+
+@pytest.mark.parametrize("kind", ["raises", "silent", "unnamed"])
+async def test_a_group_with_too_few_rollouts_left_is_dead_with_the_reason(bench: NewAgentBench, kind: str) -> None:
+    desk = await bench("bad", rollout={"agent_tries": 2, "n_samples_per_prompt": 3})
+    with pytest.raises(HookFailed, match=BAD[kind]) as caught:
+        await desk.play(3, metadata={"bad": [kind, [0, 1]]})
+    assert (caught.value.field, caught.value.path) == ("rollout.agent", "tests.support.agents:bad")
+    assert "2 times in a row" in caught.value.reason
+    assert await desk.sessions() == 0
+
+
+async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(bench: NewAgentBench) -> None:
+    desk = await bench("waits", rollout={"max_staleness": 0})
+    playing = asyncio.create_task(desk.play())
+    await until(lambda: len(desk.calls()) == 2, "both rollouts at play")
+    desk.serve(1)
+    client: Any = desk.replica.client
+    await desk.in_flight.stop_stale(client, 1)
+    samples, stopped = await asyncio.wait_for(playing, 60)
+    assert stopped is not None and stopped.stale
+    assert [(sample.rollout, sample.finish) for sample in samples] == [(0, "stop")]
+    await until((desk.directory / "cancelled-1").exists, "the agent's cancellation")
+    assert await desk.sessions() == 0
+
+
+async def test_a_replica_that_leaves_hands_on_whole_rollouts_and_the_others_begin_anew(bench: NewAgentBench) -> None:
+    desk = await bench("waits")
+    playing = asyncio.create_task(desk.play())
+    await until(lambda: len(desk.calls()) == 2, "both rollouts at play")
+    await desk.in_flight.leave(None)
+    kept, stopped = await asyncio.wait_for(playing, 60)
+    assert stopped is not None and not stopped.stale
+    assert [(sample.rollout, sample.finish) for sample in kept] == [(0, "stop")]
+    desk.in_flight.leaving = False
+    desk.groups.settings.agent = "tests.support.agents:one_turn"
+    samples, stopped = await desk.groups.group(desk.task(attempt=1), kept, desk.in_flight)
+    assert stopped is None and [sample.rollout for sample in samples] == [0, 1]
+    assert [call["rollout"] for call in desk.calls()] == [0, 1, 1], "the rollout that had ended was played again"
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("tests.support.agents:no_such", "cannot be imported"),
+        ("tests.support.agents:two_arguments", "expected a function of (data, base_url, api_key): too many positional arguments"),
+    ],
+)
+async def test_an_agent_that_cannot_be_called_is_refused_at_the_start(bench: NewAgentBench, agent: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        await bench(rollout={"agent": agent})
+    assert caught.value.field == "rollout.agent" and words in caught.value.expected

@@ -1,0 +1,183 @@
+"""Agents for ``rollout.agent`` that write their turns into the session themselves, as a gateway does: what base URL and key stand for here
+is the store, and the session in it. Good ones, and ones that misbehave.
+
+They run in processes of their own; what they note in the directory of the variable `DIRECTORY` is for the tests to read.
+"""
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from openai import AsyncOpenAI
+
+from shared.sessions.session import SessionLog, SessionUnknown, TurnBegun, TurnEnded
+from shared.sessions.session_store import SessionStore
+from shared.store.payload_store import Store
+
+DIRECTORY = "AGENT_DIRECTORY"
+
+ASKED, SAID, TOOL, SAID_THEN = [5, 6, 7], [10, 11], [20, 21, 22], [12, 13, 14]
+"""The tokens of a prompt, a first turn, a tool's answer and a second turn."""
+
+LONG_S = 600.0
+
+
+class Played:
+    """A session that is being played."""
+
+    def __init__(self, store: SessionStore, log: SessionLog) -> None:
+        self._store, self.log = store, log
+
+    async def turn(self, prompt: list[int], completion: list[int], version: int = 0, parent: str | None = None) -> str:
+        """Draws a turn. Returns its request id."""
+        request, shared = uuid.uuid4().hex, 0 if parent is None else len(self.log.turns[parent].tokens)
+        names = {"request": request, "holder": "test"}
+        begun = TurnBegun(**names, at=time.time(), until=time.time() + 60, parent=parent, shared=shared, rest=np.array(prompt, np.int32))
+        await self._store.begin(self.log, begun)
+        drawn = TurnEnded(
+            **names,
+            completion=np.array(completion, np.int32),
+            log_probs=np.full(len(completion), -0.5, np.float32),
+            spans=((0, len(completion), version),),
+            finish="stop",
+        )
+        await self._store.append(self.log, drawn)
+        return request
+
+
+@asynccontextmanager
+async def played(base_url: str, api_key: str) -> AsyncIterator[Played]:
+    url, run = base_url.rsplit("#", 1)
+    store = Store(url, run)
+    try:
+        sessions = SessionStore(store, run)
+        yield Played(sessions, await sessions.find(api_key))
+    finally:
+        await store.close()
+
+
+def note(data: dict[str, Any], base_url: str = "", api_key: str = "") -> int:
+    """Notes a call. Returns how many there were of this rollout before it."""
+    directory = Path(os.environ[DIRECTORY])
+    before = sum((call["group"], call["rollout"]) == (data["group"], data["rollout"]) for call in calls(directory))
+    entry = directory / f"call-{time.monotonic_ns():020d}-{uuid.uuid4().hex}.json"
+    entry.with_suffix(".part").write_text(json.dumps({**data, "base_url": base_url, "api_key": api_key, "pid": os.getpid()}))
+    entry.with_suffix(".part").rename(entry)
+    return before
+
+
+def calls(directory: Path) -> list[dict[str, Any]]:
+    """What agents were called with, in order."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("call-*.json"))]
+
+
+async def two_turns(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
+    """Two turns with a tool between them, the second under version 1."""
+    note(data, base_url, api_key)
+    async with played(base_url, api_key) as session:
+        first = await session.turn(ASKED, SAID)
+        await session.turn(TOOL, SAID_THEN, version=1, parent=first)
+    return {"reward": float(data["rollout"]), "format": 0.5}
+
+
+async def one_turn(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    note(data, base_url, api_key)
+    async with played(base_url, api_key) as session:
+        await session.turn(ASKED, SAID)
+    return 1.0
+
+
+def plain(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A function that is not async."""
+    return asyncio.run(one_turn(data, base_url, api_key))
+
+
+async def unscored(data: dict[str, Any], base_url: str, api_key: str) -> None:
+    await one_turn(data, base_url, api_key)
+
+
+async def forks(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Two answers to one prompt, and a conversation of its own."""
+    async with played(base_url, api_key) as session:
+        first = await session.turn(ASKED, SAID)
+        await session.turn(TOOL, SAID_THEN, parent=first)
+        await session.turn([30], [15], parent=first)
+        await session.turn([40, 41], [16])
+    return 2.0
+
+
+async def unlucky(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Raises at the first call of each rollout, in the middle of its session."""
+    before = note(data)
+    async with played(base_url, api_key) as session:
+        await session.turn(ASKED, SAID)
+        if not before:
+            raise RuntimeError("the tool is away")
+    return 1.0
+
+
+async def bad(data: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Does of the metadata's ``bad`` what it says, for the rollouts that it names; the others are good."""
+    kind, of = data["metadata"]["bad"]
+    if data["rollout"] not in of:
+        return await one_turn(data, base_url, api_key)
+    note(data)
+    if kind == "silent":
+        return 1.0
+    async with played(base_url, api_key) as session:
+        await session.turn(ASKED, SAID)
+        if kind == "hangs":
+            await asyncio.sleep(LONG_S)
+        if kind == "blocks":
+            time.sleep(LONG_S)
+        if kind == "leaves":
+            os._exit(3)
+        if kind == "crashes":
+            os.abort()
+    return {"nan": float("nan"), "text": "good", "unnamed": {"style": 1.0}, "raises": None}[kind] if kind != "raises" else 1 / 0
+
+
+async def waits(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Rollout 0 ends; the others wait for their end, and note it."""
+    if data["rollout"] == 0:
+        return await one_turn(data, base_url, api_key)
+    async with played(base_url, api_key) as session:
+        await session.turn(ASKED, SAID)
+        note(data, base_url, api_key)
+        try:
+            await asyncio.sleep(LONG_S)
+        finally:
+            (Path(os.environ[DIRECTORY]) / f"cancelled-{data['rollout']}").touch()
+    return 0.0
+
+
+async def opens(base_url: str, api_key: str) -> bool:
+    """Whether the key still opens its session."""
+    try:
+        async with played(base_url, api_key):
+            return True
+    except SessionUnknown:
+        return False
+
+
+def two_arguments(data: dict[str, Any], base_url: str) -> float:
+    return 0.0
+
+
+async def over_a_push(data: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Over the gateway: a turn, then, once `go_on` is there, another one."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = list(data["messages"])
+        for _ in range(2):
+            completion = await client.chat.completions.create(model=data["model"], messages=messages)
+            messages += [completion.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
+            note(data, base_url, api_key)
+            while not (Path(os.environ[DIRECTORY]) / "go_on").exists():
+                await asyncio.sleep(0.05)
