@@ -1,18 +1,25 @@
 """The gateway service: it serves the API to the clients of sessions, and holds nothing that would die with it."""
 
 import asyncio
+import os
 import re
 from pathlib import Path
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.draw_client import DrawClient
+from services.gateway.ingest.group_intake import GroupIntake
+from services.gateway.ingest.ingest_routes import add_ingest_routes, ingest_key
 from services.gateway.replicas import Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
-from shared.runtime import http_endpoints
+from shared.runtime import http_address, http_endpoints
+from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import HttpAddress
 from shared.runtime.service_base import Service
 from shared.sessions.session_store import SessionStore
+
+ADDRESS_VARIABLE = "MYXO_GATEWAY"
+"""The environment variable with this gateway's own address, host:port, which wins over the run's."""
 
 COUNT_SECONDS = 1.0
 """The interval at which the gauges are set."""
@@ -31,8 +38,11 @@ async def serve(service: Service) -> None:
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template)
+    app = api.app()
+    if config.ingest.ingest_groups != "off":
+        add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
     try:
-        async with http_endpoints.serving(api.app(), _address(service)) as address:
+        async with http_endpoints.serving(app, _address(service)) as address:
             service.engine, service.state = f"http://{address}", "ready"
             await service.announce()
             async with service.background(replicas.keep(), _count(service, api)):
@@ -42,8 +52,13 @@ async def serve(service: Service) -> None:
 
 
 def _address(service: Service) -> HttpAddress:
-    """Returns where this gateway listens: instance ``gateway-2`` two ports after the first."""
-    section = service.config.gateway
+    """Returns where this gateway listens: where the environment says, else, as instance ``gateway-2``, two ports after the first."""
+    section, given = service.config.gateway, os.environ.get(ADDRESS_VARIABLE)
+    if given:
+        try:
+            return http_address.parsed(given)
+        except ConfigError as error:
+            raise ConfigError(ADDRESS_VARIABLE, given, error.expected) from None
     number = re.search(r"-(\d+)$", service.instance)
     first = HttpAddress(section.gateway_host, section.gateway_port)
     return first.next(int(number[1])) if number and section.gateway_port else first

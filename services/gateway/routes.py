@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from services.gateway.replicas import Replicas
 from services.gateway.request_ids import request_id
+from services.gateway.turn_sampling import kept_by_task
 from services.gateway.turns import Turns
 from services.gateway.wire import anthropic_messages, formats, token_generate
 from services.gateway.wire.formats import CHAT_FORMATS, WireFormat
@@ -38,6 +39,8 @@ GONE_SECONDS = 0.5
 """The interval at which is seen whether a client is still there."""
 
 RETRY_AFTER_S = 1.0
+
+IGNORED_HEADER, TASK_HEADER = "X-Myxo-Ignored", "X-Myxo-Sampling-Of-Task"
 
 
 class _EndFields(RequestFields):
@@ -109,13 +112,13 @@ class Api:
             log, body = await self._opened(request)
             asked = wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body))
             self._check_model(asked.model)
-            turn = asyncio.create_task(self.turns.chat(log, asked))
+            turn, headers = asyncio.create_task(self.turns.chat(log, asked)), _told(log, asked)
             if not asked.stream:
-                return JSONResponse(wire.answer(asked, await self._awaited(request, turn)))
+                return JSONResponse(wire.answer(asked, await self._awaited(request, turn)), headers=headers)
             await asyncio.wait([turn], timeout=SILENT_SECONDS)
             if turn.done():
                 turn.result()  # refused before anything was sent
-            return StreamingResponse(self._events(wire, asked, turn), media_type="text/event-stream")
+            return StreamingResponse(self._events(wire, asked, turn), media_type="text/event-stream", headers=headers)
 
         return route
 
@@ -145,7 +148,7 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        return JSONResponse(token_generate.answer(asked, await self._awaited(request, turn)))
+        return JSONResponse(token_generate.answer(asked, await self._awaited(request, turn)), headers=_told(log, asked))
 
     async def _count(self, request: Request) -> Response:
         log, body = await self._opened(request)
@@ -214,6 +217,12 @@ class Api:
             return await self.sessions.find(key)
         except SessionUnknown as error:
             raise TurnRefused(401, str(error), code="invalid_api_key") from None
+
+
+def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
+    """Returns the headers that name what of a request has no effect, and what stands as the session's task has it."""
+    told = {IGNORED_HEADER: asked.ignored, TASK_HEADER: kept_by_task(log.session, asked.sampling)}
+    return {header: ", ".join(names) for header, names in told.items() if names}
 
 
 async def _body_of(request: Request) -> bytes:

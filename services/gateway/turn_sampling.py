@@ -13,10 +13,14 @@ from shared.sessions.session import Session
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def drawn_sampling(
-    session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int]
-) -> tuple[Sampling, list[str]]:
-    """Returns how a turn is drawn, and the names of the fields that the client asked otherwise and that stand as the task has them.
+def kept_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:
+    """Returns the names of the fields that a client asked otherwise, and that stand as the task has them."""
+    given = [name for name in _DISTRIBUTION if getattr(asked, name) not in (None, getattr(session.sampling, name))]
+    return (*([] if session.evaluation else given), *(["seed"] if asked.seed is not None else []))
+
+
+def drawn_sampling(session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int]) -> Sampling:
+    """Returns how a turn is drawn.
 
     Args:
         prompt: tokens of the prompt. context: the most tokens of prompt and completion. stop_ids: tokens that end a turn of this model.
@@ -27,13 +31,10 @@ def drawn_sampling(
     if prompt >= context:
         raise overlong_prompt(prompt, context - 1)
     given = {name: value for name in _DISTRIBUTION if (value := getattr(asked, name)) is not None}
-    replaced = [] if session.evaluation else [name for name, value in given.items() if value != getattr(task, name)]
-    if asked.seed is not None:
-        replaced.append("seed")
     fields = given if session.evaluation else {}
     most = min(asked.max_tokens or task.max_new_tokens, task.max_new_tokens, context - prompt)
     fewest = min(task.min_new_tokens if asked.min_tokens is None else asked.min_tokens, most)
-    sampling = task.model_copy(
+    return task.model_copy(
         update=fields
         | {
             "max_new_tokens": most,
@@ -42,7 +43,6 @@ def drawn_sampling(
             "stop_token_ids": list(dict.fromkeys([*task.stop_token_ids, *stop_ids, *asked.stop_token_ids])),
         }
     )
-    return sampling, replaced
 
 
 def check_tokens(prompt_least: int, prompt_most: int, vocabulary: int) -> None:

@@ -141,9 +141,7 @@ class Turns:
         self, log: SessionLog, request: str, prompt: TurnPrompt, asked: RequestedSampling, min_version: int, chat: ChatTurn | None
     ) -> Turn:
         seconds = min(self._limits.gateway_turn_timeout, log.session.deadline - time.time())
-        sampling, replaced = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids)
-        if replaced:
-            self._log.debug("sampling_of_the_task", session=log.session.id, replaced=replaced)
+        sampling = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids)
         try:
             async with asyncio.timeout(max(seconds, 0.1)):
                 begun = await self._begun(log, request, prompt)

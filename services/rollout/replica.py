@@ -63,12 +63,13 @@ class Replica:
         self.engine_up = asyncio.Event()
         self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-        self._routed, self._drawn_for_gateways = bool(router_url()), service.config.gateways > 0
+        self._routed, self._drawn_for_gateways = bool(router_url()), service.config.opens_doors
         self._exposed = self._routed or self._drawn_for_gateways
         rollout = self._rollout
         limit = SPARE_REQUESTS + rollout.rollout_concurrency * service.config.rollout.n_samples_per_prompt
         wait = service.config.weights.push_timeout
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
+        self.proxy.public = False  # gateways have their own way in
         self._life = service.incarnation
         self._shown = asyncio.Event()
         self._process: EngineProcess | None = None
@@ -168,13 +169,12 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        functions = bool(hooks.paths(self._service.config, "rollout"))
-        self.proxy.public = self._routed or functions
         if self._drawn_for_gateways:
             self.proxy.draw_key = await SessionStore(self._service.store, self._service.run).make_draw_key()
             self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)
             self._service.metrics.set(VOCABULARY_GAUGE, client.capabilities.vocab_size)
-        if self._exposed or functions:
+            await self.proxy.open(own_address())
+        if self._routed or hooks.paths(self._service.config, "rollout"):
             await self.open_proxy()
         self.served.engine_started()
         self.engine_up.set()
@@ -184,7 +184,8 @@ class Replica:
             await self.publish()
 
     async def open_proxy(self) -> None:
-        """Opens the way to the engine for routers, gateways or generate functions, if it is not open."""
+        """Opens the way to the engine for routers or generate functions, if it is not open."""
+        self.proxy.public = True
         await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
     async def _start(self) -> EngineProcess:

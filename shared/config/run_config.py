@@ -207,9 +207,14 @@ class RunConfig(Section):
 
     @property
     def gateways(self) -> int:
-        """Returns how many gateways `myxo up` starts; replicas serve some if there are any."""
+        """Returns how many gateways `myxo up` starts: as many as are asked for, else one where somebody needs it."""
         given = self.gateway.gateway_replicas
-        return int(self.has_agents) if given is None else given
+        return int(self.has_agents or self.ingest.ingest_groups != "off") if given is None else given
+
+    @property
+    def opens_doors(self) -> bool:
+        """Whether replicas draw for gateways, of this machine or of others."""
+        return self.gateways > 0 or self.has_agents
 
     @property
     def trained(self) -> Path:

@@ -4,13 +4,14 @@ docs/sandbox.md says which tests a label may hold, and what keeps a response fro
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shared.rewards.reference import Reference
-from shared.rewards.unit_test_cases import cases_of, fenced_code
+from shared.rewards.unit_test_cases import Case, cases_of, fenced_code
 from shared.runtime.errors import ConfigError
 from shared.sandbox.program import ProgramResult, SandboxSettings
-from shared.sandbox.sandbox import SandboxUnavailable
+from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.sandbox.sandbox_pool import SandboxPool
 
 WARM = 2
@@ -55,14 +56,27 @@ def unit_tests(response: str, reference: Reference) -> Mapping[str, float]:
     if _pool is None:
         open_sandboxes(SandboxSettings())
     assert _pool is not None
-    passed, word = 0, secrets.token_hex(16)
     with _pool.sandbox() as sandbox:
-        for case in cases:
-            result = sandbox.run(case.program(code, word))
-            passed += case.passed(result, word)
-            if result.status in _OVER or _never_runs(result):
-                break
+        passed = sum(outcome.passed for outcome in run_tests(sandbox, code, cases))
     return {"score": float(passed == len(cases)), "passed": passed / len(cases)}
+
+
+class CaseOutcome(NamedTuple):
+    """What came of one test."""
+
+    passed: bool
+    result: ProgramResult
+
+
+def run_tests(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> list[CaseOutcome]:
+    """Runs tests on code, one after the other. After one that reached a limit the others are not run, and are missing."""
+    outcomes, word = list[CaseOutcome](), secrets.token_hex(16)
+    for case in cases:
+        result = sandbox.run(case.program(code, word))
+        outcomes.append(CaseOutcome(case.passed(result, word), result))
+        if result.status in _OVER or _never_runs(result):
+            break
+    return outcomes
 
 
 def _never_runs(result: ProgramResult) -> bool:

@@ -194,7 +194,10 @@ async def test_what_a_client_may_not_is_refused_in_its_own_form(hall: Callable[.
         with pytest.raises(BadRequestError, match="temperature"):
             await said(client, question, temperature="warm")
         # the task's temperature stands: it is the trainer's
-        await said(client, question, temperature=0.0, max_tokens=5)
+        whole = await client.chat.completions.with_raw_response.create(
+            model="0", messages=question, temperature=0.0, max_tokens=5, user="somebody"
+        )
+        assert whole.headers["X-Myxo-Sampling-Of-Task"] == "temperature" and whole.headers["X-Myxo-Ignored"] == "user"
         for wrong in (one.key[:-1], one.key + "0", f"sk-myxo-{other.session.id}-{one.key.rpartition('-')[2]}", "sk-nothing"):
             with pytest.raises(AuthenticationError):
                 await said(client.with_options(api_key=wrong), question)

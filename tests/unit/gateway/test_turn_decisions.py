@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.conversations import continued, digests
 from services.gateway.request_ids import request_id
-from services.gateway.turn_sampling import check_tokens, drawn_sampling
+from services.gateway.turn_sampling import check_tokens, drawn_sampling, kept_by_task
 from services.gateway.wire.request import RequestedSampling, chat_call
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.schema.messages import Sampling
@@ -23,17 +23,17 @@ def session(**changes: object) -> Session:
 
 def test_what_is_trained_is_drawn_as_the_task_says_and_an_evaluation_as_its_client_does() -> None:
     asked = RequestedSampling(temperature=0.0, top_p=0.9, max_tokens=10, stop=("X",), seed=5)
-    drawn, replaced = drawn_sampling(session(), asked, 20, 512, [1])
+    drawn, kept = drawn_sampling(session(), asked, 20, 512, [1]), kept_by_task(session(), asked)
     assert (drawn.temperature, drawn.top_p, drawn.max_new_tokens) == (0.8, 0.9, 10)
-    assert drawn.stop == ["END", "X"] and drawn.stop_token_ids == [7, 1] and replaced == ["temperature", "seed"]
-    drawn, replaced = drawn_sampling(session(evaluation=True), asked, 20, 512, [1])
-    assert drawn.temperature == 0.0 and replaced == ["seed"]
+    assert drawn.stop == ["END", "X"] and drawn.stop_token_ids == [7, 1] and kept == ("temperature", "seed")
+    evaluated = session(evaluation=True)
+    assert drawn_sampling(evaluated, asked, 20, 512, [1]).temperature == 0.0 and kept_by_task(evaluated, asked) == ("seed",)
 
 
 def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
-    assert drawn_sampling(session(), RequestedSampling(max_tokens=5000), 20, 512, [])[0].max_new_tokens == 100
-    assert drawn_sampling(session(), RequestedSampling(), 500, 512, [])[0].max_new_tokens == 12
-    assert drawn_sampling(session(), RequestedSampling(min_tokens=50), 500, 512, [])[0].min_new_tokens == 12
+    assert drawn_sampling(session(), RequestedSampling(max_tokens=5000), 20, 512, []).max_new_tokens == 100
+    assert drawn_sampling(session(), RequestedSampling(), 500, 512, []).max_new_tokens == 12
+    assert drawn_sampling(session(), RequestedSampling(min_tokens=50), 500, 512, []).min_new_tokens == 12
     with pytest.raises(TurnRefused, match="maximum context length") as refused:
         drawn_sampling(session(), RequestedSampling(), 512, 512, [])
     assert refused.value.status == 400

@@ -1,0 +1,112 @@
+"""The tools of a coding agent, and the example that uses them over OpenAI's API, in real sandboxes. What the model says is written here."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from examples.coding import coding_agent
+from shared.rewards.unit_test_cases import cases_of
+from shared.sandbox.coding_tools import LONGEST_ANSWER, TOOLS, CodingTools
+from shared.sandbox.program import SandboxSettings
+from tests.integration.sandbox.conftest import LIMITS
+from tests.support.http_server import http_server
+
+TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+
+
+@pytest.fixture
+async def tools(box: object) -> AsyncIterator[CodingTools]:
+    async with CodingTools(SandboxSettings(limits=LIMITS), cases_of(TESTS)) as opened:
+        yield opened
+
+
+async def test_a_conversation_of_edits_and_tests(tools: CodingTools) -> None:
+    async def call(name: str, **arguments: str) -> str:
+        return await tools.call(name, json.dumps(arguments))
+
+    assert (await call("run_tests")).startswith("0 of 2 tests passed")
+    assert await tools.passed() == 0.0
+    assert await call("write_file", path="solution.py", content="def add(a, b):\n    return a - b\n") == "wrote solution.py"
+    assert await call("run_tests") == "0 of 2 tests passed\ntest 1 gave another result\ntest 2 gave another result"
+    assert await call("edit_file", path="solution.py", old="a - b", new="a + c") == "wrote solution.py"
+    assert "NameError: name 'c' is not defined" in await call("run_tests")
+    assert await call("edit_file", path="solution.py", old="c", new="b") == "wrote solution.py"
+    assert await call("read_file", path="solution.py") == "def add(a, b):\n    return a + b\n"
+    assert await call("run_tests") == "2 of 2 tests passed"
+    assert await tools.passed() == 1.0
+    assert (
+        await call("write_file", path="deep/try.py", content="import sys\nfrom solution import add\nprint(add(int(input()), 2))")
+        == "wrote deep/try.py"
+    )
+    assert "No module named 'solution'" in await call("run_file", path="deep/try.py", stdin="1")
+    assert await call("write_file", path="try.py", content="from solution import add\nprint(add(int(input()), 2))") == "wrote try.py"
+    assert await call("run_file", path="try.py", stdin="1") == "ended with exit code 0\n3\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer"),
+    [
+        ("rm", "{}", "error: there is no tool 'rm'; use write_file, read_file, edit_file, run_file, run_tests"),
+        ("__class__", "{}", "error: there is no tool '__class__'"),
+        ("write_file", "{", "error: the arguments are no JSON"),
+        ("write_file", "[]", "error: expected an object with path, content"),
+        ("write_file", '{"path": "a"}', "error: content is missing"),
+        ("write_file", '{"path": 1, "content": ""}', "error: path has to be text"),
+        ("write_file", '{"path": "a", "content": "", "mode": "w"}', "error: expected an object with path, content"),
+        ("write_file", '{"path": "a\\u0000", "content": ""}', "error: a path holds no zero bytes"),
+        ("write_file", '{"path": "/usr/a", "content": ""}', "error: /usr/a: "),
+        ("read_file", '{"path": "../etc/shadow"}', "error: ../etc/shadow: No such file or directory"),
+        ("edit_file", '{"path": "none", "old": "a", "new": "b"}', "error: none: No such file or directory"),
+        ("run_file", '{"path": "-c"}', "ended with exit code 2"),
+        ("run_tests", "", "0 of 2 tests passed"),
+    ],
+)
+async def test_what_the_model_gets_wrong_is_told(tools: CodingTools, name: str, arguments: str, answer: str) -> None:
+    assert (await tools.call(name, arguments)).startswith(answer)
+
+
+async def test_an_edit_has_to_be_of_one_place(tools: CodingTools) -> None:
+    await tools.call("write_file", '{"path": "a", "content": "x x \\ud800"}')
+    for old, count in (("x", 2), ("y", 0), ("", 0)):
+        answer = await tools.call("edit_file", json.dumps({"path": "a", "old": old, "new": "z"}))
+        assert answer == f"error: old occurs {count} times in a; it has to occur once"
+
+
+async def test_a_long_answer_keeps_its_beginning_and_its_end(tools: CodingTools) -> None:
+    await tools.call("write_file", json.dumps({"path": "a", "content": f"begin{'x' * 20000}end"}))
+    answer = await tools.call("read_file", '{"path": "a"}')
+    assert answer.startswith("begin") and answer.endswith("end") and len(answer) < LONGEST_ANSWER + 100
+
+
+def test_the_schemas_are_openais() -> None:
+    for tool in TOOLS:
+        parameters = tool["function"]["parameters"]
+        assert set(parameters["required"]) <= set(parameters["properties"]) and tool["type"] == "function"
+
+
+def said(content: str | None = None, **call: Any) -> dict[str, Any]:
+    calls = (
+        [{"id": "c", "type": "function", "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])}}] if call else None
+    )
+    message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+    choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": message}
+    return {"id": "r", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"), [("def add(a, b): return a + b", 1.0), ("def add(a, b): return 3", 0.5), ("import os; os._exit(0)", 0.0)]
+)
+async def test_the_example_is_rewarded_by_what_its_file_does(box: object, code: str, reward: float) -> None:
+    turns = [
+        said(name="write_file", arguments={"path": "solution.py", "content": code}),
+        said(name="run_tests", arguments={}),
+        said("Done."),
+    ]
+    async with http_server(lambda _, number: turns[number]) as server:
+        data = {"messages": [{"role": "user", "content": "Write add(a, b)."}], "label": TESTS, "model": "m"}
+        found = await coding_agent.run(data, f"{server.url}/v1", "key")
+    assert found == {"reward": reward, "solved": float(reward == 1.0), "turns": 3.0}
+    answers = [message["content"] for message in server.asked[-1]["messages"] if message["role"] == "tool"]
+    assert answers[0] == "wrote solution.py" and answers[1].startswith(f"{round(2 * reward)} of 2 tests passed")

@@ -1,0 +1,85 @@
+"""Messages become ids and come back; a conversation that goes on keeps the very ids that were sampled."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.gateway.chat_tokens import TOOL, ChatTokens
+from services.gateway.wire.turn_refused import TurnRefused
+from shared.sessions.session import Turn
+from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer
+
+ASK = [{"role": "user", "content": "What is 2 + 2?"}]
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "4"}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokens:
+    return ChatTokens(write_qwen3_tokenizer(tmp_path_factory.mktemp("qwen3")), {})
+
+
+def drawn(chat: ChatTokens, text: str, prompt: np.ndarray | None = None) -> Turn:
+    completion = np.asarray(chat.tokenizer.encode(text), np.int32)
+    asked = chat.render(ASK, [TOOL]) if prompt is None else prompt
+    return Turn("r1", None, asked, completion, np.zeros(len(completion)), ((0, len(completion), 0),), "stop")
+
+
+def test_the_family_whose_renderer_renders_as_the_template_is_taken(chat: ChatTokens, tmp_path: Path) -> None:
+    assert chat.family == "qwen3" and chat.stop_ids == sorted(chat.tokenizer.token_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    other = write_qwen3_tokenizer(tmp_path / "other", TEMPLATE.replace("<|im_start|>assistant\\n' }}", "<|im_start|>assistant:' }}"))
+    assert ChatTokens(other, {}).family == "default", "a template of one's own is not another's"
+    assert ChatTokens(write_qwen3_tokenizer(tmp_path / "kwargs"), {"unheard_of": 1}).family == "default"
+
+
+def test_a_tool_call_is_carried_on_by_the_very_ids(chat: ChatTokens) -> None:
+    """The model spells the call in its own way: with spaces that no template would write."""
+    turn = drawn(chat, '<tool_call>\n{ "name":"add",  "arguments": {"b":2, "a": 2.0} }\n</tool_call><|im_end|>')
+    [call] = chat.parse(turn, [TOOL]).calls
+    assert call.ok and call.name == "add" and call.arguments == {"b": 2, "a": 2.0}
+    bridged = chat.bridge(turn, [RESULT], [TOOL])
+    assert bridged is not None
+    assert bridged[: len(turn.tokens)].tolist() == turn.tokens.tolist()
+    rest = chat.tokenizer.decode(bridged[len(turn.tokens) :], skip_special_tokens=False)
+    assert rest == "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_truncated_turn_is_closed_by_the_prompt(chat: ChatTokens) -> None:
+    turn = drawn(chat, "I think that")
+    bridged = chat.bridge(turn, [RESULT], [TOOL])
+    assert bridged is not None and bridged[: len(turn.tokens)].tolist() == turn.tokens.tolist()
+    assert chat.tokenizer.decode(bridged[len(turn.tokens) :], skip_special_tokens=False).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_what_somebody_else_said_for_the_model_is_not_carried_on(chat: ChatTokens) -> None:
+    turn = drawn(chat, "4<|im_end|>")
+    assert chat.bridge(turn, [{"role": "assistant", "content": "5"}, RESULT], [TOOL]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 2,}}\n</tool_call>', "invalid_json"),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 2', "unclosed_block"),
+        ('<tool_call>\n{"arguments": {"a": 2}}\n</tool_call>', "missing_name"),
+    ],
+)
+def test_a_malformed_call_has_its_text_and_its_status(chat: ChatTokens, text: str, status: str) -> None:
+    [call] = chat.parse(drawn(chat, f"Well.\n{text}<|im_end|>"), [TOOL]).calls
+    assert not call.ok and call.status == status and '"a": 2' in call.text
+
+
+def test_reasoning_is_told_apart(chat: ChatTokens) -> None:
+    parsed = chat.parse(drawn(chat, "<think>\ntwo and two\n</think>\n\n4<|im_end|>"), [])
+    assert (parsed.content.strip(), parsed.reasoning.strip(), parsed.calls) == ("4", "two and two", ())
+
+
+def test_a_prompt_is_what_the_template_writes(chat: ChatTokens) -> None:
+    prompt = chat.render([{"role": "user", "content": "say 4"}], [])
+    assert chat.tokenizer.decode(prompt, skip_special_tokens=False) == "<|im_start|>user\nsay 4<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
+    bare = ChatTokens(write_qwen3_tokenizer(tmp_path / "bare", None), {})
+    with pytest.raises(TurnRefused, match="no chat template"):
+        bare.render(ASK, [])
