@@ -177,6 +177,10 @@ class CustomGenerate:
             return task.prompt
         return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
+    def may_abort(self, begun: int, requests: Requests) -> bool:
+        """Returns whether the engine may have aborted requests of a call: it was stopped, or weights came in since version ``begun``."""
+        return requests.stopped.is_set() or self.replica.version != begun or not self.replica.serving
+
     def warn(self, task: Task, rollout: int, error: Exception) -> None:
         """Logs a call that is made again."""
         self._service.log.warning("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
@@ -221,6 +225,8 @@ class _Rollout:
         try:
             with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
                 given = await self._called(self._sample or self._functions.begun(task, self.index))
+            if not self._functions.may_abort(begun, self._requests):
+                given = self._given_up(given)
         except HookFailed as error:
             self._functions.warn(task, self.index, error)
             self._failures.note(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
@@ -236,6 +242,20 @@ class _Rollout:
             raise Stopped(task.group, self._requests.stale)
         self._sample = self._aborted if trusted and self._functions.goes_on else None
         return False
+
+    def _given_up(self, given: list[HookSample]) -> list[HookSample]:
+        """Returns samples that the function itself calls ABORTED as ended ones, with the reward that it has given them.
+
+        slime trains them as they are; generated anew, until one turns out well, they would leave the failures out. Raises HookFailed for
+        one without a reward that cannot be gone on with.
+        """
+        for sample in given:
+            if sample.status is Status.ABORTED and sample.reward is not None:
+                sample.status, sample.aborted = Status.COMPLETED, True  # type: ignore[attr-defined]
+            elif sample.status is Status.ABORTED and not (self._functions.goes_on and sample.response_length):
+                called = self._functions.path(self.task) or ""
+                raise HookFailed(GENERATE, called, "gave a sample of status ABORTED without a reward, and nothing was aborted")
+        return given
 
     async def _called(self, sample: HookSample) -> list[HookSample]:
         """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped."""

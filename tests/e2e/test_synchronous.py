@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
@@ -20,6 +23,8 @@ from tests.contract.stored_run import assert_like_any_run
 from tests.e2e.launched import ROOT, LaunchedRun
 
 RUN_SECONDS = 900
+LEARNING_RATE = 1e-4
+"""That of `small_run`."""
 
 
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
@@ -48,6 +53,7 @@ def test_without_staleness_a_run_is_synchronous_and_repeatable(
         first_batches.append(asyncio.run(first_batch(root, name)))
     assert all(batch == first_batches[0] for batch in first_batches)
     assert_replayed(config, root)
+    assert_replayed_without_log_probs(config, root)
 
 
 def dumping(root: Path) -> list[str]:
@@ -73,6 +79,24 @@ def assert_replayed(config: Path, root: Path) -> None:
             told = json.loads(tensors.metadata()["myxo"])
             assert told["results"][0]["loss"] == step["loss"]
             assert tensors.get_tensor("0.0.rollout_log_probs").shape == tensors.get_tensor("0.0.tokens").shape
+
+
+def assert_replayed_without_log_probs(config: Path, root: Path) -> None:
+    """Where half of the samples lack the rollout's log-probs, the trainer's own stand in: the weights are the same, but for rounding."""
+    dumps, before = root / "dumps", load_file(root / "hf" / "model.safetensors")
+    for step in (0, 1):
+        content = torch.load(dumps / f"batch_{step}.pt", weights_only=True)
+        for sample in content["samples"][::2]:
+            sample["rollout_log_probs"] = None
+        torch.save(content, dumps / f"bare_{step}.pt")
+    steps = reported("replay", str(config), str(dumps / "bare_{rollout_id}.pt"))
+    assert [step["step"] for step in steps] == [0, 1]
+    assert all("train_rollout_logprob_abs_diff" not in json.dumps(step) for step in steps)
+    after = load_file(root.with_name(f"{root.name}-replay") / "hf" / "model.safetensors")
+    assert after.keys() == before.keys()
+    squares = [np.square(weights.astype(np.float64) - before[name]) for name, weights in after.items()]
+    rms = np.sqrt(sum(square.sum() for square in squares) / sum(square.size for square in squares))
+    assert rms < 0.02 * LEARNING_RATE, "Adam moves a weight by about as much in each of the steps"
 
 
 def reported(*words: str) -> list[dict[str, Any]]:

@@ -184,6 +184,11 @@ async def done_amiss(act: str, sample: HookSample) -> HookSample:
             await asyncio.sleep(3600)
         case "cancel":
             raise asyncio.CancelledError
+        case "give up":
+            sample = written(sample)
+            sample.status, sample.reward = Status.ABORTED, 0.25
+        case "abort":
+            sample.status = Status.ABORTED
         case "give what does not fit":
             sample.response_length = 10_000
     return sample

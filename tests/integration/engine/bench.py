@@ -38,10 +38,10 @@ class Bench:
         task = Task(
             group=group,
             n=n,
-            prompt="40+2=",
             prompt_tokens=PROMPT,
             environment="math",
             **{
+                "prompt": "40+2=",
                 "label": "42",
                 "metadata": {"level": 3},
                 "sampling": Sampling(temperature=1.0, max_new_tokens=20),

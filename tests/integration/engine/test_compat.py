@@ -1,6 +1,7 @@
 """Files in slime's manner, run as they are by the rollout and the reward service over a real engine; slime's own where they are at hand.
 
-``SLIME_EXAMPLES=DIRECTORY pytest tests/integration/engine/test_compat.py`` runs the examples of a checkout of slime, too.
+``SLIME_EXAMPLES=DIRECTORY pytest tests/integration/engine/test_compat.py`` runs the examples of a checkout of slime, too. What they need
+besides (strands-agents and strands-sglang 0.4.2) may lie in a directory of its own, ``SLIME_PACKAGES``; without it their tests are skipped.
 """
 
 import json
@@ -25,7 +26,7 @@ from tests.support.service_process import ROOT
 pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-4
-SLIME = os.environ.get("SLIME_EXAMPLES")
+SLIME, PACKAGES = os.environ.get("SLIME_EXAMPLES"), os.environ.get("SLIME_PACKAGES")
 SHORT = Sampling(temperature=1.0, max_new_tokens=12, stop_token_ids=[])
 
 Generated = Callable[..., Awaitable[tuple[Bench, list[Sample]]]]
@@ -51,14 +52,16 @@ async def search_server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[A
 
 @pytest.fixture
 def generated(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> Generated:
-    """``await generated(path, directories, n=2, **rollout)``: the samples of a group by that function."""
+    """``await generated(path, directories, n=2, prompt, **rollout)``: the samples of a group by that function."""
 
-    async def run(path: str, directories: tuple[Path, ...] = (), n: int = 2, **rollout: Any) -> tuple[Bench, list[Sample]]:
+    async def run(
+        path: str, directories: tuple[Path, ...] = (), n: int = 2, prompt: str = "40+2=", **rollout: Any
+    ) -> tuple[Bench, list[Sample]]:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (*directories, ROOT))))
         named = ["SEARCH_URL"] if "SEARCH_URL" in os.environ else []
         rollout |= {"custom_generate_function_path": path, "generate_workers": 1}
         desk = await new_bench(rollout=rollout, reward={"rm_type": "math", "worker_environment": named})
-        await desk.task(n=n, sampling=SHORT)
+        await desk.task(n=n, sampling=SHORT, prompt=prompt)
         _, samples = await desk.generated()
         return desk, samples
 
@@ -115,12 +118,110 @@ OF_SLIME = {
 }
 
 
-@pytest.mark.skipif(SLIME is None, reason="SLIME_EXAMPLES names no directory")
+slimes_own = pytest.mark.skipif(SLIME is None, reason="SLIME_EXAMPLES names no directory")
+
+TAU_BENCH = {
+    "tau_bench/types.py": """
+from pydantic import BaseModel, ConfigDict
+
+
+class RunConfig(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    temperature: float = 0.0
+
+
+class Action(BaseModel):
+    name: str
+    kwargs: dict
+
+
+class Info(BaseModel):
+    source: str = "user"
+
+
+class Observed(BaseModel):
+    observation: str
+    info: Info = Info()
+    reward: float = 0.0
+    done: bool = False
+""",
+    "tau_bench/agents/base.py": "class Agent: pass\n",
+    "tau_bench/agents/tool_calling_agent.py": """
+from tau_bench.agents.base import Agent
+
+RESPOND_ACTION_NAME = "respond"
+
+
+class ToolCallingAgent(Agent):
+    def __init__(self, tools_info, wiki, model, provider, temperature=0.0):
+        self.tools_info, self.wiki, self.model, self.provider, self.temperature = tools_info, wiki, model, provider, temperature
+""",
+    "tau_bench/envs/__init__.py": """
+from tau_bench.types import Observed
+
+
+class Env:
+    def __init__(self, task_index):
+        call = {"name": "cancel", "description": "cancels", "parameters": {"type": "object", "properties": {}}}
+        self.tools_info, self.wiki, self.task, self.turns = [{"type": "function", "function": call}], "rules", task_index, 0
+
+    def reset(self, task_index):
+        return Observed(observation=f"task {task_index}")
+
+    def step(self, action):
+        self.turns += 1
+        done = self.turns == 2
+        return Observed(observation="and?", reward=0.5 if done else 0.0, done=done)
+
+
+def get_env(task_index, **_):
+    return Env(task_index)
+""",
+    "tau_bench/__init__.py": "",
+    "tau_bench/agents/__init__.py": "",
+    "sitecustomize.py": "from services.rollout.engine.cpu_launcher import stand_in_for_triton\nstand_in_for_triton()\n",
+}
+"""tau-bench's own modules as far as slime's example uses them, with a user who says the same whatever he is told; and what the tool parser
+of SGLang, which the example imports, needs where there is no GPU."""
+
+
+@slimes_own
 @pytest.mark.parametrize("name", OF_SLIME)
 async def test_examples_of_slimes_own(generated: Generated, checkpoint: Checkpoints, tmp_path: Path, name: str) -> None:
     path, places = OF_SLIME[name]
     (tmp_path / "examples").symlink_to(Path(str(SLIME)).resolve())  # beside slime's examples lies slime itself, which would win
+    if name == "strands_sglang" and PACKAGES is None:
+        pytest.skip("SLIME_PACKAGES names no directory with strands-agents and strands-sglang")
     directories = tuple(tmp_path if place == ".." else Path(str(SLIME)).resolve() / place for place in places)
+    directories += () if PACKAGES is None else (Path(PACKAGES),)
     longest = {} if name == "retool" else {"rollout_max_context_len": 256}  # its prompt alone has more characters, each a token here
     _, samples = await generated(path, directories, rollout_max_response_len=12, **longest)
     check(checkpoint, samples)
+
+
+@slimes_own
+async def test_slimes_search_with_its_log_probs_switched_off(generated: Generated, tmp_path: Path) -> None:
+    (tmp_path / "switched_off.py").write_text(
+        "import generate_with_search as search\nsearch.SEARCH_R1_CONFIGS['return_logprob'] = False\ngenerate = search.generate\n"
+    )
+    places = (tmp_path, Path(str(SLIME)).resolve() / "search-r1")
+    _, samples = await generated("switched_off.generate", places, rollout_max_response_len=12, rollout_max_context_len=256, max_staleness=0)
+    check_without_log_probs(samples)
+
+
+@slimes_own
+async def test_slimes_tau_bench(generated: Generated, tmp_path: Path) -> None:
+    for name, text in TAU_BENCH.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    places = (tmp_path, Path(str(SLIME)).resolve() / "tau-bench")
+    _, samples = await generated("generate_with_tau.generate", places, prompt="7", rollout_max_context_len=1024, max_staleness=0)
+    check_without_log_probs(samples)
+    assert [one.given_reward for one in samples] == [0.5, 0.5]
+    assert all(0 in one.mask and "task 7" in one.prompt_text for one in samples), "two turns, and the user's words between them"
+
+
+def check_without_log_probs(samples: list[Sample]) -> None:
+    for one in samples:
+        assert one.problem() is None
+        assert one.mask.any() and one.log_probs is None

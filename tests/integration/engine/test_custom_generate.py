@@ -214,6 +214,8 @@ async def test_a_function_that_fails_costs_its_group_with_the_reason(bench: NewB
         ("crash always", 60.0, [0, 2], ([2, 2, 2], [2, 2])),
         ("raise always", 60.0, [0, 2], ([1, 5, 1], [1, 1])),
         pytest.param("cancel once", 60.0, [0, 1, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
+        ("give up always", 60.0, [0, 1, 2], ([1, 1, 1], [1, 1])),
+        pytest.param("abort always", 60.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
         ("hang always", 10.0, [0, 2], ([1, 1, 1], [1, 1])),
         pytest.param("give what does not fit always", 60.0, [0, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
     ],
@@ -232,6 +234,8 @@ async def test_a_rollout_that_misbehaves_costs_itself(
     made = [[sum(call["index"] == group * n + index for call in calls()) for index in range(n)] for group, n in ((7, 3), (8, 2))]
     assert made == list(calls_of_each)
     assert desk.rollout._custom.lost == 3 - len(left)
+    rewards = [one.given_reward for one in found["g00000007"]]
+    assert rewards == ([None, 0.25, None] if label == "give up always" else [None] * len(left))
 
 
 async def test_a_group_with_too_few_rollouts_left_is_dead_and_so_is_a_held_out_one_that_lacks_any(bench: NewBench) -> None:
