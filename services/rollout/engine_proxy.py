@@ -209,7 +209,7 @@ class EngineProxy:
             async with (
                 asyncio.timeout(self._generate_s),
                 _counted(call, rid),
-                client.transport.stream(request.raw_path, engine_body(parsed, rid, f"v{client.version}")) as answer,
+                client.transport.stream(request.raw_path, engine_body(parsed, rid, client.cache_key)) as answer,
             ):
                 headers = {"Content-Type": answer.content_type}
                 if not parsed.stream:

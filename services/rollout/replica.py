@@ -16,6 +16,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, engine_command
 from services.rollout.engine_proxy import EngineProxy
+from services.rollout.prefix_cache import keeps_prefixes
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
@@ -63,7 +64,7 @@ class Replica:
         self.engine_up = asyncio.Event()
         self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-        self._routed, self._drawn_for_gateways = bool(router_url()), service.config.opens_doors
+        self._routed, self._drawn_for_gateways = bool(router_url()), service.config.gateways > 0
         self._exposed = self._routed or self._drawn_for_gateways
         rollout = self._rollout
         limit = SPARE_REQUESTS + rollout.rollout_concurrency * service.config.rollout.n_samples_per_prompt
@@ -208,9 +209,8 @@ class Replica:
         rollout, config = self._rollout, self._service.config
         device = devices.resolve(rollout.rollout_device)
         flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine} if device == "cuda" else {}
-        # keys and values that old weights made must not serve requests that begin under new ones: seen as differences of 1e-4 and more
-        # between engine and trainer as soon as prompts repeat. `disable-radix-cache = false` in [rollout.sglang] takes the cache back
-        flags["disable-radix-cache"] = True
+        answers_are_read = not (self._routed or hooks.paths(config, "rollout"))
+        flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
         if devices.engines_release(config):
             flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
         # replicas draw different samples

@@ -212,11 +212,6 @@ class RunConfig(Section):
         return int(self.has_agents or self.ingest.ingest_groups != "off") if given is None else given
 
     @property
-    def opens_doors(self) -> bool:
-        """Whether replicas draw for gateways, of this machine or of others."""
-        return self.gateways > 0 or self.has_agents
-
-    @property
     def trained(self) -> Path:
         """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name

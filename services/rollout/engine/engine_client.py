@@ -75,7 +75,7 @@ class EngineClient:
         self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
         self.late_versions: set[int] = set()
-        self.generating = self._retractions = 0
+        self.generating = self._retractions = self._loads = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
         self.receivers = ReceiverClient(receiver, capabilities.ranks)
         self._session_open = False
@@ -111,6 +111,12 @@ class EngineClient:
 
     # --- generation
 
+    @property
+    def cache_key(self) -> str:
+        """Returns the key under which requests share prefixes now. Each load of weights has its own, also one of the same version: while
+        the load before it failed, requests may have computed with some of its weights."""
+        return f"v{self.version}.{self._loads}"
+
     async def generate_group(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, deadline: float = GENERATE_SECONDS
     ) -> list[Generation]:
@@ -123,7 +129,7 @@ class EngineClient:
         Raises InvalidRequest: nothing was sent.
         """
         version = self.version
-        body = group_body(requests, sampling, self.capabilities, cache_key=f"v{version}")
+        body = group_body(requests, sampling, self.capabilities, self.cache_key)
         self.generating += 1
         try:
             answer = await self.transport.post("/generate", body, deadline, "its requests are being aborted")
@@ -285,4 +291,4 @@ class EngineClient:
     def _loaded(self, version: int) -> None:
         if self.paused == "in_place" and self.capabilities.overlaps and version != self.version:
             self.late_versions.add(version)
-        self.version = version
+        self.version, self._loads = version, self._loads + 1

@@ -130,6 +130,8 @@ async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: Call
         exact(turn, checkpoint(0), checkpoint(1))
         assert 1 <= len(turn.completion) <= 24
     assert [{version for _, _, version in turn.spans} for turn in turns] == [{0}, {1}, {1}]
+    assert turns[1].cached == 0, "what older weights have computed is nobody's prefix"
+    assert 0 < turns[2].cached < len(turns[2].prompt)
     told = first.choices[0].logprobs
     assert told is not None and told.content is not None
     np.testing.assert_allclose([one.logprob for one in told.content], turns[0].log_probs, atol=1e-6)
