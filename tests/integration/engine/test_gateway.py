@@ -238,11 +238,16 @@ async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: Callable[.
         for path, headers in (("/generate", {}), ("/v1/models", {}), ("/internal/draw", {"X-Myxo-Draw-Key": "guess"})):
             async with http.post(door + path, data=b"x", headers=headers | {"Content-Type": "application/msgpack"}) as answer:
                 assert answer.status in (401, 404)
+        await room.desk.service.store.free([f"{room.desk.service.run}:session:.draw-key"])  # as where the store was emptied
+        room.desk.replica.proxy.draw_key = "another"
+        async with http.post(f"{room.urls[0]}/inference/v1/generate", json=body | {"token_ids": prompt}) as answer:
+            assert answer.status == 200, await answer.text()
+            prompt += (await answer.json())["choices"][0]["token_ids"]
         async with http.post(f"{room.urls[0]}/v1/session/end", json={"reward": {"exact": 0.5}}) as answer:
             assert answer.status == 200, await answer.text()
     log = await played.log()
     [found] = trajectories(log.turns.values())
-    assert found.tokens.tolist() == prompt and len(log.turns) == 2, "the second turn carries the first one on"
+    assert found.tokens.tolist() == prompt and len(log.turns) == 3, "each turn carries the one before on"
     assert log.ended is not None and log.ended.reward == {"exact": 0.5}
     for turn in log.turns.values():
         exact(turn, checkpoint(0))
