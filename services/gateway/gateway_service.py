@@ -26,7 +26,10 @@ COUNT_SECONDS = 1.0
 
 
 async def serve(service: Service) -> None:
-    """Serves until asked to stop. Raises ConfigError for a model without a tokenizer, or an address that cannot be listened at."""
+    """Serves until asked to stop.
+
+    Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, or no key for groups from outside.
+    """
     config, section = service.config, service.config.gateway
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), config.data.apply_chat_template_kwargs)
     sessions = SessionStore(service.store, service.run)
@@ -37,6 +40,9 @@ async def serve(service: Service) -> None:
     turns = Turns(sessions, replicas, door, chat, model, holder, section)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
+    app = api.app()
+    if config.ingest.ingest_groups != "off":
+        add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template)
     app = api.app()
     if config.ingest.ingest_groups != "off":

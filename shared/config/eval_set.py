@@ -39,6 +39,7 @@ class EvalSet(BaseModel):
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: eval_reward_key")
     custom_generate_function_path: str | None = hook("that generates its samples; default: rollout.custom_generate_function_path")
     agent: str | None = hook("that plays its rollouts; default: rollout.agent")
+    agent_options: dict[str, Any] | None = Field(default=None, description="what its agent is told; default: rollout.agent_options")
     agent_command: Command | None = Field(default=None, description="command line that plays its rollouts; default: rollout.agent_command")
     n_samples_per_eval_prompt: int | None = Field(default=None, gt=0, le=MAX_SAMPLES, description="samples a prompt")
     temperature: float | None = Field(default=None, ge=0, description="default: eval_temperature")

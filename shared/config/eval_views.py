@@ -28,6 +28,7 @@ _FIELDS: dict[str, dict[str, tuple[str, str | None]]] = {
         "custom_generate_function_path": ("custom_generate_function_path", None),
         "agent": ("agent", None),
         "agent_command": ("agent_command", None),
+        "agent_options": ("agent_options", None),
     },
     "data": {
         "input_key": ("input_key", "eval_input_key"),

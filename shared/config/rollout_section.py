@@ -130,6 +130,7 @@ class RolloutSection(Section):
         description="command line, as text or a list, of an agent in place of a function: data on its standard input; base URL and key in "
         "OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY; the reward is the last line that it prints",
     )
+    agent_options: dict[str, Any] = Field(default={}, description="what an agent is told besides its task, as options of its data")
     agent_timeout: float = Field(default=600, gt=0, description="seconds for one rollout of an agent", **MUTABLE)
     agent_tries: int = Field(
         default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE

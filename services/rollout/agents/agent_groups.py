@@ -177,7 +177,8 @@ class _AgentRollout:
         await groups.sessions.open(session)
         try:
             alone = self._alone or self._failures.alone
-            running = groups.runner.run(self._program, agent_data(self.task, self.index, groups.model), base_url, key, alone=alone)
+            data = agent_data(self.task, self.index, groups.model, self._program.options)
+            running = groups.runner.run(self._program, data, base_url, key, alone=alone)
             reward = self._program.reward(await self._unless_stopped(running))
             ended = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=reward))
             return self._samples(ended, reward)

@@ -1,5 +1,6 @@
 """What plays a task's rollouts, what it is told of them, and what its result says. It is pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,15 @@ Rewards = float | dict[str, float]
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """An agent. ``field``: where the config names it. ``function``: its path, empty for a ``command``. ``reward_key``: see `reward`."""
+    """An agent. ``field``: where the config names it. ``function``: its path, empty for a ``command``. ``reward_key``: see `reward`.
+
+    ``options``: what it is told besides its task."""
 
     field: str
     function: str
     command: tuple[str, ...]
     reward_key: str | None
+    options: Mapping[str, Any]
 
     @property
     def path(self) -> str:
@@ -54,13 +58,13 @@ def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
     rollout, key = seen.rollout, seen.reward.reward_key
     section = "rollout" if view is None or not view.own.generators else view.field
     if rollout.agent:
-        return AgentProgram(f"{section}.agent", rollout.agent, (), key)
+        return AgentProgram(f"{section}.agent", rollout.agent, (), key, rollout.agent_options)
     if rollout.agent_command:
-        return AgentProgram(f"{section}.agent_command", "", tuple(rollout.agent_command), key)
+        return AgentProgram(f"{section}.agent_command", "", tuple(rollout.agent_command), key, rollout.agent_options)
     return None
 
 
-def agent_data(task: Task, rollout: int, model: str) -> dict[str, Any]:
+def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model."""
     messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
     return {
@@ -69,6 +73,7 @@ def agent_data(task: Task, rollout: int, model: str) -> dict[str, Any]:
         "label": Reference(task.label, task.label_json).value,
         "metadata": task.metadata,
         "model": model,
+        "options": options,
         "group": task.group,
         "rollout": rollout,
         "evaluation": is_evaluation(task.group),

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import numpy as np
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, ConflictError, NotFoundError
 from openai.types.chat import ChatCompletion
 
@@ -303,3 +305,48 @@ async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(
             len(turn.completion) for turn in log.turns.values()
         )
     await until(lambda: room.desk.client.generating == 0, "an engine without requests of clients that are gone", 60)
+
+
+async def test_the_other_formats_carry_their_sessions_on_too(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+    """Anthropic's SDK, then OpenAI's responses: two turns each, the second one streamed, recorded as one trajectory."""
+    room = await hall()
+    claude, played = await room.session(), await room.session()
+    said_by_user: Any = [{"role": "user", "content": "what is 2+2?"}]
+    async with AsyncAnthropic(base_url=room.urls[0], api_key=claude.key) as client:
+        raw = await client.messages.with_raw_response.create(
+            model="0", max_tokens=20, system="be brief", messages=said_by_user, metadata={"user_id": "me"}
+        )
+        assert raw.headers["x-myxo-ignored"] == "metadata"
+        first = await raw.parse()
+        answered: Any = [*said_by_user, {"role": "assistant", "content": first.content}, {"role": "user", "content": "and 3+3?"}]
+        async with client.messages.stream(model="0", max_tokens=20, system="be brief", messages=answered) as stream:
+            second = await stream.get_final_message()
+        counted = await client.messages.count_tokens(model="0", system="be brief", messages=said_by_user)
+        for wrong, kind in (("nobody", anthropic.AuthenticationError), (played.key + "0", anthropic.AuthenticationError)):
+            with pytest.raises(kind):
+                await client.with_options(api_key=wrong).messages.create(model="0", max_tokens=2, messages=said_by_user)
+        with pytest.raises(anthropic.ConflictError, match="version 0, older than the 7"):
+            asked: Any = {"model": "0", "max_tokens": 2, "messages": said_by_user, "extra_body": {"min_version": 7}}
+            await client.with_options(max_retries=0).messages.create(**asked)
+    turns = list((await claude.log()).turns.values())
+    assert [turn.request for turn in turns] == [first.id, second.id]
+    assert counted.input_tokens == len(turns[0].prompt) == first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0)
+    assert {turn.finish: reason for turn, reason in zip(turns, (first.stop_reason, second.stop_reason), strict=True)}.items() <= {
+        ("stop", "end_turn"),
+        ("length", "max_tokens"),
+    }
+    async with played.client(room.urls[0]) as openai_client:
+        begun = await openai_client.responses.create(model="0", instructions="be brief", input="what is 2+2?", max_output_tokens=20)
+        items: Any = [*said_by_user, *begun.output, {"role": "user", "content": "and 3+3?"}]
+        stream_of = await openai_client.responses.create(model="0", instructions="be brief", input=items, max_output_tokens=20, stream=True)
+        ended = [event async for event in stream_of][-1].response
+    responses = list((await played.log()).turns.values())
+    assert [turn.request for turn in responses] == [begun.id, ended.id]
+    for pair in (turns, responses):
+        [found] = trajectories(pair)
+        assert int(found.mask.sum()) == sum(len(turn.completion) for turn in pair), "the second turn carries the first one on"
+        for turn in pair:
+            exact(turn, checkpoint(0))
+    tokenizer = room.desk.rollout._tokenizer
+    assert "".join(block.text for block in second.content) == tokenizer.decode(turns[1].completion)
+    assert ended.output_text == tokenizer.decode(responses[1].completion)

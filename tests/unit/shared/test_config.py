@@ -43,7 +43,6 @@ MUTABLE = {
     "rollout_num_gpus",
     "sglang_server_concurrency",
     "load",
-    "ref_load",
     "custom_config_path",
     "engine_start_timeout",
     "generate_timeout",

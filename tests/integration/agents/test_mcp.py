@@ -1,0 +1,115 @@
+"""The tools of real MCP servers, called by hand and by the agent that comes with Myxo."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.agents.mcp_agent import play
+from shared.agents.mcp_tools import McpServerFailed, McpTools, Server, open_tools
+from shared.runtime.embedded_servers import free_port
+from tests.support.http_server import http_server
+from tests.support.waiting import until
+
+CALCULATOR = [sys.executable, str(Path(__file__).parents[2] / "support" / "mcp_calculator.py")]
+SECONDS = 60.0
+
+
+async def outcome(tools: McpTools, name: str, arguments: str) -> str:
+    try:
+        return await tools.call(name, arguments)
+    except McpServerFailed as failed:
+        return f"failed: {failed}"
+
+
+async def test_what_the_model_does_wrong_is_told_to_it_and_what_the_server_does_is_its_failure() -> None:
+    async with open_tools({"calculator": CALCULATOR}, SECONDS) as tools:
+        assert [tool["function"]["name"] for tool in tools.offered] == ["add", "divide", "wait", "leave"]
+        assert tools.offered[0]["function"]["description"] == "Adds two integers."
+        assert tools.offered[0]["function"]["parameters"]["required"] == ["a", "b"]
+        assert await tools.call("add", '{"a": 40, "b": 2}') == "42"
+        for name, arguments, said in [
+            ("divide", '{"a": 1, "b": 0}', "error: Error executing tool divide"),
+            ("add", '{"a": "x"}', "error: Error executing tool add: 2 validation errors"),
+            ("multiply", "{}", "error: there is no tool multiply; the tools are add, divide, wait, leave"),
+            ("add", '{"a": ', "error: the arguments are no JSON: "),
+            ("add", "[1, 2]", "error: the arguments must be a JSON object"),
+        ]:
+            assert (await tools.call(name, arguments)).startswith(said)
+        tools._seconds = 0.5
+        late = "failed: MCP server calculator: tool wait did not answer within 0.5 s"
+        assert await outcome(tools, "wait", '{"seconds": 600}') == late
+        tools._seconds = SECONDS
+        assert await outcome(tools, "leave", "{}") == "failed: MCP server calculator: tool leave: Connection closed"
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        (["/no/such/program"], "FileNotFoundError"),
+        ([sys.executable, "-c", "print('hello')"], "MCPError: Connection closed"),
+        ("http://127.0.0.1:9/mcp", "ConnectError"),
+        ([sys.executable, "-c", "import time; time.sleep(600)"], "did not list its tools within 2 s"),
+    ],
+)
+async def test_a_server_that_cannot_be_used_is_named(server: Server, reason: str) -> None:
+    with pytest.raises(McpServerFailed, match=f"^MCP server mine: {reason}"):
+        async with open_tools({"mine": server}, 2.0):
+            pass
+
+
+async def test_the_model_calls_tools_of_servers_of_both_kinds_until_it_has_an_answer() -> None:
+    port = free_port()
+    shared = await asyncio.create_subprocess_exec(*CALCULATOR, str(port))
+    said = [
+        call(("one", "add", '{"a": 1, "b": 2}'), ("two", "add", '{"a": 30, "b": ')),
+        call(("three", "add", '{"a": 3, "b": 4}')),
+        {"role": "assistant", "content": "It is 7."},
+    ]
+
+    def answer(asked: dict[str, Any], number: int) -> Any:
+        choice = {"index": 0, "message": said[number], "finish_reason": "stop"}
+        return {"id": "x", "object": "chat.completion", "created": 1, "model": asked["model"], "choices": [choice]}
+
+    async def listening() -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+        except OSError:
+            return False
+        return True
+
+    try:
+        await until(listening, "the server over HTTP", SECONDS)
+        async with http_server(answer) as server:
+            servers: dict[str, Server] = {"http": f"http://127.0.0.1:{port}/mcp"}
+            data = {
+                "messages": [{"role": "user", "content": "1 + 2 + 4?"}],
+                "model": "m",
+                "options": {"servers": servers, "seconds": SECONDS},
+            }
+            await play(data, f"{server.url}/v1", "key")
+            assert len(server.asked) == 3
+            last = server.asked[-1]["messages"]
+            assert [message["role"] for message in last] == ["user", "assistant", "tool", "tool", "assistant", "tool"]
+            assert [message["content"] for message in last if message["role"] == "tool"][::2] == ["3", "7"]
+            assert last[3]["content"].startswith("error: the arguments are no JSON") and last[3]["tool_call_id"] == "two"
+            assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["add", "divide", "wait", "leave"]
+
+            with pytest.raises(McpServerFailed, match="MCP server own: its tool add has the name of one of http's"):
+                await play({**data, "options": {"servers": {**servers, "own": CALCULATOR}, "seconds": SECONDS}}, f"{server.url}/v1", "key")
+            said[:] = [call(("again", "add", '{"a": 1, "b": 1}'))] * 9
+            server.asked.clear()
+            await play({**data, "options": {"servers": servers, "turns": 2}}, f"{server.url}/v1", "key")
+            assert len(server.asked) == 2, "no more turns than it may have"
+    finally:
+        shared.kill()
+        await shared.wait()
+
+
+def call(*calls: tuple[str, str, str]) -> dict[str, Any]:
+    """An answer that calls tools: id, name and arguments of each."""
+    listed = [{"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}} for id_, name, arguments in calls]
+    return {"role": "assistant", "content": None, "tool_calls": listed}
