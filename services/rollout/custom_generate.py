@@ -224,9 +224,7 @@ class _Rollout:
         self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
         try:
             with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
-                given = await self._called(self._sample or self._functions.begun(task, self.index))
-            if not self._functions.may_abort(begun, self._requests):
-                given = self._given_up(given)
+                given = await self._called(self._sample or self._functions.begun(task, self.index), begun)
         except HookFailed as error:
             self._functions.warn(task, self.index, error)
             self._failures.note(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
@@ -257,8 +255,12 @@ class _Rollout:
                 raise HookFailed(GENERATE, called, "gave a sample of status ABORTED without a reward, and nothing was aborted")
         return given
 
-    async def _called(self, sample: HookSample) -> list[HookSample]:
-        """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped."""
+    async def _called(self, sample: HookSample, begun: int) -> list[HookSample]:
+        """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped.
+
+        Args:
+            begun: the version that is served.
+        """
         seconds, alone = self._left_s(), self._failures.alone
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self._requests, seconds, alone))
         stopping = asyncio.create_task(self._requests.stopped.wait())
@@ -271,7 +273,8 @@ class _Rollout:
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
                 raise Stopped(self.task.group, self._requests.stale)
-            return call.result()
+            given = call.result()
+            return given if self._functions.may_abort(begun, self._requests) else self._given_up(given)
         finally:
             await cancelled((call, stopping))
 

@@ -2,7 +2,7 @@
 
 Inside is a root of its own, read-only: the system's programs and libraries, the interpreter with its standard library, and what the
 settings name. Two folders in memory can be written to. Nothing else of the host is there: no home, no ``/etc``, no ``/run``, no
-``/var``, no environment, no process, no network but a loopback of its own.
+``/var``, no environment, no process, no network.
 """
 
 import os

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from shared.sessions.session import SessionLog, SessionUnknown, TurnBegun, TurnEnded
+from shared.sessions.session import SessionLog, TurnBegun, TurnEnded
 from shared.sessions.session_store import SessionStore
 from shared.store.payload_store import Store
 
@@ -159,12 +159,9 @@ async def waits(data: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def opens(base_url: str, api_key: str) -> bool:
-    """Whether the key still opens its session."""
-    try:
-        async with played(base_url, api_key):
-            return True
-    except SessionUnknown:
-        return False
+    """Whether turns may still be drawn under the key."""
+    async with played(base_url, api_key) as session:
+        return session.log.ended is None
 
 
 def two_arguments(data: dict[str, Any], base_url: str) -> float:
