@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from myxo.preflight import (
     agent_checks,
+    curriculum_checks,
     data_checks,
     dump_checks,
     epochs,
@@ -45,6 +46,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_files,
     model_checks.check_tokenizer,
     data_checks.check_files,
+    curriculum_checks.check_generators,
     machine_checks.check_extras,
     model_checks.check_actor,
     model_checks.check_other_models,

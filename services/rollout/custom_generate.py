@@ -50,9 +50,12 @@ class CustomGenerate:
     """Generates groups by functions in worker processes, which start with `start` or the first group.
 
     Attributes:
-        goes_on: an aborted rollout goes on from its tokens. seconds: that a rollout has. lost: rollouts that were given up.
+        field: of the config, that says who generates. goes_on: an aborted rollout goes on from its tokens.
+        seconds: that a rollout has. lost: rollouts that were given up.
         log_probs_reader: as in `SampleLimits`.
     """
+
+    field = GENERATE
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         self._service, self.replica, self._config, self._tokenizer = service, replica, service.config, tokenizer
@@ -120,7 +123,7 @@ class CustomGenerate:
         samples = _numbered([sample for rollout in ended for sample in rollout.stored()])
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             nothing = f"no token of group {task.group} is trained: the loss mask is 0 on all of them"
-            raise BadMessage(f"{GENERATE} = {self.path(task)}: {nothing}")
+            raise BadMessage(f"{self.field} = {self.path(task)}: {nothing}")
         return samples, stopped
 
     async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:

@@ -115,6 +115,7 @@ class EngineProxy:
         self._generate_s, self._wait_s = generate_s, wait_s
         self._requests = 0
         self._runner: web.ServerRunner | None = None
+        self._opening = asyncio.Lock()
         self.address: tuple[str, int] | None = None
         self.public, self.draw_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
@@ -122,20 +123,21 @@ class EngineProxy:
 
     async def open(self, host: str) -> None:
         """Listens on a free port of ``host``; does nothing if it does so already."""
-        if self._runner is None:
-            # the handler is cancelled when its client is gone. Bodies stay as they were sent: none is unpacked
-            server = _BoundedServer(
-                self._limit + SPARE_CONNECTIONS,
-                self._handle,
-                handler_cancellation=True,
-                access_log=None,
-                auto_decompress=False,
-                keepalive_timeout=IDLE_SECONDS,
-            )
-            self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_SECONDS)
-            await self._runner.setup()
-            await web.TCPSite(self._runner, host, 0).start()
-            self.address = self._runner.addresses[0][:2]
+        async with self._opening:  # groups ask for it at once
+            if self._runner is None:
+                # the handler is cancelled when its client is gone. Bodies stay as they were sent: none is unpacked
+                server = _BoundedServer(
+                    self._limit + SPARE_CONNECTIONS,
+                    self._handle,
+                    handler_cancellation=True,
+                    access_log=None,
+                    auto_decompress=False,
+                    keepalive_timeout=IDLE_SECONDS,
+                )
+                self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_SECONDS)
+                await self._runner.setup()
+                await web.TCPSite(self._runner, host, 0).start()
+                self.address = self._runner.addresses[0][:2]
 
     async def close(self) -> None:
         """Ends what is being passed on, and listens no more."""

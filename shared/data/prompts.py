@@ -67,7 +67,7 @@ class PromptReader:
         self._overrides = dict(metadata or {})
         self._data, self._reward, self._tokenizer = config.data, config.reward, tokenizer
         self._max_tokens = config.rollout.rollout_max_prompt_len
-        self._environments, self._given = config.reward.environment_names(), config.rollout.may_give_rewards
+        self._environments, self._given = config.reward.environment_names(), config.may_give_rewards
 
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""

@@ -358,7 +358,8 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
 def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
     plain = run_config(tmp_path).reward
     assert (plain.environment_names(), plain.external) == (sorted(built_in := [*VERIFIERS, "given"]), {})
-    assert plain.queues() == ["verifiers", "verifiers-ifbench", "verifiers-math-verify", "verifiers-sandbox", "verifiers-sympy"]
+    kinds = ("ifbench", "math-verify", "reasoning-gym", "sandbox", "sympy")
+    assert plain.queues() == ["verifiers", *(f"verifiers-{kind}" for kind in kinds)]
     one = run_config(tmp_path, reward={"rm_type": "environment", "environment_url": "http://grader:8080"}).reward
     assert (one.environment_names(), one.external) == (sorted([*built_in, "environment"]), {"environment": "http://grader:8080"})
     table = {"grader": "http://grader:8080", "my_tests": "nats:tests"}
