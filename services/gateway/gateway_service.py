@@ -8,10 +8,11 @@ from pathlib import Path
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.draw_client import DrawClient
 from services.gateway.ingest.group_intake import GroupIntake
-from services.gateway.ingest.ingest_routes import add_ingest_routes, ingest_key
+from services.gateway.ingest.ingest_routes import add_ingest_routes
 from services.gateway.replicas import Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
+from shared.config.ingest_key import ingest_key
 from shared.runtime import http_address, http_endpoints
 from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import HttpAddress
@@ -40,9 +41,6 @@ async def serve(service: Service) -> None:
     turns = Turns(sessions, replicas, door, chat, model, holder, section)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
-    app = api.app()
-    if config.ingest.ingest_groups != "off":
-        add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template)
     app = api.app()
     if config.ingest.ingest_groups != "off":

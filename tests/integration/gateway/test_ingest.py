@@ -11,10 +11,11 @@ import pytest
 from fastapi import FastAPI
 
 from services.gateway.ingest.group_intake import GroupIntake
-from services.gateway.ingest.ingest_routes import KEY_VARIABLE, add_ingest_routes, ingest_key
+from services.gateway.ingest.ingest_routes import add_ingest_routes
 from services.reward.reward_service import serve as serve_rewards
 from shared.bus import runs
 from shared.bus.registry import Registry
+from shared.config.ingest_key import KEY_VARIABLE, ingest_key
 from shared.data.tokenizer import Tokenizer
 from shared.runtime import service_base
 from shared.runtime.embedded_servers import EmbeddedValkey
