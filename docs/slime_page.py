@@ -61,7 +61,8 @@ twice the last counts, and that is told. A switch that is on by default is turne
 | `--hf-checkpoint` | The policy and its reference start from it, as it is. |
 | `--megatron-config-path FILE` | The actor's values stand over all flags; of its own the critic has `lr` and `load`, an HF checkpoint. |
 | `--eval-prompt-data PATH` | A single path is a set called `heldout`; slime calls it `aime`. |
-| `--ref-load` | A `…_torch_dist` directory is taken for a conversion of `--hf-checkpoint` and not read; another HF checkpoint is refused. |
+| `--ref-load` | An HF checkpoint is the reference policy's; the policy starts from `--hf-checkpoint`, where slime starts both from it. |
+| `--ref-load …_torch_dist` | It is taken for a conversion of `--hf-checkpoint` and not read. |
 | `--save DIR` | The run's directory is `DIR/NAME`: checkpoints, logs, TensorBoard, weights, and the state of every service. |
 | `--load DIR` | The newest run in `DIR` goes on where it was; where there is none, a new one begins. `--fresh` begins anew. |
 | `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines. Colocated, all GPUs of the trainer are theirs, too. |

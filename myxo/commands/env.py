@@ -1,4 +1,4 @@
-"""``myxo env check URL``: checks line by line whether a live environment keeps the protocol."""
+"""``myxo env``: ``check URL`` tells line by line whether a live environment keeps the protocol; the others make and serve one."""
 
 import argparse
 import asyncio
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
+from myxo.commands import env_kinds
 from myxo.commands.command_arguments import add_json, seconds
 from myxo.display.text import json_text
 from myxo.preflight.server_checks import connect
@@ -24,11 +25,12 @@ from shared.runtime.errors import ConfigError
 _STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}
 
 _DESCRIPTION = """Ask a live environment all that the protocol promises: its description, scores of one sample and of groups, of empty, odd
-and long responses, of eight requests at once. One line a check; exits 1 where one failed. Warnings are advice."""
+and long responses, of eight requests at once; and, where it steps, sessions, turns, repeats and ends. One line a check; exits 1 where one
+failed. Warnings are advice."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:
-    """Declares the verb ``check`` and its arguments."""
+    """Declares the verbs and their arguments."""
     command.description = None
     verbs = command.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     verb = verbs.add_parser("check", help="try a live environment", description=_DESCRIPTION, allow_abbrev=False)
@@ -40,6 +42,12 @@ def declare(command: argparse.ArgumentParser) -> None:
     verb.add_argument("--response", action="append", metavar="R", help="a response to it; may be given several times")
     add_json(verb)
     verb.set_defaults(run_command=lambda parsed, console: asyncio.run(check(parsed, console)))
+    for name, text, own in (
+        ("new", "write the skeleton of an environment that scores and steps", env_kinds.declare_new),
+        ("run", "serve a class of yours as an environment", env_kinds.declare_run),
+        ("schemas", "print the JSON schemas of what is asked and answered", env_kinds.declare_schemas),
+    ):
+        own(verbs.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False))
 
 
 async def check(parsed: argparse.Namespace, console: Console) -> int:

@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from myxo.preflight import (
     agent_checks,
+    curriculum_checks,
     data_checks,
     dump_checks,
     epochs,
+    ingest_checks,
     label_checks,
     length_checks,
     machine_checks,
@@ -45,6 +47,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_files,
     model_checks.check_tokenizer,
     data_checks.check_files,
+    curriculum_checks.check_generators,
     machine_checks.check_extras,
     model_checks.check_actor,
     model_checks.check_other_models,
@@ -70,6 +73,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     reward_checks.check_rewards,
     agent_checks.check_commands,
+    ingest_checks.check_ingest,
     reward_checks.check_sandbox,
     package_checks.check_engine_packages,
     package_checks.check_trainer_packages,

@@ -136,7 +136,7 @@ def _check(
         return unread or _left_out(field, prompts), prompts.longest
 
     rollout, reward = config.rollout, config.reward
-    limits = [rollout.rollout_max_prompt_len, rollout.may_give_rewards, reward.rm_type, reward.environment_names()]
+    limits = [rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names()]
     note, longest = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
     inspection.longest_prompts[field] = longest
     yield from [Note(note)] if note is not None else []

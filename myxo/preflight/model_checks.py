@@ -10,6 +10,7 @@ from shared.config.engine_limits import context_length
 from shared.config.learning_rate import LearningRateSchedule
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
+from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
@@ -160,19 +161,46 @@ def check_layout_reach(inspection: Inspection) -> Findings:
 
 
 def check_given_checkpoints(inspection: Inspection) -> Findings:
-    """Yields where ``ref_load`` or ``load`` names other weights than those that the run starts from, and tells what these are."""
+    """Yields where ``load`` names other weights than those that the run starts from; tells what becomes of ``ref_load``."""
     config = inspection.config
-    model = config.model.hf_checkpoint
-    for field, given in (("model.ref_load", config.model.ref_load), ("trainer.load", config.trainer.load)):
-        if given is None or given.resolve() == model.resolve():
-            continue
-        if (given / "config.json").is_file():
-            yield ConfigError(field, str(given), f"another model than hf_checkpoint, {model}; name the one to start from in hf_checkpoint")
-        elif field == "model.ref_load":
-            yield Note(f"--ref-load {given} is not read: the policy and its reference start from hf_checkpoint, {model}")
-        elif (given / MEGATRON_LATEST).is_file():
-            expected = "a run's directory: `myxo convert` makes a checkpoint of Megatron's one that hf_checkpoint may name"
-            yield ConfigError(field, str(given), expected)
+    model, load = config.model.hf_checkpoint, config.trainer.load
+    if config.model.own_reference is not None:
+        yield from _reference(inspection, config.model.own_reference)
+    elif config.model.ref_load is not None and config.model.ref_load.resolve() != model.resolve():
+        yield Note(f"--ref-load {config.model.ref_load} is not read: the policy and its reference start from hf_checkpoint, {model}")
+    if load is None or load.resolve() == model.resolve():
+        return
+    if (load / "config.json").is_file():
+        expected = f"another model than hf_checkpoint, {model}; name the one to start from in hf_checkpoint"
+        yield ConfigError("trainer.load", str(load), expected)
+    elif (load / MEGATRON_LATEST).is_file():
+        expected = "a run's directory: `myxo convert` makes a checkpoint of Megatron's one that hf_checkpoint may name"
+        yield ConfigError("trainer.load", str(load), expected)
+
+
+_NOT_OF_THE_SHAPE = ("max_positions", "draft_layers")
+"""What two models may differ in whose weights take each other's place."""
+
+
+def _reference(inspection: Inspection, directory: Path) -> Findings:
+    """Yields what keeps a checkpoint from being the reference policy's, which runs in the policy's own modules."""
+    config, field, actor = inspection.config, "model.ref_load", inspection.architecture
+    if not (config.algorithm.measures_kl or config.algorithm.kl_coef):
+        yield Note(f"--ref-load {directory} is not read: no KL to a reference policy is measured")
+        return
+    if actor is None:
+        return
+    try:
+        own = read_architecture(directory)
+    except ConfigError as error:
+        yield ConfigError(field, str(directory), error.expected)
+        return
+    pairs = {name: (getattr(own, name), getattr(actor, name)) for name in vars(actor) if name not in _NOT_OF_THE_SHAPE}
+    if other := [f"{name} is {found}, the policy's {wanted}" for name, (found, wanted) in pairs.items() if found != wanted]:
+        yield ConfigError(field, str(directory), f"a model of the policy's shape; {'; '.join(other)}")
+        return
+    yield from _weights(directory, actor, field)
+    yield Note(f"the policy starts from {config.model.hf_checkpoint}, its reference from {directory}; slime starts both from --ref-load")
 
 
 def check_engines(inspection: Inspection) -> Findings:

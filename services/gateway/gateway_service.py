@@ -8,10 +8,11 @@ from pathlib import Path
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.draw_client import DrawClient
 from services.gateway.ingest.group_intake import GroupIntake
-from services.gateway.ingest.ingest_routes import add_ingest_routes, ingest_key
+from services.gateway.ingest.ingest_routes import add_ingest_routes
 from services.gateway.replicas import Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
+from shared.config.ingest_key import ingest_key
 from shared.runtime import http_address, http_endpoints
 from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import HttpAddress
@@ -26,7 +27,10 @@ COUNT_SECONDS = 1.0
 
 
 async def serve(service: Service) -> None:
-    """Serves until asked to stop. Raises ConfigError for a model without a tokenizer, or an address that cannot be listened at."""
+    """Serves until asked to stop.
+
+    Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, or no key for groups from outside.
+    """
     config, section = service.config, service.config.gateway
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), config.data.apply_chat_template_kwargs)
     sessions = SessionStore(service.store, service.run)

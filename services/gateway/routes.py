@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
-from starlette.requests import ClientDisconnect
 
+from services.gateway.bounded_body import bounded_body
 from services.gateway.replicas import Replicas
 from services.gateway.request_ids import request_id
 from services.gateway.turn_sampling import kept_by_task
@@ -30,8 +30,6 @@ from shared.sessions.session_store import SessionStore
 BODY_BYTES = 32 << 20
 """The largest body of a request."""
 
-BODY_SECONDS = 60.0
-
 SILENT_SECONDS = 10.0
 """The time for which a streamed answer may be silent; also that after which it begins although its turn has not ended."""
 
@@ -40,7 +38,7 @@ GONE_SECONDS = 0.5
 
 RETRY_AFTER_S = 1.0
 
-IGNORED_HEADER, TASK_HEADER = "X-Myxo-Ignored", "X-Myxo-Sampling-Of-Task"
+TASK_HEADER = "X-Myxo-Sampling-Of-Task"
 
 
 class _EndFields(RequestFields):
@@ -207,7 +205,7 @@ class Api:
         return JSONResponse({"id": log.session.id, "reward": found.reward})
 
     async def _opened(self, request: Request) -> tuple[SessionLog, bytes]:
-        return await self._log(request), await _body_of(request)
+        return await self._log(request), await bounded_body(request, BODY_BYTES)
 
     async def _log(self, request: Request) -> SessionLog:
         """Returns the session that a request's key opens. Raises TurnRefused."""
@@ -221,21 +219,5 @@ class Api:
 
 def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
     """Returns the headers that name what of a request has no effect, and what stands as the session's task has it."""
-    told = {IGNORED_HEADER: asked.ignored, TASK_HEADER: kept_by_task(log.session, asked.sampling)}
-    return {header: ", ".join(names) for header, names in told.items() if names}
-
-
-async def _body_of(request: Request) -> bytes:
-    """Returns the whole body. Raises TurnRefused where it is too large or does not come."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > BODY_BYTES:
-                    raise TurnRefused(413, f"expected a body of at most {BODY_BYTES} bytes")
-    except ClientDisconnect:
-        raise TurnRefused(408, "the client is gone") from None
-    except TimeoutError:
-        raise TurnRefused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
-    return bytes(body)
+    kept = kept_by_task(log.session, asked.sampling)
+    return formats.answer_headers(asked) | ({TASK_HEADER: ", ".join(kept)} if kept else {})

@@ -71,7 +71,7 @@ class VerifierScorer(Scorer):
             if environment == GIVEN:
                 raise WorkerFailed(_UNSCORED)
             if (problem := label_problem(environment, reference)) is not None:
-                came = "; its sample came without a reward" if self._config.rollout.may_give_rewards else ""
+                came = "; its sample came without a reward" if self._config.may_give_rewards else ""
                 raise WorkerFailed(f"verifier {environment}: the label: {problem}{came}")
         asked = Verification(
             environment,

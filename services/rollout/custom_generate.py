@@ -50,9 +50,12 @@ class CustomGenerate:
     """Generates groups by functions in worker processes, which start with `start` or the first group.
 
     Attributes:
-        goes_on: an aborted rollout goes on from its tokens. seconds: that a rollout has. lost: rollouts that were given up.
+        field: of the config, that says who generates. goes_on: an aborted rollout goes on from its tokens.
+        seconds: that a rollout has. lost: rollouts that were given up.
         log_probs_reader: as in `SampleLimits`.
     """
+
+    field = GENERATE
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         self._service, self.replica, self._config, self._tokenizer = service, replica, service.config, tokenizer
@@ -120,7 +123,7 @@ class CustomGenerate:
         samples = _numbered([sample for rollout in ended for sample in rollout.stored()])
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             nothing = f"no token of group {task.group} is trained: the loss mask is 0 on all of them"
-            raise BadMessage(f"{GENERATE} = {self.path(task)}: {nothing}")
+            raise BadMessage(f"{self.field} = {self.path(task)}: {nothing}")
         return samples, stopped
 
     async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
@@ -224,9 +227,7 @@ class _Rollout:
         self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
         try:
             with in_flight.tracked(task.group, self._requests, oldest, begun) if in_flight else nullcontext():
-                given = await self._called(self._sample or self._functions.begun(task, self.index))
-            if not self._functions.may_abort(begun, self._requests):
-                given = self._given_up(given)
+                given = await self._called(self._sample or self._functions.begun(task, self.index), begun)
         except HookFailed as error:
             self._functions.warn(task, self.index, error)
             self._failures.note(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
@@ -257,8 +258,12 @@ class _Rollout:
                 raise HookFailed(GENERATE, called, "gave a sample of status ABORTED without a reward, and nothing was aborted")
         return given
 
-    async def _called(self, sample: HookSample) -> list[HookSample]:
-        """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped."""
+    async def _called(self, sample: HookSample, begun: int) -> list[HookSample]:
+        """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped.
+
+        Args:
+            begun: the version that is served.
+        """
         seconds, alone = self._left_s(), self._failures.alone
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self._requests, seconds, alone))
         stopping = asyncio.create_task(self._requests.stopped.wait())
@@ -271,7 +276,8 @@ class _Rollout:
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
                 raise Stopped(self.task.group, self._requests.stale)
-            return call.result()
+            given = call.result()
+            return given if self._functions.may_abort(begun, self._requests) else self._given_up(given)
         finally:
             await cancelled((call, stopping))
 

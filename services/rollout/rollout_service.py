@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 from pydantic import ValidationError
 
@@ -10,6 +11,7 @@ from services.rollout.agents.gateways import Gateways
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine_profiler import EngineProfiler
+from services.rollout.episodes import EpisodeGenerate
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import restored, samples_of
@@ -53,6 +55,9 @@ HAND_ON_SECONDS = 1.5
 RETRY_SECONDS = 1.0
 """The pause after the engine could not be asked to abort stale requests."""
 
+Generator = Callable[[Task, list[Sample], InFlight | None], Awaitable[tuple[list[Sample], Stopped | None]]]
+"""Generates a task, going on from what an earlier attempt left: its samples, and why it was stopped."""
+
 RATE_SECONDS = 1.0
 """The interval at which the engine's token count is read and the gauges are set."""
 
@@ -74,6 +79,8 @@ class Rollout:
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._custom = CustomGenerate(service, self.replica, self._tokenizer)
         self._agents = AgentGroups(service, self.replica, self._tokenizer, Gateways(service))
+        steps = service.config.episode.episode_url is not None
+        self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if steps else None
         self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
@@ -117,9 +124,11 @@ class Rollout:
         await self._agents.start()
 
     async def close_functions(self) -> None:
-        """Kills the processes of generate functions and agents."""
+        """Kills the processes of generate functions and agents, and closes the connections of episodes."""
         await self._custom.close()
         await self._agents.close()
+        if self._episodes is not None:
+            await self._episodes.close()
 
     async def produce(self) -> None:
         """Generates training prompts, or has the user's rollout function do it in one of the replicas."""
@@ -205,17 +214,20 @@ class Rollout:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        if self._agents.program(task) is not None:
-            samples, stopped = await self._agents.group(task, earlier, in_flight)
-        elif self._custom.path(task) is not None:
-            samples, stopped = await self._custom.group(task, earlier, in_flight)
-        else:
-            samples, stopped = await self._by_engine(task, earlier, in_flight)
+        samples, stopped = await self._generator(task)(task, earlier, in_flight)
         if stopped is not None:
             return await self._interrupted(task, samples, stopped)
         generated = await self._outcomes.generated(task, samples, started, time.time())
         self.tokens += sum(sample.tokens for sample in generated.samples)
         return generated
+
+    def _generator(self, task: Task) -> Generator:
+        """Returns what generates a task: an agent, a function of its own, the run's episodes or function, or the engine alone."""
+        if self._agents.program(task) is not None:
+            return self._agents.group
+        if self._episodes is not None and task.generate_function is None:
+            return self._episodes.group
+        return self._by_engine if self._custom.path(task) is None else self._custom.group
 
     async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
         """Returns the task's samples; with why they were stopped, as far as they have come."""

@@ -14,13 +14,14 @@ BLOB_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class DumpedGroup:
-    """A group as a dump has it. ``rewards``: of its samples. ``removed``, ``stale``: positions, as in `BatchGroup`."""
+    """A group as a dump has it. ``rewards``: of its samples. ``removed``, ``stale``, ``parts``: as in `BatchGroup`."""
 
     name: str
     samples: Sequence[Sample]
     rewards: Sequence[float]
     removed: Sequence[int] = ()
     stale: Sequence[int] = ()
+    parts: Sequence[dict[str, float]] = ()
 
     def part(self, kept: Sequence[int]) -> "DumpedGroup":
         """Returns the group with the samples at some positions only, ascending; they are renumbered."""
@@ -30,6 +31,7 @@ class DumpedGroup:
             [self.rewards[position] for position in kept],
             [index for index, position in enumerate(kept) if position in self.removed],
             [index for index, position in enumerate(kept) if position in self.stale],
+            [self.parts[position] for position in kept] if self.parts else (),
         )
 
 
@@ -64,6 +66,7 @@ def batch_of(step: int, version: int, groups: Sequence[DumpedGroup], mask_below:
                 rewards=list(group.rewards),
                 removed=tuple(group.removed),
                 stale=tuple(group.stale),
+                parts=tuple(group.parts) if any(group.parts) else (),
             )
         )
         blobs |= own
@@ -74,4 +77,4 @@ def groups_of_blobs(batch: Batch, blobs: dict[str, bytes]) -> Iterator[DumpedGro
     """Yields the groups of a batch whose payloads are there. Raises BadMessage."""
     for group in batch.groups:
         samples = sample_codec.decode(blobs[key] for key in group.payload.keys)
-        yield DumpedGroup(group.group, samples, group.rewards, group.removed, group.stale)
+        yield DumpedGroup(group.group, samples, group.rewards, group.removed, group.stale, group.parts)

@@ -60,7 +60,8 @@ class Trainer(RoleWorker):
         self._reference: ReferencePolicy | None = None
         if needs(self._objective).reference:
             keep = config.trainer.keep_checkpoints * config.trainer.save_interval
-            self._reference = ReferencePolicy(self._actor, config.trained / "reference", config.algorithm.ref_update_interval, keep)
+            first, interval = config.trained / "reference", config.algorithm.ref_update_interval
+            self._reference = ReferencePolicy(self._actor, first, interval, keep, config.model.own_reference)
         self._durable = 0
         self._pusher = Pusher(control, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
         self._exporter = PolicyExporter(config, control, self._actor)
@@ -201,7 +202,7 @@ class Trainer(RoleWorker):
                 if self._metrics is not None:
                     self._metrics.sft(index + 1, self._config.sft.sft_steps, result)
         if self._reference is not None:
-            self._actor.save_hf(self._config.trained / "reference")
+            self._reference.save_first()
         self._progress.sft_done = True
         self._save()
 

@@ -1,4 +1,5 @@
-"""The reference policy of a run with a KL term: version 0, or the policy of the last step that ``ref_update_interval`` divides."""
+"""The reference policy of a run with a KL term: version 0 or a checkpoint of its own, later the policy of the last step that
+``ref_update_interval`` divides."""
 
 import contextlib
 import shutil
@@ -13,17 +14,27 @@ class ReferencePolicy:
     """The reference policy on one rank. References that a resume may need are on disk: repeated steps are trained against the same one.
 
     Args:
-        first: HF weights of version 0; later ones are stored beside it. interval: steps between references; None: there is one.
-        keep_steps: the most steps between the oldest checkpoint that is kept and the newest.
+        first: where HF weights of version 0 lie; later ones are stored beside it. interval: steps between references; None: there is one.
+        keep_steps: the most steps between the oldest checkpoint that is kept and the newest. own: a HF checkpoint that the reference starts
+            from, in the place of version 0.
     """
 
-    def __init__(self, actor: Actor, first: Path, interval: int | None, keep_steps: int) -> None:
-        self._actor, self._first, self._interval, self._keep_steps = actor, first, interval, keep_steps
+    def __init__(self, actor: Actor, first: Path, interval: int | None, keep_steps: int, own: Path | None = None) -> None:
+        self._actor, self._first, self._interval, self._keep_steps, self._own = actor, first, interval, keep_steps, own
         self._weights: FrozenWeights | None = None
+
+    def save_first(self) -> None:
+        """Stores the present policy, version 0, where the reference starts from it. A collective of all ranks."""
+        if self._own is None:
+            self._actor.save_hf(self._first)
 
     def load(self, steps: int) -> None:
         """Loads the reference that is in use after so many training steps from disk. A collective of all ranks."""
-        self._weights = FrozenWeights.of_saved_policy(self._actor.model, self._directory(made_at(steps, self._interval)))
+        made, model = made_at(steps, self._interval), self._actor.model
+        if made == 0 and self._own is not None:
+            self._weights = FrozenWeights.from_hf(model, self._own)
+        else:
+            self._weights = FrozenWeights.of_saved_policy(model, self._directory(made))
 
     def renew(self, steps: int) -> None:
         """Makes the present policy the reference, if a new one is due after so many steps. A collective of all ranks."""

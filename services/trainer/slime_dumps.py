@@ -5,6 +5,7 @@ field for: ``version`` and ``mask_below`` of the batch, and of each sample its g
 it is read back to the very batch.
 """
 
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -32,6 +33,9 @@ GROUP = "myxo_group"
 
 STALE = "myxo_stale"
 """The key of a sample that leaves the loss because all its tokens are too old."""
+
+PARTS = "myxo_parts"
+"""The key of a sample with its named rewards."""
 
 MORE = "myxo_fields"
 """The key of a sample with what else Myxo keeps of it."""
@@ -92,6 +96,7 @@ def _entry(sample: Sample, group: BatchGroup, position: int, step: int) -> dict[
         "prefix_cache_info": {},
         GROUP: group.group,
         STALE: position in group.stale,
+        PARTS: group.parts[position] if group.parts else {},
         MORE: {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in more.items()},
     }
 
@@ -147,18 +152,20 @@ def _group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, reading:
     rollouts: dict[Any, int] = {}
     for position, entry in enumerate(entries):
         rollouts.setdefault(position if entry.get("rollout_id") is None else ("rollout", entry["rollout_id"]), len(rollouts))
-    samples, rewards = [], []
+    samples, rewards, parts = [], [], []
     for position, entry in enumerate(entries):
         where = f"{path}: sample {entry.get('index', position)} of group {name}"
         rollout = rollouts[position if entry.get("rollout_id") is None else ("rollout", entry["rollout_id"])]
         try:
             samples.append(_sample(entry, name, position, rollout, reading))
             rewards.append(_reward(entry.get("reward"), reading.reward_key))
+            parts.append(_parts(entry))
         except (BadMessage, KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise BadMessage(f"{where}: {what}") from None
     removed = [position for position, entry in enumerate(entries) if entry.get("remove_sample")]
-    return DumpedGroup(name, samples, rewards, removed, [position for position, entry in enumerate(entries) if entry.get(STALE)])
+    stale = [position for position, entry in enumerate(entries) if entry.get(STALE)]
+    return DumpedGroup(name, samples, rewards, removed, stale, parts)
 
 
 def _sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, reading: Reading) -> Sample:
@@ -217,3 +224,10 @@ def _reward(given: Any, key: str | None) -> float:
     if given is None:
         raise BadMessage("it has no reward")
     return float(given)
+
+
+def _parts(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Returns a sample's named rewards: Myxo's own, or those of a reward that is several by name, as slime stores it."""
+    given = entry.get(PARTS, entry.get("reward"))
+    named = given.items() if isinstance(given, Mapping) else ()
+    return {str(name): float(value) for name, value in named if isinstance(value, int | float) and math.isfinite(value)}

@@ -182,6 +182,7 @@ def _rollout(names: Subjects) -> BusRights:
         *_read(names.leases_bucket),
         f"$KV.{names.leases_bucket}.{PRODUCER}",  # to be the one that runs the rollout function
         names.replica_weights(ANY, "transfer"),
+        *(names.environment(ANY, verb) for verb in ("describe", "reset", "step", "close")),  # episodes
     )
     return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)
 
@@ -191,7 +192,7 @@ def _reward(names: Subjects) -> BusRights:
         *_service(names, REWARD),
         *_take(names.generated_stream, generated_consumer(names.run, BusSection(), ANY).name),
         names.scored(REWARD),
-        names.environment(ANY, ANY),
+        *(names.environment(ANY, verb) for verb in ("describe", "score")),
         *_read(names.weights_bucket),  # to learn the live version: no sample is of a much newer one
         f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the statuses of the environments that it scores with
     )

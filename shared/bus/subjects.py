@@ -66,7 +66,7 @@ class Subjects:
         return f"{self.run}.rollout.{replica}.weights.{verb}"
 
     def environment(self, name: str, verb: str) -> str:
-        """Returns the subject on which an environment on the bus answers; ``verb`` is describe or score."""
+        """Returns the subject on which an environment on the bus answers; ``verb`` as in `shared.environment`."""
         return f"{self.run}.environment.{name}.{verb}"
 
     def inbox(self, role: str) -> str:

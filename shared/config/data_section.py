@@ -15,7 +15,7 @@ class DataSection(Section):
         default=None,
         description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
         "from it more or less often; hf:ORG/NAME:SPLIT in the place of PATH is a split of a data set on the Hugging Face hub; needed "
-        "unless data_source is given",
+        "unless data_source or reasoning_gym is given",
     )
     data_source: str | None = hook("that makes a source of prompts")
     input_key: str = Field(default="prompt", description="key of the prompt: text, or a list of chat messages")

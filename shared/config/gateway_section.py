@@ -12,7 +12,7 @@ class GatewaySection(Section):
         default=None,
         ge=0,
         le=64,
-        description="gateways that `myxo up` starts; default: one where the run has an agent, else none",
+        description="gateways that `myxo up` starts; default: one where the run has an agent, or takes groups from outside, else none",
         **MUTABLE,
     )
     gateway_host: str = Field(default="127.0.0.1", min_length=1, description="where gateways serve their API", **MUTABLE)

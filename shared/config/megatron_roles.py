@@ -62,6 +62,19 @@ def _refused(role: str, name: str) -> str | None:
 
 def _roles(path: Path) -> dict[str, dict[str, Any]]:
     """Returns the own values of each role. Raises ConfigError."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in _entries(path):
+        role, given = entry.get("role"), entry.get("overrides") or entry.get("args") or {}
+        if role not in ("actor", "critic"):
+            raise ConfigError(FIELD, f"{path}: role = {role!r}", nearest(str(role), ["actor", "critic"]))
+        if role in found or not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(FIELD, f"{path}: {role}", EXPECTED)
+        found[role] = {name: value for name, value in given.items() if name not in PLACED}
+    return found
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """Returns the entries of the file's list. Raises ConfigError."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -70,12 +83,4 @@ def _roles(path: Path) -> dict[str, dict[str, Any]]:
     entries = content.get("megatron") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(FIELD, str(path), EXPECTED)
-    found: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        role, given = entry.get("role"), entry.get("overrides") or entry.get("args") or {}
-        if role not in ("actor", "critic"):
-            raise ConfigError(FIELD, f"{path}: role = {role!r}", nearest(str(role), ["actor", "critic"]))
-        if role in found or not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-            raise ConfigError(FIELD, f"{path}: {role}", EXPECTED)
-        found[role] = {name: value for name, value in given.items() if name not in PLACED}
-    return found
+    return entries

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from shared.config.section import MUTABLE, Section
+from shared.config.section import Section
 from shared.hub import hub_names
 
 
@@ -18,7 +18,14 @@ class ModelSection(Section):
     )
     ref_load: Path | None = Field(
         default=None,
-        description="slime's checkpoint of the reference policy. Here that starts from hf_checkpoint, as the policy does: a torch_dist "
-        "directory is taken for a conversion of it, another HF checkpoint is refused",
-        **MUTABLE,
+        description="HF checkpoint of the reference policy, of the policy's shape; default: the policy as the run's steps find it. A "
+        "torch_dist directory, as slime has it, is taken for a conversion of hf_checkpoint",
     )
+
+    @property
+    def own_reference(self) -> Path | None:
+        """Returns the HF checkpoint of a reference policy that does not start as the policy does; None where it does."""
+        given = self.ref_load
+        if given is None or given.resolve() == self.hf_checkpoint.resolve() or not (given / "config.json").is_file():
+            return None
+        return given

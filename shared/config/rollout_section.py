@@ -136,8 +136,11 @@ class RolloutSection(Section):
         default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE
     )
     agent_workers: int = Field(default=2, gt=0, description="processes for agent in a rollout service, each with many rollouts", **MUTABLE)
-    agent_concurrency: int = Field(
-        default=64, gt=0, description="agents that a rollout service runs at once; each of agent_command is a process", **MUTABLE
+    agent_concurrency: int | None = Field(
+        default=None,
+        gt=0,
+        description="agents that a rollout service runs at once; default: those of all groups that it has in hand, of agent_command 64",
+        **MUTABLE,
     )
     generate_workers: int = Field(
         default=2, gt=0, description="processes for custom_generate_function_path in a rollout service, each with many rollouts", **MUTABLE

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
+from shared.config.curriculum_section import REASONING_GYM_SOURCE, CurriculumSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import STEP, DebugSection
+from shared.config.episode_section import EpisodeSection
 from shared.config.eval_section import EvalSection
 from shared.config.gateway_section import GatewaySection
 from shared.config.ingest_section import IngestSection
@@ -32,6 +34,7 @@ from shared.config.trainer_section import TrainerSection
 from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
+from shared.rewards.names import GIVEN, REASONING_GYM
 from shared.schema.overlong import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
@@ -44,7 +47,9 @@ class RunConfig(Section):
     run: RunSection
     model: ModelSection
     data: DataSection = DataSection()
+    curriculum: CurriculumSection = CurriculumSection()
     rollout: RolloutSection
+    episode: EpisodeSection = EpisodeSection()
     reward: RewardSection = RewardSection()
     sandbox: SandboxSection = SandboxSection()
     eval: EvalSection = EvalSection()
@@ -60,10 +65,21 @@ class RunConfig(Section):
     ingest: IngestSection = IngestSection()
 
     def _complete(self) -> None:
+        if self.episode.episode_url is not None and "rm_type" not in self.reward.model_fields_set:
+            self.reward.rm_type = GIVEN
+        if self.curriculum.reasoning_gym and self.data.data_source is None:
+            self.data.data_source = REASONING_GYM_SOURCE
+            if "rm_type" not in self.reward.model_fields_set:
+                self.reward.rm_type = REASONING_GYM
         trainer, samples = self.trainer, self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
         size = trainer.global_batch_size
         if size is not None and "num_steps_per_rollout" not in trainer.model_fields_set and samples % size == 0:
             trainer.num_steps_per_rollout = samples // size
+
+    @property
+    def may_give_rewards(self) -> bool:
+        """Returns whether rollouts may come with their rewards: something of the user's makes them, or an environment plays with them."""
+        return self.rollout.may_give_rewards or self.episode.episode_url is not None
 
     @property
     def has_steps(self) -> bool:
@@ -82,6 +98,13 @@ class RunConfig(Section):
         yield from self._groups_from_outside()
         if self.has_agents and not self.gateways:
             yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
+        yield from self._one_generator()
+
+    def _one_generator(self) -> Iterator[str]:
+        """Yields what would generate beside episodes."""
+        for name in ("custom_generate_function_path", "rollout_function_path", "agent", "agent_command"):
+            if self.episode.episode_url is not None and getattr(self.rollout, name, None):
+                yield f"episode.episode_url: rollouts are made in one way: leave {name} out"
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -89,6 +112,8 @@ class RunConfig(Section):
             if not self.eval.named and self.sft.sft_data is None:
                 yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
             return
+        if self.curriculum.reasoning_gym and (self.data.prompt_data is not None or self.data.data_source != REASONING_GYM_SOURCE):
+            yield "curriculum.reasoning_gym: prompts come from one place: leave prompt_data and data_source out"
         if self.rollout.rollout_temperature == 0 and not self.debug.debug_rollout_only:
             yield "rollout.rollout_temperature: more than 0: greedy decoding is no policy that could be trained"
         if self.data.prompt_data is None and self.data.data_source is None:

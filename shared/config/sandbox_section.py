@@ -1,5 +1,6 @@
 """`[sandbox]`: where code runs that a model wrote, and within which limits."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -7,6 +8,8 @@ from pydantic import Field
 
 from shared.config.section import MUTABLE, Section
 from shared.sandbox.program import SandboxLimits, SandboxSettings
+
+_NEVER = ("/proc", "/sys", "/dev", "/run")
 
 
 class SandboxSection(Section):
@@ -38,6 +41,11 @@ class SandboxSection(Section):
     )
     sandbox_packages: bool = Field(default=False, description="the packages of the service's own environment can be imported: numpy, say")
     sandbox_paths: list[Path] = Field(default=[], description="files and folders that can be read inside, under the same path")
+
+    def _misfits(self) -> Iterator[str]:
+        for path in self.sandbox_paths:
+            if str(path) == "/" or str(path).startswith(_NEVER):
+                yield f"sandbox.sandbox_paths: {path}: would show what a sandbox hides; name the folder that is needed"
 
     def settings(self) -> SandboxSettings:
         """Returns what sandboxes are made of."""

@@ -172,22 +172,31 @@ class EngineFlags:
         seen: dict[str, str] = {}
         shares_attention = any(plain_name(key) == "enable-dp-attention" and value is not False for key, value in given.items())
         for key, value in given.items():
-            field, name = f"rollout.sglang.{key}", plain_name(key)
-            flag = self.find(name)
+            flag = self.find(name := plain_name(key))
             own = name if flag is None else flag.spellings[0]
-            if (instead := RESERVED.get(name) or RESERVED.get(own) or OF_FIELDS.get(own)) is not None:
-                yield ConfigError(field, value, f"the rollout service sets this one; {instead}")
+            if (reserved := RESERVED.get(name) or RESERVED.get(own) or OF_FIELDS.get(own)) is not None:
+                found: str | None = f"the rollout service sets this one; {reserved}"
             elif flag is None:
-                hint = nearest(name, list(self._spelled))
-                hint = hint if hint.startswith("did you mean") else "`python -m sglang.launch_server --help` lists them"
-                yield ConfigError(field, value, f"unknown flag of SGLang {self.sglang}; {hint}")
+                found = self._unknown(name)
             elif own in seen:
-                yield ConfigError(field, value, f"--{own} is given twice in [rollout.sglang]: {seen[own]} is the other")
-            elif own in ONE_ALONE and str(value) != "1" and not (own == "dp-size" and shares_attention):
-                yield ConfigError(field, value, ONE_ALONE[own])
-            elif (expected := flag.problem(value)) is not None:
-                yield ConfigError(field, value, f"expected {expected} (--{own} of SGLang {self.sglang})")
+                found = f"--{own} is given twice in [rollout.sglang]: {seen[own]} is the other"
+            else:
+                found = self._of_value(flag, value, alone=not (own == "dp-size" and shares_attention))
+            if found is not None:
+                yield ConfigError(f"rollout.sglang.{key}", value, found)
             seen.setdefault(own, key)
+
+    def _of_value(self, flag: EngineFlag, value: Any, *, alone: bool) -> str | None:
+        own = flag.spellings[0]
+        if alone and own in ONE_ALONE and str(value) != "1":
+            return ONE_ALONE[own]
+        expected = flag.problem(value)
+        return None if expected is None else f"expected {expected} (--{own} of SGLang {self.sglang})"
+
+    def _unknown(self, name: str) -> str:
+        hint = nearest(name, list(self._spelled))
+        hint = hint if hint.startswith("did you mean") else "`python -m sglang.launch_server --help` lists them"
+        return f"unknown flag of SGLang {self.sglang}; {hint}"
 
 
 def plain_name(key: str) -> str:

@@ -147,7 +147,7 @@ _REASONS = {
     "release_train": "use --offload-train: a trainer that gives its memory back stays alive",
     "custom_update_weight_post_write_path": "snapshots lie on a file system that trainer and engines see alike",
     "custom_model_provider_path": "the model is built from --hf-checkpoint; docs/models.md lists the families",
-    "ref_ckpt_step": "the reference policy starts from --hf-checkpoint",
+    "ref_ckpt_step": "the reference policy starts from --hf-checkpoint, or from an HF checkpoint in --ref-load",
     "opd_teacher_ckpt_step": "the teacher is the checkpoint of --opd-teacher-load",
     "start_rollout_id": "a run goes on after its last checkpoint by itself",
     "use_stateless_adam": "Adam keeps its moments",

@@ -44,7 +44,7 @@ class FilterCache:
     def __init__(self, config: RunConfig, field: str, files: list[DataFile], size: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._root, self._size = config.run.root, size
         rollout, reward = config.rollout, config.reward
-        limits = (rollout.rollout_max_prompt_len, rollout.may_give_rewards, reward.rm_type, reward.environment_names())
+        limits = (rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names())
         self._key = fingerprint(
             config.model.hf_checkpoint, files, [_FORMAT, field, limits, dict(metadata or {}), config.data.model_dump(mode="json")]
         )

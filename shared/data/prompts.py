@@ -67,7 +67,7 @@ class PromptReader:
         self._overrides = dict(metadata or {})
         self._data, self._reward, self._tokenizer = config.data, config.reward, tokenizer
         self._max_tokens = config.rollout.rollout_max_prompt_len
-        self._environments, self._given = config.reward.environment_names(), config.rollout.may_give_rewards
+        self._environments, self._given = config.reward.environment_names(), config.may_give_rewards
 
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
@@ -96,7 +96,7 @@ class PromptReader:
         metadata = entry.values.get(data.metadata_key) or {}
         if not isinstance(metadata, dict):
             raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
-        metadata = {**metadata, **self._overrides}
+        metadata = {**metadata, **self._tools(entry), **self._overrides}
         label, is_json = self._label(entry)
         try:
             size = codec.exact_size([[[[content, label, metadata]]]])  # as deep as in a payload, of which it becomes a part
@@ -108,6 +108,13 @@ class PromptReader:
         if problem is not None:
             raise entry.refusal(data.label_key or "label_key", problem)
         return Prompt(content, _NO_TOKENS, label, is_json, metadata, environment, size), self._text(entry, content)
+
+    def _tools(self, entry: RowEntry) -> dict[str, Any]:
+        """Returns a row's tools as metadata, where slime's functions look for them; none of a text's that are no tools."""
+        try:
+            return chat_tools(entry, self._data.tool_key)
+        except ConfigError:  # refused with the prompt, where a chat template needs them
+            return {}
 
     def _label(self, entry: RowEntry) -> tuple[str | None, bool]:
         key = self._data.label_key

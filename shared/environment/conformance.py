@@ -19,6 +19,8 @@ from shared.environment.protocol import (
     ScoreSample,
     read_scores,
 )
+from shared.environment.stepping import CLOSE
+from shared.environment.stepping_conformance import SteppingChecks
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.sample import Score
 
@@ -70,14 +72,17 @@ class Conformance:
         self._environment, self._run, self._example, self._timeout = environment, run or "conformance", example, timeout
         self._deadline = timeout or SCORE_SECONDS
         self._slowest, self._unanswered = 0.0, False
+        self._described: Description | None = None
 
     async def checks(self) -> AsyncIterator[Check]:
         """Yields all checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
         responses = list(self._example.responses)
         four = [responses[index % len(responses)] for index in range(4)]
-        yield (described := await self._check("describe", self._describe))
-        if described.result == "FAILED":
+        yield await self._check("describe", self._describe)
+        if self._described is None:
             return
+        if self._environment.content_type is not None:
+            yield await self._check("content type", self._content_type)
         must: list[tuple[str, Callable[[], Awaitable[str]]]] = [
             ("one sample", lambda: self._scored(responses[:1])),
             ("a group of 4", lambda: self._scored(four)),
@@ -93,6 +98,10 @@ class Conformance:
             ("a prompt of chat messages", self._chat),
             ("the same request twice", lambda: self._twice([responses[0], responses[-1]])),
         ]
+        if not self._described.scores:
+            must, should = [], []
+        if self._described.steps:
+            must += self._stepping(self._described).checks()
         for name, check in must:
             yield await self._check(name, check)
             if self._unanswered:
@@ -108,7 +117,19 @@ class Conformance:
     async def _describe(self) -> str:
         description = await self._environment.describe(DESCRIBE_SECONDS)
         self._deadline = self._timeout or description.timeout or SCORE_SECONDS
+        self._described = description
         return _in_words(description)
+
+    async def _content_type(self) -> str:
+        found = self._environment.content_type or ""
+        if found.partition(";")[0].strip().lower() != "application/json":
+            raise EnvironmentFailed(self._environment.label, f"Content-Type is {found!r}; expected application/json")
+        return found
+
+    def _stepping(self, description: Description) -> SteppingChecks:
+        example, closes = self._example, CLOSE in description.verbs
+        texts = list(example.responses)
+        return SteppingChecks(self._environment, self._run, example.prompt, example.label, texts, lambda: self._deadline, closes)
 
     async def _scored(self, responses: list[str]) -> str:
         scores = await self._score(self._request(responses))

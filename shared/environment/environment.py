@@ -3,7 +3,19 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from shared.environment.protocol import DESCRIBE, SCORE, Description, ScoreRequest, read_description, read_scores
+from shared.environment.protocol import DESCRIBE, SCORE, Description, ScoreRequest, read_description, read_map, read_scores
+from shared.environment.stepping import (
+    CLOSE,
+    RESET,
+    STEP,
+    CloseRequest,
+    OpenedSession,
+    ResetRequest,
+    StepRequest,
+    TurnOutcome,
+    read_reset,
+    read_step,
+)
 from shared.schema.sample import Score
 
 
@@ -17,6 +29,8 @@ class Environment(ABC):
     def __init__(self, name: str, shown: str) -> None:
         self.name, self.shown = name, shown
         self.label = f"environment {name} at {shown}"
+        self.content_type: str | None = None
+        """The type that the newest answer said it is of, where its transport tells."""
 
     @abstractmethod
     async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:
@@ -38,6 +52,18 @@ class Environment(ABC):
     async def score(self, request: ScoreRequest, deadline: float) -> list[Score]:
         """Returns one checked score a sample, in order. Raises as `ask` does."""
         return read_scores(await self.ask(SCORE, request.model_dump(), deadline), len(request.samples), self.label)
+
+    async def reset(self, request: ResetRequest, deadline: float) -> OpenedSession:
+        """Returns the session that was opened, checked. Raises as `ask` does."""
+        return read_reset(await self.ask(RESET, request.model_dump(), deadline), self.label)
+
+    async def step(self, request: StepRequest, deadline: float) -> TurnOutcome:
+        """Returns what came of a turn, checked. Raises as `ask` does."""
+        return read_step(await self.ask(STEP, request.model_dump(), deadline), self.label)
+
+    async def end(self, request: CloseRequest, deadline: float) -> None:
+        """Ends a session; its answer may be any map. Raises as `ask` does."""
+        read_map(await self.ask(CLOSE, request.model_dump(), deadline), self.label)
 
     async def close(self) -> None:
         """Closes its own connections; the bus stays open."""

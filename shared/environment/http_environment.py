@@ -71,7 +71,7 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 class HttpEnvironment(Environment):
-    """``GET /describe`` and ``POST /score`` below one URL."""
+    """``GET /describe``, and ``POST`` for each other verb, below one URL."""
 
     def __init__(self, name: str, address: EnvironmentUrl) -> None:
         super().__init__(name, address.shown)
@@ -109,6 +109,7 @@ class HttpEnvironment(Environment):
             headers["Content-Type"] = "application/json"
         method = "GET" if data is None else "POST"
         async with self._open().request(method, self._url / verb, data=data, headers=headers, allow_redirects=False) as response:
+            self.content_type = response.headers.get("Content-Type", "")
             return response.status, await read_body(response)
 
     def _read(self, verb: str, status: int, answer: bytes) -> object:

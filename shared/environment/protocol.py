@@ -71,7 +71,10 @@ class ScoreRequest(BaseModel):
 
 
 class Description(BaseModel):
-    """An environment's description of itself. ``timeout``: the most seconds that one score may need, as the environment states."""
+    """An environment's description of itself. ``timeout``: the most seconds that one score or step may need, as the environment states.
+
+    ``session_ttl``: seconds after which it forgets a session that nobody steps.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -79,11 +82,22 @@ class Description(BaseModel):
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
     verbs: list[str]
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    session_ttl: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @property
+    def scores(self) -> bool:
+        """Returns whether it scores groups."""
+        return SCORE in self.verbs
+
+    @property
+    def steps(self) -> bool:
+        """Returns whether episodes can be played in it."""
+        return {"reset", "step"} <= set(self.verbs)
 
 
 def read_description(answer: object, environment: str) -> Description:
     """Checks the answer to ``describe``. Raises EnvironmentFailed."""
-    fields = _map(answer, environment)
+    fields = read_map(answer, environment)
     version = fields.get("protocol")
     if version != PROTOCOL or isinstance(version, bool | float):
         said = f"protocol is {shown(version)}" if "protocol" in fields else "protocol is missing"
@@ -92,24 +106,27 @@ def read_description(answer: object, environment: str) -> Description:
         description = Description.model_validate(fields)
     except ValidationError as error:
         raise EnvironmentFailed(environment, first_problem(error)) from None
-    if SCORE not in description.verbs:
-        raise EnvironmentFailed(environment, f"verbs is {shown(description.verbs)}; expected a list with {SCORE!r} in it")
+    if not (description.scores or description.steps):
+        raise EnvironmentFailed(
+            environment, f"verbs is {shown(description.verbs)}; expected a list with {SCORE!r}, or with 'reset' and 'step'"
+        )
     return description
 
 
 def read_scores(answer: object, count: int, environment: str) -> list[Score]:
     """Checks the answer to ``score`` for a group of ``count`` samples. Raises EnvironmentFailed."""
-    fields = _map(answer, environment)
+    fields = read_map(answer, environment)
     rewards = fields.get("rewards")
     if not isinstance(rewards, list):
         found = f"rewards is {shown(rewards)}" if "rewards" in fields else "rewards is missing"
         raise EnvironmentFailed(environment, f"{found}; expected a list with one entry a sample")
     if len(rewards) != count:
         raise EnvironmentFailed(environment, f"rewards has {len(rewards)} entries; expected {count}, one a sample")
-    return [_score(entry, f"rewards[{index}]", environment) for index, entry in enumerate(rewards)]
+    return [read_score(entry, f"rewards[{index}]", environment) for index, entry in enumerate(rewards)]
 
 
-def _score(entry: object, field: str, environment: str) -> Score:
+def read_score(entry: object, field: str, environment: str) -> Score:
+    """Checks one reward: a number, or an object of named ones. Raises EnvironmentFailed."""
     if not isinstance(entry, Mapping):
         return Score(reward=_number(entry, field, environment, "a finite number, or an object with reward"))
     if "reward" not in entry:
@@ -139,7 +156,8 @@ def _number(value: object, field: str, environment: str, expected: str) -> float
     raise EnvironmentFailed(environment, f"{field} is {shown(value)}; expected {expected}")
 
 
-def _map(answer: object, environment: str) -> Mapping[str, object]:
+def read_map(answer: object, environment: str) -> Mapping[str, object]:
+    """Returns an answer that is a map and no error. Raises EnvironmentFailed."""
     if not isinstance(answer, dict):
         raise EnvironmentFailed(environment, f"the answer is {shown(answer)}; expected an object")
     error = answer.get("error")

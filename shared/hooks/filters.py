@@ -1,6 +1,7 @@
 """Filters of scored groups: the decision of a dynamic sampling filter, and the built-in filters."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,33 @@ class DynamicFilterOutput:
     keep: Any
     reason: str | None = None
     keep_when_insufficient: bool = False
+
+
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **keywords: Any) -> DynamicFilterOutput:
+    """Returns the decision of a dynamic filter, which may be a bare truth value; without a filter a group is kept."""
+    output = DynamicFilterOutput(True) if fn is None else fn(*args, **keywords)
+    return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(output)
+
+
+def should_drop_dynamic_filter_output(output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int) -> bool:
+    """Returns whether a group is dropped: not where the filter would rather have it than one more, and no others are left."""
+    return not output.keep and not (output.keep_when_insufficient and remaining_batch_size <= target_data_size)
+
+
+class MetricGatherer:
+    """Counts dropped groups by reason."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Counts one; without a reason none is counted."""
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """Returns the counts under the names of metrics."""
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
 
 
 def nonzero_std(args: Any, group: list[HookSample], **_: Any) -> DynamicFilterOutput:

@@ -20,6 +20,7 @@ MODULES = {
     "slime.backends.megatron_utils.cp_utils": f"{_OURS}.whole_responses",
     "slime.utils": _OURS,
     "slime.utils.async_utils": f"{_OURS}.background_loop",
+    "slime.utils.data": f"{_OURS}.prompt_dataset",
     "slime.utils.http_utils": f"{_OURS}.http_requests",
     "slime.utils.mask_utils": f"{_OURS}.turn_masks",
     "slime.utils.misc": f"{_OURS}.function_loading",
@@ -39,7 +40,7 @@ MODULES = {
     "slime.rollout.rm_hub.ifbench": "shared.rewards.ifbench",
     "slime.rollout.rm_hub.math_dapo_utils": "shared.rewards.dapo",
     "slime.rollout.rm_hub.math_utils": f"{_OURS}.math_rewards",
-    "slime.rollout.sglang_rollout": f"{_OURS}.sample_generation",
+    "slime.rollout.sglang_rollout": f"{_OURS}.rollout_loop",
 }
 """slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""
 
@@ -50,6 +51,13 @@ def install() -> None:
         sys.meta_path.append(SlimeNames())
 
 
+INSTEAD = {
+    "slime.agent": "an agent is a program that speaks to the engine's address, named in rollout.agent",
+    "slime.observability": "what is measured is in docs/metrics.md",
+}
+"""Packages of slime's that there is nothing of, and what there is instead."""
+
+
 class SlimeNames(MetaPathFinder):
     """Finds the modules of `MODULES`. Raises ModuleNotFoundError for others of slime's, which says what there is."""
 
@@ -58,6 +66,8 @@ class SlimeNames(MetaPathFinder):
             return None
         if name not in MODULES:
             there = ", ".join(sorted(other for other in MODULES if MODULES[other] != _OURS))
+            if (instead := INSTEAD.get(".".join(name.split(".")[:2]))) is not None:
+                raise ModuleNotFoundError(f"No module named {name!r}: Myxo has nothing of it; {instead}", name=name)
             raise ModuleNotFoundError(f"No module named {name!r}: slime is not installed, and Myxo has of its modules {there}", name=name)
         return ModuleSpec(name, _Alias(MODULES[name]), is_package=_is_package(name))
 

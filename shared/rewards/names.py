@@ -5,10 +5,13 @@ import importlib.util
 BOXED = "boxed_"
 """The prefix of a reward that gets what stands in a response's last box, in place of the whole response."""
 
+REASONING_GYM = "reasoning_gym"
+"""The reward of tasks that the package reasoning-gym has made, and the key of its metadata."""
+
 TEXT, SYMBOLIC, LENIENT, INSTRUCTIONS = "verifiers", "verifiers-sympy", "verifiers-math-verify", "verifiers-ifbench"
-SANDBOXED = "verifiers-sandbox"
-"""The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench, and
-sandboxes."""
+GENERATED, SANDBOXED = "verifiers-reasoning-gym", "verifiers-sandbox"
+"""The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench,
+reasoning-gym, and sandboxes."""
 
 QUEUES = {
     "dapo": TEXT,
@@ -20,6 +23,7 @@ QUEUES = {
     "math": SYMBOLIC,
     "math_verify": LENIENT,
     "random": TEXT,
+    REASONING_GYM: GENERATED,
     "unit_tests": SANDBOXED,
 }
 """The queue of each verifier."""
@@ -28,13 +32,14 @@ PACKAGES = {
     SYMBOLIC: {"sympy": "myxo[reward]", "pylatexenc": "myxo[reward]"},
     LENIENT: {"math_verify": "myxo[reward]"},
     INSTRUCTIONS: {"ifbench": "ifbench"},
+    GENERATED: {"reasoning_gym": "myxo[reasoning-gym]"},
 }
 """The packages that the verifiers of a queue import, and what pip installs for each."""
 
 VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
 """Every ``rm_type`` that the reward service scores with itself."""
 
-WITHOUT_LABEL = ("gpqa", "ifbench", "random")
+WITHOUT_LABEL = ("gpqa", "ifbench", "random", REASONING_GYM)
 """Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
 
 RUNS_CODE = ("unit_tests",)

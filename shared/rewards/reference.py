@@ -8,7 +8,8 @@ from typing import Any
 
 from shared.rewards.gpqa import ANSWERS
 from shared.rewards.ifbench import instructions
-from shared.rewards.names import RUNS_CODE, VERIFIERS, base, needs_label
+from shared.rewards.names import REASONING_GYM, RUNS_CODE, VERIFIERS, base, needs_label
+from shared.rewards.reasoning_gym_score import task_problem
 from shared.rewards.unit_test_cases import cases_of
 
 
@@ -42,6 +43,8 @@ def label_problem(environment: str, reference: Reference) -> str | None:
         return None
     if base(environment) == "ifbench" and not instructions(reference.metadata):
         return f"expected the ids of instructions in metadata.instruction_id_list, which {environment} checks, found none"
+    if base(environment) == REASONING_GYM and (problem := task_problem(reference.metadata)) is not None:
+        return problem
     if base(environment) == "gpqa" and reference.label is None and not any(map(reference.metadata.get, ANSWERS)):
         return f"expected the right letter, number or text for {environment}, or one of {', '.join(ANSWERS)} in the metadata, found none"
     if reference.label is None:

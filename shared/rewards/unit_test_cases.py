@@ -97,6 +97,13 @@ class ScriptCase:
         return result.ok and result.report == word.encode()
 
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_RUN_CLASS = """
+import unittest as _myxo_unittest
+_myxo_ran = _myxo_unittest.TextTestRunner().run(_myxo_unittest.defaultTestLoader.loadTestsFromTestCase({}))
+assert _myxo_ran.testsRun and _myxo_ran.wasSuccessful()
+"""
+
 Case = OutputCase | ValueCase | ScriptCase
 
 _AS_MODULE = "__name__ = 'solution'"
@@ -179,10 +186,39 @@ def _python_cases(text: str, setup: str) -> Iterator[Case]:
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     before = "\n".join([setup, *map(ast.unparse, imports)]).strip()
     compared = [_comparison(node, before) for node in statements if node not in imports]
-    if statements and None in compared:
-        yield ScriptCase(f"{setup}\n{text}" if setup else text)
+    if None in compared:
+        yield from _script_cases(f"{setup}\n{text}" if setup else text, statements)
     else:
         yield from (case for case in compared if case is not None)
+
+
+def _script_cases(text: str, statements: list[ast.stmt]) -> Iterator[Case]:
+    """Yields a case for each test function and test class, which somebody has to call; of a text without such, one for all of it."""
+    run = [node for node in statements if not isinstance(node, _DEFINITIONS) and not _runs_all(node)]
+    called = [call for node in statements if (call := _test_call(node)) is not None]
+    if called:
+        plain = "\n".join(ast.unparse(node) for node in statements if not _runs_all(node))
+        yield from (ScriptCase(f"{plain}\n{call}") for call in called)
+    elif any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for statement in run for node in ast.walk(statement)):
+        yield ScriptCase(text)
+    else:
+        raise ValueError(f"{EXPECTED}; found Python that tests nothing when it is run: {text.strip()[:80]!r}")
+
+
+def _test_call(node: ast.stmt) -> str | None:
+    """Returns how a test function or a test class is run, in the manners of pytest and unittest; None of anything else."""
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+        if node.args.args or node.args.posonlyargs:
+            raise ValueError(f"the test function {node.name} takes arguments, and there are no fixtures")
+        return f"{node.name}()"
+    if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases):
+        return _RUN_CLASS.format(node.name)
+    return None
+
+
+def _runs_all(node: ast.stmt) -> bool:
+    """Returns whether a statement has a library run all tests, which ends the program before it says how they went."""
+    return isinstance(node, ast.Expr) and ast.unparse(node).startswith(("unittest.main(", "pytest.main("))
 
 
 def _comparison(node: ast.stmt, setup: str) -> ValueCase | None:

@@ -14,7 +14,8 @@ from shared.rewards.gpqa import compute_gpqa_reward
 from shared.rewards.ifbench import check_instructions, compute_ifbench_reward
 from shared.rewards.labels import integer_label, math_label, math_labels
 from shared.rewards.math_verify import math_verify, read
-from shared.rewards.names import BOXED, RUNS_CODE
+from shared.rewards.names import BOXED, REASONING_GYM, RUNS_CODE
+from shared.rewards.reasoning_gym_score import compute_reasoning_gym_reward
 from shared.rewards.reference import Reference
 from shared.rewards.unit_test_cases import cases_of
 from shared.rewards.unit_tests import unit_tests
@@ -56,6 +57,7 @@ VERIFIERS: dict[str, Verifier] = {
     "ifbench": lambda response, reference: compute_ifbench_reward(response, reference.value, reference.metadata),
     "math": _math,
     "math_verify": lambda response, reference: math_verify(response, reference.text),
+    REASONING_GYM: lambda response, reference: compute_reasoning_gym_reward(response, reference.label, reference.metadata),
     "random": lambda response, reference: float(random.randint(0, 1)),
     "unit_tests": unit_tests,
 }

@@ -2,7 +2,7 @@
 
 Inside is a root of its own, read-only: the system's programs and libraries, the interpreter with its standard library, and what the
 settings name. Two folders in memory can be written to. Nothing else of the host is there: no home, no ``/etc``, no ``/run``, no
-``/var``, no environment, no process, no network but a loopback of its own.
+``/var``, no environment, no process, no network.
 """
 
 import os
@@ -111,15 +111,7 @@ def bwrap_command(program: str, settings: SandboxSettings, given: SandboxDescrip
         *(word for folder in _parents(settings) for word in ("--perms", "0755", "--dir", folder)),
         *_read_only(settings),  # some of it may lie under the host's /tmp
         *("--proc", "/proc", "--remount-ro", "/proc"),  # its files of the kernel's settings belong to root, who may have started us
-        *("--size", "65536", "--tmpfs", "/dev"),
-        *(word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
-        *(word for path in settings.devices for word in ("--dev-bind", str(path), str(path))),
-        *(
-            word
-            for number, name in enumerate(("stdin", "stdout", "stderr"))
-            for word in ("--symlink", f"/proc/self/fd/{number}", f"/dev/{name}")
-        ),
-        *("--symlink", "/proc/self/fd", "/dev/fd", "--symlink", TEMPORARY, "/dev/shm", "--remount-ro", "/dev"),
+        *_devices(settings),
         *("--perms", "0444", "--ro-bind-data", str(given.passwd), "/etc/passwd"),
         *("--perms", "0444", "--ro-bind-data", str(given.supervisor), SUPERVISOR),
         *("--remount-ro", "/", "--chdir", WORK),
@@ -134,6 +126,16 @@ def _parents(settings: SandboxSettings) -> list[str]:
     mounted = [*_ETC, *_interpreter_folders(), *(package_folders() if settings.packages else []), *map(str, settings.paths)]
     parents = {str(parent) for path in mounted for parent in Path(path).parents}
     return sorted(parent for parent in parents if parent != "/" and not Path(parent).is_relative_to("/usr"))
+
+
+def _devices(settings: SandboxSettings) -> Iterator[str]:
+    """Yields the options for ``/dev``, in which nothing can be made."""
+    yield from ("--size", "65536", "--tmpfs", "/dev")
+    for path in [*(f"/dev/{name}" for name in DEVICES), *map(str, settings.devices)]:
+        yield from ("--dev-bind", path, path)
+    for name, number in (("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2"), ("fd", "")):
+        yield from ("--symlink", f"/proc/self/fd{number}", f"/dev/{name}")
+    yield from ("--symlink", TEMPORARY, "/dev/shm", "--remount-ro", "/dev")
 
 
 def _read_only(settings: SandboxSettings) -> Iterator[str]:

@@ -39,6 +39,9 @@ TICK_S = 0.01
 MEMORY_SLACK = 64 << 20
 """What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves."""
 
+ENTRY_BYTES, SOCKET_BYTES = 2 << 10, 208 << 10
+"""What the kernel keeps for a file of any size, and at most for data that nobody has read from a local socket."""
+
 _CHUNK = 1 << 16
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 _STDIN, _REPORT = 0, 3
@@ -274,7 +277,11 @@ def usage_of(pid: int) -> tuple[int, int, float]:
     fields = _stat(pid)
     if not fields:
         return 0, 0, 0.0
-    return int(fields[17]), _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:") or 0, sum(map(int, fields[11:15])) / _TICKS_PER_S
+    return (
+        int(fields[17]),
+        _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", b"VmPTE:") or 0,
+        sum(map(int, fields[11:15])) / _TICKS_PER_S,
+    )
 
 
 def _sum(path: str, *names: bytes) -> int | None:
@@ -291,14 +298,19 @@ def _exact(pids: list[int]) -> int:
     total = 0
     for pid in pids:
         shared = _sum(f"/proc/{pid}/smaps_rollup", b"Pss_Anon:", b"Pss_Shmem:")
-        total += usage_of(pid)[1] if shared is None else shared
+        total += usage_of(pid)[1] if shared is None else shared + (_sum(f"/proc/{pid}/status", b"VmPTE:") or 0)
     return total
 
 
 def _filled(work: str) -> int:
-    """Returns the bytes of the two folders in memory; 0 where they are on a disk."""
-    found = [os.statvfs(folder) for folder in (work, "/tmp")] if _FIRST else []
-    return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in found)
+    """Returns the bytes of memory that belong to no process: the two folders with their entries, and what sockets may hold unread."""
+    if not _FIRST:
+        return 0
+    found = [os.statvfs(folder) for folder in (work, "/tmp")]
+    with open("/proc/net/sockstat", "rb", 0) as file:
+        sockets = int(file.readline().split()[2])
+    entries = sum(each.f_files - each.f_ffree for each in found)
+    return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in found) + entries * ENTRY_BYTES + sockets * SOCKET_BYTES
 
 
 def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) -> None:  # type: ignore[type-arg]

@@ -207,7 +207,7 @@ class Sandbox:
         if self._information < 0:
             return
         text, end = b"", time.monotonic() + START_S
-        while b"}" not in text and select.select([self._information], [], [], max(0.0, end - time.monotonic()))[0]:
+        while b"}" not in text and _readable(self._information, end - time.monotonic()):
             if not (part := os.read(self._information, _CHUNK)):
                 break
             text += part
@@ -263,9 +263,7 @@ class Sandbox:
         return bytes(data)
 
     def _wait(self, descriptor: int, event: int, end: float, awaited: str) -> None:
-        waiting = select.poll()
-        waiting.register(descriptor, event)
-        if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+        if not _readable(descriptor, end - time.monotonic(), event):
             raise DeadlineExceeded(awaited, "a sandbox", START_S if not self._ready else GRACE_S, "it is ended")
 
     def _gone(self) -> SandboxGone:
@@ -276,7 +274,7 @@ class Sandbox:
 
     def _last_words(self) -> str:
         """Returns the last line that bubblewrap or the supervisor wrote about its own end."""
-        if self._process.stderr is None or not select.select([self._process.stderr], [], [], 0)[0]:
+        if self._process.stderr is None or not _readable(self._process.stderr.fileno(), 0):
             return ""
         lines = os.read(self._process.stderr.fileno(), _CHUNK).decode(errors="replace").strip().splitlines()
         return lines[-1][:400] if lines else ""
@@ -324,6 +322,13 @@ def supervisor_code() -> bytes:
     """Returns the supervisor as a ``.pyc``, which is there sooner than its source. Both interpreters are the same."""
     source = Path(program_supervisor.__file__).read_text()
     return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(source, "program_supervisor.py", "exec", dont_inherit=True))
+
+
+def _readable(descriptor: int, seconds: float, event: int = select.POLLIN) -> bool:
+    """Returns whether there is something to read within so many seconds, or room to write."""
+    waiting = select.poll()  # select takes no descriptors over 1023
+    waiting.register(descriptor, event)
+    return bool(waiting.poll(max(0.0, seconds) * 1000))
 
 
 def _filled(data: bytes) -> int:

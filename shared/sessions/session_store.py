@@ -35,6 +35,9 @@ KEPT_SECONDS = 3600.0
 DRAW_KEY = ".draw-key"
 """In the place of a session's id, of which none begins with a dot."""
 
+LATE_SECONDS = 30
+"""The time for which a session that nobody needs any more is still there, so that late turns are told that it has ended."""
+
 STORE_SECONDS = 30.0
 """The deadline of one command, with its repetitions while the store is away."""
 
@@ -121,16 +124,20 @@ class SessionStore:
             raise SessionUnknown(f"there is no session {session}, or it has expired")
         return await self.read(session)
 
+    async def let_go(self, session: str) -> None:
+        """Has the record of a session that has ended go in `LATE_SECONDS`."""
+        await self._command(f"expiry of session {session}", ("EXPIRE", self._names.session_key(session), LATE_SECONDS))
+
     async def remove(self, *sessions: str) -> None:
         """Removes sessions; absent ones are no error."""
         if sessions:
             keys = [self._names.session_key(session) for session in sessions]
             await self._command(f"removal of {len(sessions)} sessions", ("UNLINK", *keys))
 
-    async def make_draw_key(self) -> str:
-        """Returns the key by which gateways ask replicas for tokens, and makes it where there is none."""
+    async def make_draw_key(self, held: str = "") -> str:
+        """Returns the key by which gateways ask replicas for tokens. Where there is none, it is ``held``, or made."""
         key = self._names.session_key(DRAW_KEY)
-        _, found = await self._command("the key for draws", ("SETNX", key, secrets.token_hex(SECRET_BYTES)), ("GET", key))
+        _, found = await self._command("the key for draws", ("SETNX", key, held or secrets.token_hex(SECRET_BYTES)), ("GET", key))
         return bytes(found).decode()
 
     async def draw_key(self) -> str | None:

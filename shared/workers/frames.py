@@ -39,7 +39,7 @@ class FrameStream:
     that prints or reads cannot corrupt the frames."""
 
     def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        self._process, self._answers = os.getpid(), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         self._requests = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what a function prints is in the log at once
@@ -58,6 +58,8 @@ class FrameStream:
         return stream
 
     def send(self, answer: object) -> None:
-        """Sends one answer. Raises as `frame` does."""
+        """Sends one answer. Raises as `frame` does. A process that was forked from this one, by a call, ends: it has nothing to answer."""
+        if os.getpid() != self._process:
+            os._exit(1)
         self._answers.write(frame(answer))
         self._answers.flush()

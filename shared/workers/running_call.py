@@ -74,6 +74,17 @@ def read(path: Path) -> int | None:
         return 0
 
 
+def crash_words(path: Path) -> str:
+    """Returns what a process crashed by and where, as the end of a sentence; nothing for one that has not."""
+    try:
+        words = path.with_name(_CRASH).read_text()
+    except OSError:
+        return ""
+    crashed = _CRASHED_THREAD.search(words)
+    frames = [] if crashed is None else words[crashed.end() :].splitlines()[1:2]
+    return ", ".join([": " + words.partition("\n")[0], *(frame.strip() for frame in frames)]) if words else ""
+
+
 def silent_s(path: Path) -> float:
     """Returns the seconds since the loop's last sign of life."""
     return time.monotonic() - float(_NOTE.unpack(path.read_bytes())[1])
@@ -110,7 +121,7 @@ class RunningCall:
     def follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """Follows the running loop from here on, to be called in the main thread."""
         self._threads.mkdir()
-        faulthandler.enable(self._crash, all_threads=False)
+        faulthandler.enable(self._crash)  # of all threads: else it does not say which one crashed
         loop.set_task_factory(self._task)
         loop.set_default_executor(_NotedThreads(self.thread))
         if self._limit_s is not None:

@@ -1,7 +1,8 @@
 """Compares rewards with those of a checkout of slime: ``python -m tests.oracle.rewards DIRECTORY [--cases N] [--write]``.
 
 For each reward it draws cases (`tests.support.reward_cases`) and has hypothesis search for others, gives both the same input, and compares
-what comes out, errors included. Then it runs slime's own tests of its rewards, as they are, and with Myxo's functions under slime's names.
+what comes out, errors included; `remote_rm` it compares over a server, `random` over many draws. Then it runs slime's own tests of its
+rewards, as they are, and with Myxo's functions under slime's names.
 ``--write`` puts the outcome of the cases into ``tests/unit/rewards/values.json``, by which CI holds the rewards without slime.
 """
 
@@ -24,6 +25,7 @@ from shared.rewards import boxed_math, dapo, f1, gpqa
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference, label_text
 from shared.rewards.verifiers import verify
+from tests.oracle import remote_reward
 from tests.support import reward_cases
 from tests.support.reward_cases import Case
 
@@ -44,7 +46,7 @@ OURS: dict[str, Reward] = {
     "f1": lambda response, label, metadata: f1.f1_score(response, label),
     "gpqa": lambda response, label, metadata: gpqa.compute_gpqa_reward(response, label, metadata),
     "math": lambda response, label, metadata: boxed_math.grade_answer_verl(response, label),
-    **{name: by_service(name) for name in ("boxed_dapo", "boxed_f1", "boxed_gpqa")},
+    **{BOXED + name: by_service(BOXED + name) for name in ("dapo", "deepscaler", "f1", "gpqa", "math")},
 }
 
 ANSWERS = st.one_of(
@@ -162,6 +164,7 @@ def main() -> int:
         values[name] = [[*case, outcome(oracle, case)] for case in reward_cases.cases(name, options.cases)]
         differ += compared(name, values[name])
         print(f"hypothesis: {searched(name, oracle, options.examples)} cases, none differs")
+    differ += remote_reward.random_differs() + asyncio.run(remote_reward.remote_differs(options.cases))
     own, ours = own_tests(options.directory, names=False), own_tests(options.directory, names=True)
     print(f"slime's own tests: {own}; with Myxo's functions: {ours}")
     if options.write:

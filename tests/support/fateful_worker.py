@@ -83,7 +83,12 @@ async def _crash() -> None:
 
 
 async def _crash_in_a_thread() -> None:
-    await asyncio.to_thread(ctypes.string_at, 0)
+    await asyncio.to_thread(lambda: (time.sleep(0.2), ctypes.string_at(0)))  # the loop is idle by then
+
+
+async def _fork() -> None:
+    if os.fork() == 0:
+        raise ValueError("in the child")
 
 
 async def _stop_the_loop() -> None:
@@ -101,7 +106,7 @@ async def _hang_in_threads() -> None:
 
 ACTS = {act.__name__.removeprefix("_").replace("_", " "): act for act in (
     _sleep, _spin, _swallow, _hold_the_interpreter, _spin_in_a_group, _leave, _leave_in_a_thread, _exit, _exit_in_a_task, _crash,
-    _crash_in_a_thread, _stop_the_loop, _hang, _hang_in_threads,
+    _crash_in_a_thread, _stop_the_loop, _fork, _hang, _hang_in_threads,
 )}  # fmt: skip
 
 

@@ -331,8 +331,10 @@ def boxed(draw: Callable[[random.Random], Case]) -> Callable[[random.Random], Ca
 
 CASES: dict[str, Callable[[random.Random], Case]] = {
     "boxed_dapo": boxed(integer),
+    "boxed_deepscaler": boxed(deepscaler),
     "boxed_f1": boxed(words),
     "boxed_gpqa": boxed(multiple_choice),
+    "boxed_math": boxed(mathematical),
     "dapo": integer,
     "deepscaler": deepscaler,
     "f1": words,

@@ -231,3 +231,22 @@ def logs_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -
     with path.open("a") as file:
         file.write(json.dumps([rollout_id, args.rollout_batch_size, sets, sorted(extra_metrics or {})]) + "\n")
     return not first
+
+
+def keeps_even(args: Any, group: list[Any], **_: Any) -> bool:
+    """A dynamic filter."""
+    return bool(group[0].group_index % 2 == 0)
+
+
+def removes_the_first(args: Any, groups: list[list[Any]]) -> None:
+    """A sample filter, which gets a whole batch in its order: of the first group nothing is left, of the last one sample is not."""
+    assert len(groups) == args.rollout_batch_size and groups == sorted(groups, key=lambda group: group[0].index)
+    for sample in [*groups[0], groups[-1][0]]:
+        sample.remove_sample = True
+
+
+def sees_all(args: Any, groups: list[list[Any]], data_source: Any) -> None:
+    """An all-samples function, which gets what was filtered out, too."""
+    assert callable(data_source)
+    seen = [[group[0].group_index, [sample.reward for sample in group]] for group in groups]
+    (Path(os.environ["TMPDIR"]) / "seen").write_text(json.dumps(seen))

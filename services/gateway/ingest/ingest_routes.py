@@ -1,8 +1,7 @@
 """``POST /groups`` and ``GET /groups``: who may hand groups in, and how long a body may be. What becomes of a group: `group_intake`."""
 
 import hmac
-import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from typing import Any
 
@@ -12,22 +11,7 @@ from fastapi.responses import JSONResponse
 from services.gateway.bounded_body import bounded_body
 from services.gateway.ingest.group_intake import RETRY_S, GroupIntake
 from services.gateway.wire.turn_refused import TurnRefused
-from shared.runtime.errors import ConfigError, MyxoError
-
-KEY_VARIABLE = "MYXO_INGEST_KEY"
-"""The environment variable with the producers' key."""
-
-SHORTEST_KEY = 16
-"""Characters."""
-
-
-def ingest_key(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the key that producers have. Raises ConfigError where there is none, or one that can be guessed."""
-    key = environment.get(KEY_VARIABLE, "")
-    if len(key) < SHORTEST_KEY:
-        expected = f"required with ingest.ingest_groups: the key of those who hand groups in, {SHORTEST_KEY} characters or more"
-        raise ConfigError(KEY_VARIABLE, "*" * len(key), expected)
-    return key
+from shared.runtime.errors import MyxoError
 
 
 def add_ingest_routes(app: FastAPI, intake: GroupIntake, key: str, most_bytes: int) -> None:

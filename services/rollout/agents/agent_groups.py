@@ -108,13 +108,13 @@ class AgentGroups:
         return session, key
 
     async def forget(self, session: Session, ended: SessionLog | None) -> None:
-        """Removes a session that nobody needs any more, after its end: from then on its key opens nothing."""
+        """Ends a session, where that has not been done, and lets go of its record."""
         try:
             if ended is None:
                 await self.sessions.end(session.id, SessionEnded(at=time.time(), reason="its rollout was given up"))
-            await self.sessions.remove(session.id)
+            await self.sessions.let_go(session.id)
         except MyxoError as error:  # it goes by itself in time
-            self._service.log.warning("session_not_removed", session=session.id, error=str(error))
+            self._service.log.warning("session_not_ended", session=session.id, error=str(error))
 
     def failed(self, task: Task, rollout: int, session: str, error: HookFailed) -> None:
         """Notes a session that came to nothing."""

@@ -1,6 +1,7 @@
 """Runs agents outside of the process that feeds the engine: functions in worker processes, many in each; each command in its own."""
 
 import asyncio
+import sys
 from typing import Any
 
 from services.rollout.agents.agent_command import CommandFailed, run_command
@@ -11,6 +12,9 @@ from shared.hooks.loading import agent_paths
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.workers.worker_pool import CallBlocked, WorkerPool
 from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, worker_environment
+
+COMMANDS_AT_ONCE = 64
+"""Default of `agent_concurrency` where some agents are commands: each is a process."""
 
 _MODULE = "services.rollout.agents.agent_worker"
 
@@ -28,9 +32,10 @@ class AgentRunner:
 
     def __init__(self, config: RunConfig) -> None:
         rollout = config.rollout
-        self._timeout_s, self._agents = rollout.agent_timeout, agents(config)
+        self._timeout_s = rollout.agent_timeout
         self._environment = worker_environment(config.reward.worker_environment)
-        self._slots = asyncio.Semaphore(rollout.agent_concurrency)
+        commands = any(isinstance(agent, list) for agent in agents(config).values())
+        self._slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
         self._pool: WorkerPool | None = None
         if agent_paths(config):
             setup = {"config": config.model_dump_json()}

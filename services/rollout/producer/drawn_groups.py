@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from services.rollout.producer.service_calls import ServiceCalls
 from shared.config.run_config import RunConfig
@@ -151,6 +151,11 @@ class DrawnGroups(DataSource):
         """Returns 0: what was given back is with the buffer, in the queue with all other prompts."""
         return 0
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises AttributeError: a source of the user's own gives prompts to the buffer, in a process of its own, and is not here."""
+        there = "get_samples, add_samples, save, load, update_metadata, get_metadata, get_buffer_length and its length"
+        raise AttributeError(f"data_source has no {name} in a rollout function: prompts come from the buffer as tasks; it has {there}")
+
     # --- the end of a call
 
     def hand_in(self, returned: ReturnedGroup) -> str | None:
@@ -160,6 +165,9 @@ class DrawnGroups(DataSource):
             return f"group_index {returned.number} is no group that get_samples gave and that is still out"
         if any(status_of(sample.status) in _OPEN for sample in returned.samples):
             self.give_back(drawn, returned.samples)
+            return None
+        if all(sample.remove_sample for sample in returned.samples):
+            self._leave(drawn, "discard", reason="every sample of it was removed")
             return None
         try:
             stored = self._stored(drawn, returned.samples, returned.rollouts)

@@ -52,6 +52,13 @@ async def get(url: str) -> Any:
     return await _answer("GET", url, headers=_headers(url, None))
 
 
+async def close_session() -> None:
+    """Closes the connections of the running loop; a later request opens others."""
+    session = _sessions.pop(asyncio.get_running_loop(), None)
+    if session is not None:
+        await session.close()
+
+
 def get_rollout_num_engines(args: Any) -> int:
     """Returns the number of engines behind ``args.sglang_router_ip``."""
     if (engines := getattr(args, "rollout_num_engines", None)) is not None:

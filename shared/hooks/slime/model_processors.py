@@ -26,5 +26,16 @@ def load_processor(name_or_path: str, **options: Any) -> Any:
     return found if isinstance(found, transformers.ProcessorMixin) else None
 
 
+VISION = ("build_processor_kwargs", "encode_image_for_rollout_engine", "process_vision_info")
+"""slime's functions for images."""
+
+
+def __getattr__(name: str) -> Any:
+    """Raises ImportError for `VISION`, AttributeError for what slime does not have either."""
+    if name in VISION:
+        raise ImportError(f"{name} is for images: Myxo's prompts and models are text")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def _transformers() -> Any:
     return importlib.import_module("transformers")

@@ -19,6 +19,7 @@ from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.service_base import Service
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
+from shared.sessions.session_store import LATE_SECONDS
 from tests.support import agents
 from tests.support.run_config import run_config
 
@@ -67,10 +68,14 @@ class AgentBench:
     def calls(self) -> list[dict[str, Any]]:
         return agents.calls(self.directory)
 
-    async def sessions(self) -> int:
-        """How many sessions the store holds."""
-        pattern = self.service.subjects.session_keys
-        return len([key async for key in self.service.store._client.scan_iter(pattern)])
+    async def left_open(self) -> list[str]:
+        """The sessions in the store that have not ended, or whose record stays for long."""
+        client, names = self.service.store._client, self.service.subjects
+        keys = [key.decode() async for key in client.scan_iter(names.session_keys)]
+        assert keys, "sessions are there for a while after their end"
+        ids = {key: key.removeprefix(names.session_key("")) for key in keys}
+        open_ones = [key for key in keys if (await self.groups.sessions.read(ids[key])).ended is None]
+        return open_ones + [key for key in keys if await client.ttl(key) > LATE_SECONDS]
 
 
 NewAgentBench = Callable[..., Awaitable[AgentBench]]

@@ -32,7 +32,7 @@ async def test_a_command_plays_and_prints_its_reward(bench: NewAgentBench) -> No
         (index, SAID, reward) for index, reward in enumerate(rewards)
     ]
     assert {call["label"] for call in desk.calls()} == {"42"}
-    assert await desk.sessions() == 0
+    assert await desk.left_open() == []
 
 
 @pytest.mark.parametrize(

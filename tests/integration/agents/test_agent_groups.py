@@ -61,7 +61,7 @@ async def test_a_rollout_that_failed_begins_anew_in_a_fresh_session(bench: NewAg
     assert [(sample.rollout, sample.response.tolist(), sample.given_reward) for sample in samples] == [(0, SAID, 1.0), (1, SAID, 1.0)]
     assert len(desk.calls()) == 4
     assert desk.service.metrics.values["agents_failed"] == 2
-    assert await desk.sessions() == 0
+    assert await desk.left_open() == []
 
 
 BAD = {
@@ -82,7 +82,21 @@ async def test_a_lost_rollout_costs_itself_alone_and_is_never_a_reward(bench: Ne
     desk = await bench("bad", rollout={"agent_timeout": 2, "agent_tries": 2, "n_samples_per_prompt": 3})
     samples, _ = await desk.play(3, metadata={"bad": [kind, [1]]})
     assert [(sample.index, sample.rollout, sample.given_reward) for sample in samples] == [(0, 0, 1.0), (1, 2, 1.0)]
-    assert await desk.sessions() == 0
+    assert await desk.left_open() == []
+
+
+async def test_the_reward_of_whoever_ended_the_session_first_counts(bench: NewAgentBench) -> None:
+    desk = await bench("ends_itself")
+    samples, _ = await desk.play()
+    assert [sample.given_reward for sample in samples] == [0.25, 0.25]
+
+
+async def test_an_agent_that_crashes_takes_no_try_of_those_beside_it(bench: NewAgentBench) -> None:
+    desk = await bench("bad", rollout={"agent_tries": 1, "n_samples_per_prompt": 6, "min_rollouts": 5})
+    samples, _ = await desk.play(6, metadata={"bad": ["crashes", [2]]})
+    assert [sample.rollout for sample in samples] == [0, 1, 3, 4, 5]
+    assert desk.service.metrics.values["agents_failed"] == desk.groups.lost == 1
+    assert await desk.left_open() == []
 
 
 @pytest.mark.parametrize("kind", ["raises", "silent", "unnamed"])
@@ -92,7 +106,7 @@ async def test_a_group_with_too_few_rollouts_left_is_dead_with_the_reason(bench:
         await desk.play(3, metadata={"bad": [kind, [0, 1]]})
     assert (caught.value.field, caught.value.path) == ("rollout.agent", "tests.support.agents:bad")
     assert "2 times in a row" in caught.value.reason
-    assert await desk.sessions() == 0
+    assert await desk.left_open() == []
 
 
 async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(bench: NewAgentBench) -> None:
@@ -106,7 +120,7 @@ async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(b
     assert stopped is not None and stopped.stale
     assert [(sample.rollout, sample.finish) for sample in samples] == [(0, "stop")]
     await until((desk.directory / "cancelled-1").exists, "the agent's cancellation")
-    assert await desk.sessions() == 0
+    assert await desk.left_open() == []
 
 
 async def test_a_replica_that_leaves_hands_on_whole_rollouts_and_the_others_begin_anew(bench: NewAgentBench) -> None:

@@ -179,10 +179,29 @@ def get_env(task_index, **_):
 """,
     "tau_bench/__init__.py": "",
     "tau_bench/agents/__init__.py": "",
-    "sitecustomize.py": "from services.rollout.engine.cpu_launcher import stand_in_for_triton\nstand_in_for_triton()\n",
+    "sitecustomize.py": """
+import sys
+import types
+
+
+class FunctionCallParser:
+    def __init__(self, tools, tool_call_parser):
+        assert tool_call_parser == "qwen25" and [tool.function.name for tool in tools] == ["cancel"]
+
+    def parse_non_stream(self, text):
+        return text, []
+
+
+class Fields(types.SimpleNamespace):
+    pass
+
+
+sys.modules["sglang.srt.function_call.function_call_parser"] = types.SimpleNamespace(FunctionCallParser=FunctionCallParser)
+sys.modules["sglang.srt.managers.io_struct"] = types.SimpleNamespace(Function=Fields, Tool=Fields)
+""",
 }
-"""tau-bench's own modules as far as slime's example uses them, with a user who says the same whatever he is told; and what the tool parser
-of SGLang, which the example imports, needs where there is no GPU."""
+"""tau-bench's own modules as far as slime's example uses them, with a user who says the same whatever he is told; and SGLang's tool parser,
+which cannot be imported where there is no GPU, as it reads a text without calls."""
 
 
 @slimes_own

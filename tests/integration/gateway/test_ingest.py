@@ -11,11 +11,14 @@ import pytest
 from fastapi import FastAPI
 
 from services.gateway.ingest.group_intake import GroupIntake
-from services.gateway.ingest.ingest_routes import KEY_VARIABLE, add_ingest_routes, ingest_key
+from services.gateway.ingest.ingest_routes import add_ingest_routes
 from services.reward.reward_service import serve as serve_rewards
 from shared.bus import runs
+from shared.bus.registry import Registry
+from shared.config.ingest_key import KEY_VARIABLE, ingest_key
 from shared.data.tokenizer import Tokenizer
 from shared.runtime import service_base
+from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import HttpAddress
 from shared.runtime.http_endpoints import serving
@@ -25,6 +28,7 @@ from shared.schema.ledger import GroupsScored
 from shared.schema.messages import Batch
 from tests.integration.buffer.conftest import Served, new_run, served
 from tests.integration.buffer.player import Player
+from tests.support.gateways import ready_gateway, started_gateway
 from tests.support.waiting import until
 
 __all__ = ["new_run", "served"]
@@ -227,3 +231,26 @@ async def test_only_the_producers_key_opens_the_door(door: NewDoor) -> None:
     with pytest.raises(ConfigError, match=KEY_VARIABLE):
         ingest_key({KEY_VARIABLE: "short"})
     assert ingest_key({KEY_VARIABLE: KEY}) == KEY
+
+
+async def test_the_gateways_own_process_has_the_door_and_none_without_a_key(door: NewDoor, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    player, other = await door(rollout={"num_rollout": 1})
+    environment = {**player.environment("gateway-0"), "REDIS_URL": valkey.url}
+    with started_gateway(0, tmp_path, environment) as process:
+        assert process.process.wait(120) == 2
+        assert KEY_VARIABLE in process.words()
+    with started_gateway(0, tmp_path, environment | {KEY_VARIABLE: KEY}) as process:
+        url = await ready_gateway(Registry(player.bus, player.config.run.name), 0, process)
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+            taken = await post(client, group("mine"))
+            assert taken.status_code == 200, taken.text
+            assert (await client.get("/groups")).json()["version"] == 0
+            answer = await client.post("/v1/chat/completions", json={"model": "x", "messages": [{"role": "user", "content": "x"}]})
+            assert answer.status_code == 401, "the producers' key opens no session"
+            stranger = {"Authorization": "Bearer sk-myxo-0-0"}
+            assert (await client.post("/groups", json=group("other"), headers=stranger)).status_code == 401
+            process.kill()  # −9: the producer that got no answer asks the next one
+            with pytest.raises(httpx.HTTPError):
+                await post(client, group("mine"))
+    repeated = await post(other, group("mine"))
+    assert repeated.json() == {"id": "mine", "group": taken.json()["group"], "repeated": True}

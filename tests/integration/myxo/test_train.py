@@ -1,5 +1,7 @@
 """`myxo train --dry-run`: what it prints and tells, with a model and prompts that are there."""
 
+import json
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -65,6 +67,23 @@ def test_demonstrations_alone_are_trained_for_their_epochs(words: list[str], tmp
     assert main(["train", *given.split(), "--dry-run"]) == 0, capsys.readouterr().err
     sft = tomllib.loads(capsys.readouterr().out)["sft"]
     assert (sft["sft_steps"], sft["sft_batch_size"], sft["sft_warmup_fraction"]) == (6, 4, 0.5)
+
+
+def test_the_reference_policy_may_have_a_checkpoint_of_its_own(
+    words: list[str], tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "reference"
+    shutil.copytree(tiny_model, own)
+    place = words.index("--ref-load") + 1
+    given = [*words[:place], str(own), *words[place + 1 :], "--dry-run"]
+    assert main(["train", *given]) == 0
+    assert f"its reference from {own}; slime starts both from --ref-load" in capsys.readouterr().err
+    other = {**json.loads((own / "config.json").read_text()), "num_attention_heads": 2, "tie_word_embeddings": True}
+    (own / "config.json").write_text(json.dumps(other))
+    assert main(["train", *given]) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert f"--ref-load (model.ref_load) = '{own}': a model of the policy's shape" in told
+    assert "num_attention_heads is 2, the policy's 4; tied_embeddings is True, the policy's False" in told
 
 
 def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,16 @@ async def parts(pool: VerifierPool, code: str, label: Any) -> tuple[float, float
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 ADD = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 
+PYTEST = "def test_one(): assert f(1) == 1\ndef test_two():\n    assert f(2) == 2"
+UNITTEST = """
+import unittest
+class TestF(unittest.TestCase):
+    def test_one(self): self.assertEqual(f(1), 1)
+    def test_two(self): self.assertEqual(f(2), 2)
+if __name__ == "__main__":
+    unittest.main()
+"""
+
 
 @pytest.mark.parametrize(
     ("code", "label", "expected"),
@@ -80,6 +90,10 @@ ADD = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
         ("class Solution:\n    def f(self, x): return x", {"inputs": [["a"]], "outputs": ["a"], "fn_name": "f"}, (1.0, 1.0)),
         ("def f(x): return x", {"test": "def check(g):\n    assert g(1) == 1 and g([]) == []", "entry_point": "f"}, (1.0, 1.0)),
         ("def f(x): return 1", {"test": "def check(g):\n    assert g(1) == 1 and g([]) == []", "entry_point": "f"}, (0.0, 0.0)),
+        ("def f(x): return x", PYTEST, (1.0, 1.0)),
+        ("def f(x): return 1", PYTEST, (0.0, 0.5)),
+        ("def f(x): return x", UNITTEST, (1.0, 1.0)),
+        ("def f(x): return 1", UNITTEST, (0.0, 0.0)),
         ("from __future__ import annotations\ndef f(x: X): return x", "assert f(1) == 1", (1.0, 1.0)),
     ],
 )

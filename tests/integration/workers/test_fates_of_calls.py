@@ -58,8 +58,10 @@ OTHERS = ("wait 0.5", "wait 0.6")
         pytest.param("leave in a thread", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1), marks=extra),
         pytest.param("exit", WorkerFailed, "SystemExit: 4", (1, 1), marks=extra),
         ("exit in a task", WorkerFailed, "CallExit: SystemExit: 4", (1, 1)),
-        pytest.param("crash", WorkerDied, "process ended in the middle of a call", (1, 2), marks=extra),
-        ("crash in a thread", WorkerDied, "process ended in the middle of a call", (1, 2)),
+        pytest.param(
+            "crash", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2), marks=extra
+        ),
+        ("crash in a thread", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2)),
         ("stop the loop", WorkerDied, "process ended in the middle of a call", (2, 2)),
     ],
 )
@@ -87,6 +89,13 @@ async def test_a_call_that_hangs_holds_up_nobody(started: Started, tmp_path: Pat
     (tmp_path / "told").touch()
     assert len({await one for one in waiting}) == 1
     assert begun(tmp_path) == {what: 3, "wait until told": 2, "wait 0": 1}
+
+
+async def test_a_process_that_a_call_forks_answers_nothing(started: Started, tmp_path: Path) -> None:
+    pool = await started()
+    first, other = await asyncio.gather(ask(pool, "fork"), ask(pool, "wait 0.6"))
+    assert first == other == await ask(pool, "wait 0")
+    assert begun(tmp_path) == {"fork": 1, "wait 0.6": 1, "wait 0": 1}
 
 
 async def test_a_late_call_beside_one_that_blocks_does_not_end_the_process(started: Started, tmp_path: Path) -> None:

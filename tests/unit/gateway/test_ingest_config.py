@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from myxo.preflight.ingest_checks import check_ingest
+from myxo.preflight.inspection import Inspection, Note
+from shared.config.ingest_key import KEY_VARIABLE
 from shared.runtime.errors import BadInput
 from tests.support.run_config import run_config, write_jsonl
 
@@ -34,3 +37,18 @@ def test_nothing_comes_in_unless_it_is_told(tmp_path: Path) -> None:
     assert run_config(tmp_path).ingest.ingest_groups == "off"
     with pytest.raises(BadInput, match="ingest_groups"):
         run_config(tmp_path, ingest={"ingest_groups": "on"})
+
+
+def test_the_producers_key_is_missed_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(mode: str, starts: bool = True, **gateway: int) -> list[str]:
+        config = run_config(tmp_path, ingest={"ingest_groups": mode}, gateway=gateway)
+        return [one.text if isinstance(one, Note) else str(one) for one in check_ingest(Inspection(config, starts=starts))]
+
+    monkeypatch.setenv(KEY_VARIABLE, "too short")
+    [problem] = found("beside")
+    assert problem.startswith(f"{KEY_VARIABLE} = '*********': required with ingest.ingest_groups")
+    assert found("off") == found("beside", starts=False) == []
+    [note] = found("alone", gateway_replicas=0)
+    assert "started elsewhere" in note
+    monkeypatch.setenv(KEY_VARIABLE, "x" * 16)
+    assert found("alone") == []

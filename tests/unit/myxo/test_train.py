@@ -182,7 +182,6 @@ def test_other_weights_than_those_of_the_model_are_refused_and_a_conversion_is_t
     converted.mkdir()
     (converted / "latest_checkpointed_iteration.txt").write_text("release")
     for flag, path, message in (
-        ("--ref-load", other, "model.ref_load = .*another model than hf_checkpoint"),
         ("--load", other, "trainer.load = .*another model than hf_checkpoint"),
         ("--load", converted, "trainer.load = .*`myxo convert` makes a checkpoint of Megatron's"),
     ):

@@ -52,6 +52,13 @@ def test_labels_and_their_tests(label: Any, cases: list[Case]) -> None:
     assert cases_of(label) == cases
 
 
+def test_test_functions_and_classes_are_run() -> None:
+    cases = cases_of("import unittest\ndef test_a(): assert f(1)\nclass B(unittest.TestCase):\n    def test_b(self): pass\nunittest.main()")
+    assert [isinstance(case, ScriptCase) for case in cases] == [True, True]
+    codes = [case.code for case in cases if isinstance(case, ScriptCase)]
+    assert codes[0].endswith("\ntest_a()") and "loadTestsFromTestCase(B)" in codes[1] and "unittest.main()" not in "".join(codes)
+
+
 def test_a_test_function_is_called_with_the_entry_point() -> None:
     [case] = cases_of({"test": "def check(candidate):\n    assert candidate(1) == 2\n", "entry_point": "f"})
     assert isinstance(case, ScriptCase) and case.code.endswith("\ncheck(f)")
@@ -69,6 +76,10 @@ def test_a_test_function_is_called_with_the_entry_point() -> None:
         ({"inputs": ["a"], "outputs": [{}]}, "expected text as input and output"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": "f(); import os"}, "the name of a function"),
         ({"question": "a"}, "found an object with question"),
+        ("42", "tests nothing"),
+        ("def check(candidate):\n    assert candidate(1) == 2", "tests nothing"),
+        ("def helper(): assert f(1)\nclass Other:\n    def test_f(self): assert f(1)", "tests nothing"),
+        ("def test_f(tmp_path): assert f(1)", "test_f takes arguments"),
         ("\0", "no Python"),
         ("(" * 5000, "no Python"),
     ],

@@ -20,6 +20,8 @@ from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "episode_url",
+    "episode_timeout",
     "sandbox_wall_time",
     "sandbox_cpu_time",
     "sandbox_memory_bytes",
@@ -43,7 +45,6 @@ MUTABLE = {
     "rollout_num_gpus",
     "sglang_server_concurrency",
     "load",
-    "ref_load",
     "custom_config_path",
     "engine_start_timeout",
     "generate_timeout",
@@ -52,6 +53,19 @@ MUTABLE = {
     "agent_tries",
     "agent_workers",
     "generate_workers",
+    "gateway_checkpoint_tokens",
+    "gateway_host",
+    "gateway_models",
+    "gateway_port",
+    "gateway_replica_requests",
+    "gateway_replicas",
+    "gateway_requests",
+    "gateway_turn_timeout",
+    "gateway_wait",
+    "ingest_bytes",
+    "ingest_concurrency",
+    "ingest_groups",
+    "ingest_wait",
     "max_dead_in_a_row",
     "environment_concurrency",
     "worker_environment",
@@ -346,7 +360,8 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
 def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
     plain = run_config(tmp_path).reward
     assert (plain.environment_names(), plain.external) == (sorted(built_in := [*VERIFIERS, "given"]), {})
-    assert plain.queues() == ["verifiers", "verifiers-ifbench", "verifiers-math-verify", "verifiers-sandbox", "verifiers-sympy"]
+    kinds = ("ifbench", "math-verify", "reasoning-gym", "sandbox", "sympy")
+    assert plain.queues() == ["verifiers", *(f"verifiers-{kind}" for kind in kinds)]
     one = run_config(tmp_path, reward={"rm_type": "environment", "environment_url": "http://grader:8080"}).reward
     assert (one.environment_names(), one.external) == (sorted([*built_in, "environment"]), {"environment": "http://grader:8080"})
     table = {"grader": "http://grader:8080", "my_tests": "nats:tests"}

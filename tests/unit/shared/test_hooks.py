@@ -66,7 +66,7 @@ def test_what_cannot_be_used_is_refused_by_field(path: str, words: str) -> None:
 
 def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) -> None:
     owners = field_sections()
-    files = {"custom_config_path", "memory_snapshot_path"}
+    files = {"custom_config_path", "megatron_config_path", "memory_snapshot_path"}
     hooks = {f"{owners[field]}.{field}" for field in owners if field.endswith("_path") and field not in files}
     assert hooks | {"data.data_source", "rollout.agent"} == set(RUN_BY)
     sections: dict[str, dict[str, Any]] = {}

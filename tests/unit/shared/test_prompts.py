@@ -190,6 +190,9 @@ def test_tools_reach_the_chat_template(tmp_path: Path, tokenizer: Tokenizer, tin
     rows = [{"prompt": chat, "label": "2", "functions": tools} for tools in ([{"name": "add"}], '[{"name": "add"}]', None, [])]
     file = prompts(tmp_path, Tokenizer(model), *rows, tool_key="functions")
     assert [tokenizer.decode(file[row].tokens) for row in range(4)] == ["add: 1+1=", "add: 1+1=", "1+1=", "1+1="]
+    assert [file[row].metadata for row in range(4)] == [{"tools": [{"name": "add"}]}] * 2 + [{}] * 2, "where functions look for them"
+    plain = prompts(tmp_path, tokenizer, {"prompt": "1+1=", "label": "2", "tools": ["a", "b"]})
+    assert plain[0].metadata == {}, "of a text, what are no tools is nobody's"
 
 
 ROWS: list[Any] = [

@@ -54,6 +54,24 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
         load("a.b", "slime.plugins.f")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from slime.agent.adapters import AnthropicAdapter", r"No module named 'slime.agent'.*nothing of it.*rollout\.agent"),
+        ("from slime.observability.trace_utils import trace_span", r"No module named 'slime.observability'.*docs/metrics.md"),
+        ("from slime.utils.processing_utils import encode_image_for_rollout_engine", "is for images: Myxo's prompts and models are text"),
+    ],
+)
+def test_what_there_is_nothing_of_is_refused_with_what_there_is(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_another.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "of_another", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        load("a.b", "of_another.f")
+
+
 def test_a_slime_that_is_installed_wins(tmp_path: Path) -> None:
     (tmp_path / "slime" / "utils").mkdir(parents=True)
     for package in ("slime", "slime/utils"):

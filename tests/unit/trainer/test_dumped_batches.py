@@ -53,7 +53,8 @@ class Blobs:
 
 def dumped(path: Path, step: int = 7) -> Batch:
     """A batch of two groups: one with a sample that a filter removed and one that is stale, and one that fans out. Returns it, dumped."""
-    plain = DumpedGroup("g00000004", [stored("g00000004", index) for index in range(3)], [1.0, 0.1, -2.5], removed=[1], stale=[2])
+    parts = [{"format": 1.0, "answer": 0.5}, {}, {"format": 0.0}]
+    plain = DumpedGroup("g00000004", [stored("g00000004", index) for index in range(3)], [1.0, 0.1, -2.5], [1], [2], parts)
     fanned = DumpedGroup("g00000009", [stored("g00000009", index, rollout=index // 2) for index in range(4)], [0.0, 0.0, 1.0, 1.0])
     batch, blobs = batch_of(step, 5, [plain, fanned], mask_below=4)
     write_batch(str(path), batch, Blobs(blobs))  # type: ignore[arg-type]
@@ -146,6 +147,7 @@ def test_slimes_own_file_is_read(tmp_path: Path) -> None:
     batch = dumps.batch(0)
     first, second = (sample_codec.decode(dumps.read(group.payload)) for group in batch.groups)
     assert [group.rewards for group in batch.groups] == [[1.0, -1.0], [1.0, 1.0]]
+    assert [group.parts for group in batch.groups] == [({}, {"score": -1.0, "acc": 0.0}), ()]
     assert [group.removed for group in batch.groups] == [(), (0,)]
     assert [sample.rollout for sample in first] == [0, 0]
     assert [sample.rollout for sample in second] == [0, 1]

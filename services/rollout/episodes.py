@@ -1,0 +1,253 @@
+"""Rollouts that are episodes of an environment that steps: reset, then turns of the model and of the environment, until one is done.
+
+The environment's messages become tokens that are not trained; the model's keep the ids, log-probs and versions that the engine gave. An
+episode that is stopped keeps its session, and goes on in the middle of its turn where the run lets rollouts go on (`partial_rollout`).
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from services.rollout.custom_generate import CustomGenerate, parameters
+from services.rollout.episode_tokens import EpisodeTokens
+from services.rollout.generate import RETRY_PAUSE
+from services.rollout.in_flight import Requests
+from services.rollout.replica import Replica
+from shared.config.eval_views import eval_view
+from shared.data.tokenizer import Tokenizer
+from shared.environment.environment import Environment
+from shared.environment.environment_client import open_environment
+from shared.environment.protocol import Description, EnvironmentAway, EnvironmentFailed
+from shared.environment.stepping import CLOSE, CloseRequest, Reply, ResetRequest, StepRequest, TurnOutcome
+from shared.hooks import HookFailed, HookSample, Status
+from shared.hooks.call_context import CallContext, current_call
+from shared.hooks.slime.http_requests import HTTPStatusError, close_session, post
+from shared.runtime.errors import ConfigError, DeadlineExceeded
+from shared.runtime.service_base import Service
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Task
+
+FIELD = "episode.episode_url"
+
+CLOSE_SECONDS = 2.0
+"""The time for telling an environment that a session has ended: it forgets sessions by itself, too."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
+"""Seconds between tries while an environment cannot be reached."""
+
+Answer = TypeVar("Answer")
+
+
+class EpisodeGenerate(CustomGenerate):
+    """Plays the rollouts of groups in the run's environment."""
+
+    field = FIELD
+
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
+        super().__init__(service, replica, tokenizer)
+        self.settings = service.config.episode
+        assert self.settings.episode_url is not None  # only made for runs that have one
+        self.run = service.run
+        self.environment: Environment = open_environment("episode", self.settings.episode_url, service.bus, service.run)
+        self._described: Description | None = None
+
+    def path(self, task: Task) -> str | None:
+        return self.environment.shown
+
+    async def start(self) -> None:
+        """Has nothing to start: the environment is a service of its own."""
+
+    async def close(self) -> None:
+        """Closes the connections to the environment, and to the engine's door."""
+        await self.environment.close()
+        await close_session()
+
+    async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
+        """Plays a rollout, or goes on with it. Raises HookFailed, or DeadlineExceeded."""
+        token, address = uuid.uuid4().hex, self.replica.proxy.address
+        assert address is not None  # it is open from the engine's start on
+        self.replica.proxy.calls[token] = requests
+        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + seconds))
+        try:
+            async with asyncio.timeout(seconds):
+                return [await _Episode(self, task, index, sample, requests, f"http://{address[0]}:{address[1]}/generate").played()]
+        except TimeoutError:
+            raise DeadlineExceeded("the end of an episode", self.environment.label, seconds, "the group goes back to the queue") from None
+        except (EnvironmentAway, EnvironmentFailed) as error:
+            raise HookFailed(FIELD, self.environment.shown, error.reason) from None
+        except (HTTPStatusError, ConfigError, KeyError, TypeError) as error:
+            raise HookFailed(FIELD, self.environment.shown, f"{type(error).__name__}: {error}") from None
+        finally:
+            del self.replica.proxy.calls[token]
+
+    async def description(self) -> Description:
+        """Returns the environment's description, which is asked for once. Raises EnvironmentFailed for one that does not step."""
+        if self._described is None:
+            described = await self.asked("describe", self.environment.describe)
+            if not described.steps:
+                verbs = ", ".join(described.verbs)
+                raise EnvironmentFailed(self.environment.label, f"verbs is {verbs}; expected 'reset' and 'step' for episodes")
+            self._described = described
+        return self._described
+
+    async def asked(self, awaited: str, ask: Callable[[float], Awaitable[Answer]]) -> Answer:
+        """Returns an answer, asked for again while nobody can be reached; a repeat does no harm. Raises EnvironmentFailed."""
+        deadline = self.settings.episode_timeout
+        end, pause, reason = time.monotonic() + deadline, FIRST_PAUSE, ""
+        while (left := end - time.monotonic()) > 0:
+            try:
+                return await ask(left)
+            except EnvironmentAway as error:
+                reason = f"; before that: {error.reason}"
+                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
+                pause = min(2 * pause, LONGEST_PAUSE)
+            except DeadlineExceeded:
+                break
+        raise EnvironmentFailed(self.environment.label, f"{awaited} was not answered within {deadline:g} s (episode_timeout){reason}")
+
+    def tokens(self, task: Task, tools: list[dict[str, Any]]) -> EpisodeTokens:
+        """Returns what makes the ids of an episode, as the run renders its prompts."""
+        view = eval_view(self._config, task.group)
+        data = self._config.data if view is None else view.config.data
+        variables = {**data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
+        return EpisodeTokens(self._tokenizer, data.apply_chat_template or not isinstance(task.prompt, str), variables)
+
+    def sampling(self, task: Task, index: int) -> dict[str, Any]:
+        """Returns the engine's sampling parameters of a rollout, in SGLang's names."""
+        return parameters(task.sampling) | self._seeds.parameters(index)
+
+    @property
+    def longest(self) -> int | None:
+        """Returns the most tokens of prompt and response."""
+        return self._config.rollout.rollout_max_context_len
+
+
+class _Episode:
+    """One episode. ``sample.episode`` holds where it is, so that it goes on anywhere: session, turn, what was said, rewards, tools."""
+
+    def __init__(self, run: EpisodeGenerate, task: Task, index: int, sample: HookSample, requests: Requests, engine: str) -> None:
+        self._run, self._task, self._index, self._sample = run, task, index, sample
+        self._requests, self._engine = requests, engine
+        self._state: dict[str, Any] = getattr(sample, "episode", None) or {}
+
+    async def played(self) -> HookSample:
+        """Plays to the end, or until the rollout is stopped. Raises EnvironmentFailed, HTTPStatusError or ConfigError."""
+        description, done, stopped = await self._run.description(), False, False
+        try:
+            if not self._state:
+                await self._reset()
+            while not done and self._state["turn"] < self._run.settings.episode_turns:
+                finish, last = await self._said()
+                if (stopped := finish == "abort") or finish == "full":
+                    break
+                outcome = await self._step(finish)
+                done = outcome.done
+                if not done and not self._append(outcome.messages, last):
+                    break
+            return self._stopped() if stopped else self._ended(done)
+        finally:
+            if not stopped and CLOSE in description.verbs and self._state:
+                await self._close(done)
+
+    async def _reset(self) -> None:
+        task, sample = self._task, self._sample
+        request = ResetRequest(
+            run=self._run.run,
+            episode=f"{task.group}.{task.attempt}.{self._index}.{uuid.uuid4().hex[:12]}",
+            group=task.group,
+            attempt=task.attempt,
+            rollout=self._index,
+            prompt=task.prompt,
+            label=task.label,
+            metadata=task.metadata,
+            evaluation=is_evaluation(task.group),
+        )
+        opened = await self._run.asked("reset", lambda seconds: self._run.environment.reset(request, seconds))
+        self._state = {"session": opened.session, "turn": 0, "said": "", "rewards": [], "tools": opened.tools}
+        setattr(sample, "episode", self._state)  # noqa: B010  # an attribute of ours that goes along with the sample
+        if opened.messages or opened.tools:
+            sample.tokens = self._run.tokens(task, opened.tools).opening(task.prompt, sample.tokens, opened.messages)
+
+    async def _said(self) -> tuple[str, int | None]:
+        """Has the model say its message. Returns how it ended (stop, length, abort; full: no token is left) and a stop's last token."""
+        while (room := self._room()) > 0:
+            sampling = self._run.sampling(self._task, self._index) | {"max_new_tokens": room}
+            if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
+                sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
+            body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True}
+            answer = await post(self._engine, body)
+            meta = answer["meta_info"]
+            drawn = meta["output_token_logprobs"]
+            ids, log_probs = [token for _, token, _ in drawn], [log_prob for log_prob, _, _ in drawn]
+            self._sample.append_response_tokens(tokens=ids, log_probs=log_probs, meta_info=meta, text=answer["text"])
+            self._state["said"] += answer["text"]
+            self._state["drawn"] = self._state.get("drawn", 0) + len(ids)
+            finish = meta["finish_reason"]["type"]
+            if finish == "stop":
+                return "stop", ids[-1] if ids else None
+            if finish == "length":
+                return ("length", None) if self._left() > 0 else ("full", None)
+            if self._requests.stopped.is_set():
+                return "abort", None
+            await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn goes on from its tokens
+        return "full", None
+
+    def _left(self) -> int:
+        """Returns the tokens that the whole response may still have."""
+        left = self._task.sampling.max_new_tokens - self._sample.response_length
+        return left if self._run.longest is None else min(left, self._run.longest - len(self._sample.tokens))
+
+    def _room(self) -> int:
+        """Returns the tokens that this turn may still have."""
+        turn = self._run.settings.episode_turn_tokens
+        return self._left() if turn is None else min(self._left(), turn - self._state.get("drawn", 0))
+
+    async def _step(self, finish: str) -> TurnOutcome:
+        state = self._state
+        message = {"role": "assistant", "content": state["said"]}
+        request = StepRequest.model_validate(
+            {"run": self._run.run, "session": state["session"], "turn": state["turn"], "message": message, "finish": finish}
+        )
+        outcome = await self._run.asked(f"step {state['turn']}", lambda seconds: self._run.environment.step(request, seconds))
+        if outcome.reward is not None:
+            state["rewards"].append({"reward": outcome.reward.reward, **outcome.reward.parts})
+        state["turn"], state["said"], state["drawn"] = state["turn"] + 1, "", 0
+        return outcome
+
+    def _append(self, messages: list[Reply], last: int | None) -> bool:
+        """Appends what the environment says. Returns whether there is room for it, and for an answer."""
+        text, ids = self._run.tokens(self._task, self._state["tools"]).reply(messages, last)
+        if len(ids) >= self._left():
+            return False
+        self._sample.append_response_tokens(tokens=ids, trainable=False, text=text)
+        return True
+
+    def _stopped(self) -> HookSample:
+        self._sample.status = Status.ABORTED
+        return self._sample
+
+    def _ended(self, done: bool) -> HookSample:
+        sample, state = self._sample, self._state
+        if done and not state["rewards"]:
+            raise EnvironmentFailed(self._run.environment.label, "done is true and no step had a reward; expected at least one")
+        sample.reward = total(state["rewards"], self._run.settings.episode_reward)
+        sample.metadata = {**sample.metadata, "turns": state["turn"]}
+        sample.status = Status.COMPLETED if done else Status.TRUNCATED
+        return sample
+
+    async def _close(self, done: bool) -> None:
+        request = CloseRequest(run=self._run.run, session=self._state["session"], done=done)
+        with contextlib.suppress(EnvironmentAway, EnvironmentFailed, DeadlineExceeded):  # it forgets the session by itself
+            await self._run.environment.end(request, CLOSE_SECONDS)
+
+
+def total(rewards: list[Mapping[str, float]], rule: str) -> float | dict[str, float]:
+    """Returns an episode's reward of its steps': their sum, name by name, or the last; 0 where there is none."""
+    if not rewards:
+        return 0.0
+    names = {name for reward in rewards for name in reward}
+    found = dict(rewards[-1]) if rule == "last" else {name: sum(reward.get(name, 0.0) for reward in rewards) for name in names}
+    return found if len(found) > 1 else found["reward"]

@@ -1,0 +1,120 @@
+"""Rollouts that are episodes of an environment that steps, over real servers, a real engine and a real environment."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.environments.guessing.guessing import GuessingGame
+from shared.environment.http_serving import served_over_http
+from shared.environment.serving import ServedEnvironment
+from shared.schema.messages import Failed, Interrupted, Sampling
+from tests.integration.engine.bench import PROMPT, Bench, NewBench
+from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.reference import log_probs
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+EXACT = 1e-5
+
+
+class Recording(GuessingGame):
+    """The game, with what it was asked, on a number that nobody guesses unless told to let them win."""
+
+    def __init__(self) -> None:
+        self.resets: list[dict[str, Any]] = []
+        self.steps: list[tuple[str, int]] = []
+        self.wins_after, self.pause_s, self.fails = 3, 0.0, False
+
+    def reset(self, request: dict[str, Any]) -> Any:
+        self.resets.append(request)
+        return {"turns": 0}, [{"role": "user", "content": "a game:"}]
+
+    async def step(self, state: Any, message: dict[str, Any], request: dict[str, Any]) -> Any:  # type: ignore[override]
+        self.steps.append((request["session"], request["turn"]))
+        if self.fails:
+            raise LookupError("no such game")
+        await asyncio.sleep(self.pause_s)
+        state["turns"] += 1
+        done = state["turns"] == self.wins_after
+        return ([] if done else [{"role": "user", "content": f"<{state['turns']}>"}]), {"reward": 0.25, "form": 1.0}, done
+
+
+@pytest.fixture
+async def game() -> AsyncIterator[tuple[Recording, str]]:
+    made = Recording()
+    async with served_over_http(ServedEnvironment("game", made), "127.0.0.1", 0) as url:
+        yield made, url
+
+
+async def bench_of(new_bench: NewBench, url: str, **episode: Any) -> Bench:
+    return await new_bench(episode={"episode_url": url, "episode_turn_tokens": 4, **episode}, reward={"rm_type": "math_verify"})
+
+
+async def test_an_episode_to_its_end(new_bench: NewBench, game: tuple[Recording, str], checkpoint: Checkpoints) -> None:
+    made, url = game
+    desk = await bench_of(new_bench, url)
+    await desk.task(sampling=Sampling(temperature=1.0, max_new_tokens=60))
+    group, samples = await desk.generated()
+    assert len(group.samples) == 2 and {request["rollout"] for request in made.resets} == {0, 1}
+    assert made.resets[0]["prompt"] == "40+2=" and made.resets[0]["metadata"] == {"level": 3}
+    assert sorted(turn for _, turn in made.steps) == [0, 0, 1, 1, 2, 2] and len({session for session, _ in made.steps}) == 2
+    for one in samples:
+        assert one.prompt.tolist() == [*PROMPT.tolist(), *desk.rollout._tokenizer.encode("a game:").tolist()]
+        assert one.given_reward == {"reward": 0.75, "form": 3.0} and one.metadata == {"level": 3, "turns": 3}
+        assert one.finish == "stop" and "<1>" in one.text and "<2>" in one.text
+        masked = desk.rollout._tokenizer.decode(one.response[one.mask == 0])
+        assert masked == "<1><2>", "what the environment said, and nothing else, is not trained"
+        assert one.segments == [(0, len(one.response), 0)] and one.problem() is None
+        reference = np.where(one.mask, log_probs(checkpoint(0).model, one.prompt, one.response), 0)
+        assert np.abs(reference - one.log_probs).max() < EXACT
+
+
+async def test_an_episode_ends_with_its_tokens_or_turns(new_bench: NewBench, game: tuple[Recording, str]) -> None:
+    made, url = game
+    made.wins_after = 99
+    desk = await bench_of(new_bench, url, episode_turns=2, episode_reward="last")
+    await desk.task(sampling=Sampling(temperature=1.0, max_new_tokens=60))
+    _, samples = await desk.generated()
+    assert [(one.finish, one.metadata["turns"], one.given_reward) for one in samples] == [("length", 2, {"reward": 0.25, "form": 1.0})] * 2
+    await desk.task(group="g00000008", sampling=Sampling(temperature=1.0, max_new_tokens=9))
+    _, samples = await desk.generated()
+    assert all(len(one.response) <= 9 and one.finish == "length" for one in samples)
+
+
+async def test_an_environment_that_fails_costs_its_group_and_is_named(new_bench: NewBench, game: tuple[Recording, str]) -> None:
+    made, url = game
+    made.fails = True
+    desk = await bench_of(new_bench, url)
+    await desk.task()
+    outcome = await desk.outcome()
+    assert isinstance(outcome, Failed)
+    assert f"episode.episode_url = {url}" in outcome.reason and "LookupError: no such game" in outcome.reason
+    made.fails = False
+    await desk.task(group="g00000009")
+    group, _ = await desk.generated()
+    assert group.group == "g00000009"
+
+
+async def test_an_episode_goes_on_in_its_session_elsewhere(new_bench: NewBench, game: tuple[Recording, str]) -> None:
+    """It is stopped as by a replica that leaves, between two turns, and its samples are given to the next attempt."""
+    made, url = game
+    made.pause_s = 0.5
+    desk = await bench_of(new_bench, url)
+    if not desk.rollout._episodes.goes_on:  # type: ignore[union-attr]
+        desk.rollout._episodes.goes_on = True  # type: ignore[union-attr]  # as slime's --partial-rollout has it
+    sampling = Sampling(temperature=1.0, max_new_tokens=60)
+    await desk.task(sampling=sampling)
+    await until(lambda: len(made.steps) == 2, "a first step of both episodes", 240)
+    await desk.rollout.in_flight.leave(desk.client)
+    stopped = await desk.outcome()
+    assert isinstance(stopped, Interrupted) and stopped.payload is not None
+    desk.rollout.in_flight.leaving = False  # as at another replica
+    await desk.task(stopped.group, attempt=1, partial=stopped.payload, sampling=sampling)
+    _, samples = await desk.generated()
+    assert len(made.resets) == 2, "no session was opened anew"
+    assert sorted(turn for _, turn in made.steps) == [0, 0, 1, 1, 2, 2]
+    assert [one.given_reward for one in samples] == [{"reward": 0.75, "form": 3.0}] * 2

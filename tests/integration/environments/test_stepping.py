@@ -1,0 +1,289 @@
+"""Environments that step: the conformance suite finds what breaks the protocol, and what is served keeps it."""
+
+import asyncio
+import contextlib
+import copy
+import json
+import math
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from examples.environments.guessing.guessing import GuessingGame
+from shared.bus.connection import Bus
+from shared.environment.bus_serving import serve_on_bus
+from shared.environment.conformance import Check, Conformance, Example
+from shared.environment.environment_client import open_environment
+from shared.environment.http_serving import served_over_http
+from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
+from shared.environment.serving import EpisodeRefused, ServedEnvironment
+from shared.environment.stepping import ResetRequest, StepRequest
+from shared.runtime.embedded_servers import free_port
+from tests.integration.environments.live import ROOT
+
+EXAMPLE = Example("guess:", "5", ["5", "3", "9"])
+
+Answer = Callable[[str, dict[str, Any]], Any]
+
+
+class Both(GuessingGame):
+    """Scores, too."""
+
+    def score(self, request: dict[str, Any]) -> list[float]:
+        return [float(sample["response"] == request["label"]) for sample in request["samples"]]
+
+
+async def checks_of(url: str, timeout: float = 2.0, bus: Bus | None = None, run: str = "") -> dict[str, Check]:
+    environment = open_environment("under check", url, bus, run)
+    try:
+        return {check.name: check async for check in Conformance(environment, run, EXAMPLE, timeout).checks()}
+    finally:
+        await environment.close()
+
+
+class Broken(ServedEnvironment):
+    """A good environment that breaks the protocol in one way. ``kind``: a method of this class."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("broken", Both(), timeout=2.0)
+        self._kind, self._asked = kind, 0
+
+    async def answer(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        self._asked += 1
+        found: dict[str, Any] = await getattr(self, self._kind)(verb, request)
+        return found
+
+    async def whole(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        return copy.deepcopy(await super().answer(verb, request))
+
+    async def late(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        if verb == "step":
+            await asyncio.sleep(60)
+        return await self.whole(verb, request)
+
+    async def wrong_type(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        return await self.whole(verb, request) | ({"done": "no"} if verb == "step" else {})
+
+    async def silent(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        return await self.whole(verb, request) | ({"messages": [], "done": False} if verb == "step" else {})
+
+    async def speaks_as_the_model(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        said = {"messages": [{"role": "assistant", "content": "5"}]}
+        return await self.whole(verb, request) | (said if verb == "reset" else {})
+
+    async def not_a_number(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        return await self.whole(verb, request) | ({"reward": math.nan} if verb == "step" else {})
+
+    async def wrong_count(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        found = await self.whole(verb, request)
+        return {"rewards": found["rewards"][:3]} if verb == "score" else found
+
+    async def forgets_sessions(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        if verb == "step":
+            self._sessions.clear()
+        return await self.whole(verb, request)
+
+    async def another_id_each_time(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        if verb == "reset":
+            self._opening.clear()
+        return await self.whole(verb, request)
+
+    async def one_session_for_all(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        return await self.whole(verb, {**request, "episode": "the same"} if verb == "reset" else request)
+
+    async def takes_a_step_twice(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        if verb == "step" and (session := self._sessions.get(request["session"])) is not None and not session.done:
+            return await self.whole(verb, {**request, "turn": session.turns})
+        return await self.whole(verb, request)
+
+    async def steps_after_the_end(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return await self.whole(verb, request)
+        except EpisodeRefused as error:
+            if "is done" not in str(error):
+                raise
+            return {"messages": [], "reward": 0.0, "done": True}
+
+    async def huge(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        large = {"messages": [{"role": "user", "content": "7" * (5 << 20)}]}
+        return await self.whole(verb, request) | (large if verb == "step" else {})
+
+    async def crashes_over_unknown_sessions(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        if verb == "step" and request["session"] not in self._sessions:
+            raise KeyError(request["session"])
+        return await self.whole(verb, request)
+
+    async def never_rewards(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        found = await self.whole(verb, request)
+        found.pop("reward", None)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "words"),
+    [
+        ("late", "a first step", "late: the answer to step did not come within 2 s"),
+        ("wrong_type", "a first step", "done is 'no'; expected true or false"),
+        ("silent", "a first step", "messages is empty and done is false"),
+        ("speaks_as_the_model", "a reset", "messages[0].role is 'assistant'; expected one of system, user, tool"),
+        ("not_a_number", "a first step", "HTTP 400"),
+        ("wrong_count", "a group of 4", "rewards has 3 entries; expected 4"),
+        ("forgets_sessions", "a first step", "no session"),
+        ("another_id_each_time", "the same reset twice", "a reset that comes again opens no second session"),
+        ("one_session_for_all", "another reset", "each needs a session of its own"),
+        ("takes_a_step_twice", "the same step twice", "a step that comes again is not taken twice"),
+        ("steps_after_the_end", "a step after the end", "is to be refused with an error; it was answered"),
+        ("huge", "a first step", "more than 4194304 bytes"),
+        ("never_rewards", "an episode to its end", "no step had a reward"),
+    ],
+)
+async def test_what_breaks_the_protocol_is_found_by_its_check(kind: str, check: str, words: str) -> None:
+    async with served_over_http(Broken(kind), "127.0.0.1", 0) as url:
+        found = await checks_of(url)
+    assert found[check].result == "FAILED" and words in found[check].detail, found
+    before = list(found)[: list(found).index(check)]
+    assert all(found[name].result == "ok" for name in before), "and not before"
+
+
+@asynccontextmanager
+async def raw(respond: Callable[[str], web.Response]) -> AsyncIterator[str]:
+    async def on_request(request: web.Request) -> web.Response:
+        return respond(request.path.strip("/"))
+
+    application = web.Application()
+    application.router.add_route("*", "/{verb}", on_request)
+    runner = web.AppRunner(application, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port := free_port()).start()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await runner.cleanup()
+
+
+DESCRIPTION = {"protocol": 1, "name": "raw", "verbs": ["reset", "step"]}
+
+
+async def test_what_is_no_json_is_found() -> None:
+    async with raw(lambda _: web.Response(text=json.dumps(DESCRIPTION), content_type="text/html")) as url:
+        found = await checks_of(url)
+    assert (
+        found["content type"].result == "FAILED" and "'text/html; charset=utf-8'; expected application/json" in found["content type"].detail
+    )
+    nan = '{"messages": [], "done": true, "reward": NaN}'
+    opened = '{"session": "s"}'
+    texts = {"close": "{}", "describe": json.dumps(DESCRIPTION), "reset": opened, "step": nan}
+    async with raw(lambda verb: web.Response(text=texts[verb], content_type="application/json")) as url:
+        found = await checks_of(url)
+    assert found["a first step"].result == "FAILED" and "reward is nan; expected a finite number" in found["a first step"].detail
+    assert found["another reset"].result == "FAILED"
+
+
+async def test_an_environment_that_dies_in_an_episode_is_found(tmp_path: Path) -> None:
+    """Once in the middle of a step, with the connection open."""
+    (tmp_path / "dying.py").write_text(
+        "import os\n"
+        "from examples.environments.guessing.guessing import GuessingGame\n\n\n"
+        "class Dying(GuessingGame):\n"
+        "    def step(self, state, message, request):\n"
+        "        if request['turn'] == 2:\n"
+        "            os._exit(1)\n"
+        "        return super().step(state, {'content': 'none'}, request)\n"
+    )
+    port = free_port()
+    command = [sys.executable, "-m", "myxo.main", "env", "run", "dying:Dying", "--port", str(port)]
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin"}
+    process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    try:
+        assert process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 120)
+        assert line == f"Dying serves reset, step, close at http://127.0.0.1:{port}\n"
+        found = await checks_of(f"http://127.0.0.1:{port}", timeout=20)
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.wait)
+    assert found["a first step"].result == "ok"
+    assert found["an episode to its end"].result == "FAILED" and "cannot be reached" in found["an episode to its end"].detail
+
+
+async def test_what_is_served_keeps_the_protocol_over_http_and_nats(bus: Bus, run_name: str) -> None:
+    served = ServedEnvironment("game", Both())
+    await serve_on_bus(served, bus.connection, run_name, "game")
+    async with served_over_http(served, "127.0.0.1", 0) as url:
+        over_http = await checks_of(url)
+    over_nats = await checks_of("nats:game", bus=bus, run=run_name)
+    for found in (over_http, over_nats):
+        assert {check.result for check in found.values()} == {"ok"}, found
+    assert set(over_http) - set(over_nats) == {"content type"} and "an episode to its end" in over_nats and "a group of 4" in over_nats
+
+
+async def test_sessions_end_by_themselves() -> None:
+    served = ServedEnvironment("game", GuessingGame(), session_ttl=0.05)
+    question = {"run": "r", "episode": "e", "group": "g", "attempt": 0, "rollout": 0, "prompt": "guess:", "label": None, "metadata": {}}
+    async with served_over_http(served, "127.0.0.1", 0) as url:
+        environment = open_environment("game", url)
+        opened = await environment.reset(ResetRequest.model_validate(question), 5)
+        await asyncio.sleep(0.1)
+        step = StepRequest(run="r", session=opened.session, turn=0, message={"role": "assistant", "content": "5"}, finish="stop")
+        with pytest.raises(EnvironmentFailed, match=r"forgotten after 0\.05 s"):
+            await environment.step(step, 5)
+        again = await environment.reset(ResetRequest.model_validate(question), 5)
+        assert again.session != opened.session, "a session that is gone is not handed out again"
+        await environment.close()
+
+
+async def test_two_repeats_at_once_are_taken_once() -> None:
+    class Slow(GuessingGame):
+        steps = 0
+
+        async def step(self, state: Any, message: Any, request: Any) -> Any:  # type: ignore[override]
+            Slow.steps += 1
+            await asyncio.sleep(0.05)
+            return super().step(state, message, request)
+
+    served = ServedEnvironment("game", Slow())
+    question = {"episode": "e", "group": "g", "metadata": {"number": 9}}
+    first, second = await asyncio.gather(served.answer("reset", question), served.answer("reset", question))
+    assert first == second
+    step = {"session": first["session"], "turn": 0, "message": {"content": "5"}}
+    answers = await asyncio.gather(*(served.answer("step", step) for _ in range(5)))
+    assert Slow.steps == 1 and all(answer == answers[0] for answer in answers)
+
+
+async def test_the_skeleton_works(tmp_path: Path) -> None:
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "myxo.main", "env", *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        )
+
+    made = await asyncio.to_thread(command, "new", "WordGame")
+    assert made.returncode == 0 and "myxo env run word_game:WordGame" in made.stdout, made
+    again = await asyncio.to_thread(command, "new", "WordGame")
+    assert again.returncode == 2 and "cannot be written: File exists" in again.stderr
+    wrong = await asyncio.to_thread(command, "run", "word_game:Nothing")
+    assert wrong.returncode == 2 and "has no attribute 'Nothing'" in wrong.stderr
+    namespace: dict[str, Any] = {}
+    exec((tmp_path / "word_game.py").read_text(), namespace)
+    async with served_over_http(ServedEnvironment("word game", namespace["WordGame"]()), "127.0.0.1", 0) as url:
+        found = await checks_of(url)
+    assert {check.result for check in found.values()} == {"ok"} and len(found) > 20
+    schemas = json.loads((await asyncio.to_thread(command, "schemas")).stdout)
+    assert schemas["step.answer"]["required"] == ["done"] and "episode" in schemas["reset.request"]["properties"]
+
+
+async def test_an_environment_that_is_away_is_away() -> None:
+    environment = open_environment("game", f"http://127.0.0.1:{free_port()}")
+    with contextlib.suppress(asyncio.CancelledError), pytest.raises(EnvironmentAway):
+        await environment.step(StepRequest(run="r", session="s", turn=0, message={}, finish="stop"), 5)
+    await environment.close()

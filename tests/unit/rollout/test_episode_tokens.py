@@ -1,0 +1,86 @@
+"""What stands between two messages of the model, by a real chat template, and what an episode's rewards come to."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.episode_tokens import EpisodeTokens
+from services.rollout.episodes import total
+from shared.data.tokenizer import Tokenizer
+from shared.runtime.errors import ConfigError
+from tests.support.service_process import ROOT
+
+OBSERVED = [{"role": "user", "content": "higher"}]
+
+
+def tokenizer_of(directory: Path, model: Path, template: str) -> Tokenizer:
+    shutil.copy(model / "tokenizer.json", directory)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (directory / "chat_template.jinja").write_text(template)
+    return Tokenizer(directory)
+
+
+@pytest.fixture
+def qwen(tmp_path: Path, tiny_model: Path) -> Tokenizer:
+    return tokenizer_of(tmp_path, tiny_model, (ROOT / "tests/support/qwen3_chat_template.jinja").read_text())
+
+
+def test_a_turn_goes_on_from_what_was_drawn(qwen: Tokenizer) -> None:
+    tokens = EpisodeTokens(qwen, as_chat=True, variables={})
+    opening = qwen.decode(tokens.opening([{"role": "system", "content": "Play."}], [], OBSERVED), skip_special_tokens=False)
+    assert opening.endswith("higher<|im_end|>\n<|im_start|>assistant\n") and "Play." in opening
+    text, ids = tokens.reply(OBSERVED, None)
+    assert text == "<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == qwen.encode(text).tolist()
+    whole = qwen.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *OBSERVED], {})
+    assert whole.endswith("b" + text)
+
+
+def test_the_end_of_a_message_is_not_put_there_twice(qwen: Tokenizer) -> None:
+    [end] = qwen.encode("<").tolist()  # this tokenizer has single characters: what the model ended with is the template's beginning
+    text, _ = EpisodeTokens(qwen, as_chat=True, variables={}).reply(OBSERVED, end)
+    assert text.startswith("|im_end|>\n<|im_start|>user")
+    [other] = qwen.encode("x").tolist()
+    text, _ = EpisodeTokens(qwen, as_chat=True, variables={}).reply(OBSERVED, other)
+    assert text.startswith("<|im_end|>")
+
+
+def test_tools_are_in_the_opening(qwen: Tokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "guess", "parameters": {}}}
+    opening = EpisodeTokens(qwen, as_chat=True, variables={"tools": [tool]}).opening("Play.", [], [])
+    assert '"guess"' in qwen.decode(opening, skip_special_tokens=False)
+
+
+def test_plain_text_is_put_behind(qwen: Tokenizer) -> None:
+    tokens = EpisodeTokens(qwen, as_chat=False, variables={})
+    assert qwen.decode(tokens.opening("guess:", qwen.encode("guess:").tolist(), OBSERVED)) == "guess:higher"
+    assert tokens.reply(OBSERVED, 5) == ("higher", qwen.encode("higher").tolist())
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for message in messages %}{{ message['content'] }}{% if loop.last %}!{% else %}, {% endif %}{% endfor %}",  # ends in two ways
+        "{{ messages[-1]['content'] }}",  # forgets
+    ],
+)
+def test_a_template_that_does_not_append_is_refused(tmp_path: Path, tiny_model: Path, template: str) -> None:
+    tokens = EpisodeTokens(tokenizer_of(tmp_path, tiny_model, template), as_chat=True, variables={})
+    with pytest.raises(ConfigError, match="the chat template goes on from a message otherwise than it ended one"):
+        tokens.reply(OBSERVED, None)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "summed", "last"),
+    [
+        ([], 0.0, 0.0),
+        ([{"reward": 0.5}, {"reward": 1.0}], 1.5, 1.0),
+        ([{"reward": 0.5, "form": 1.0}, {"reward": 1.0}], {"reward": 1.5, "form": 1.0}, 1.0),
+        ([{"reward": 0.5}, {"reward": 1.0, "won": 1.0}], {"reward": 1.5, "won": 1.0}, {"reward": 1.0, "won": 1.0}),
+    ],
+)
+def test_an_episodes_reward(rewards: list[dict[str, float]], summed: Any, last: Any) -> None:
+    assert total(list(rewards), "sum") == summed and total(list(rewards), "last") == last

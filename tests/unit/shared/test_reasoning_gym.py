@@ -1,0 +1,89 @@
+"""Tasks of the package reasoning-gym: at the level of each, the same after any restart, scored by their own verifier."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config.run_config import RunConfig
+from shared.data.reasoning_gym_source import ReasoningGymSource, make
+from shared.rewards.names import REASONING_GYM
+from shared.rewards.reasoning_gym_score import answer_of
+from shared.rewards.reference import Reference, label_problem
+from shared.rewards.verifiers import verify
+from shared.runtime.errors import ConfigError
+from tests.support.run_config import run_config
+
+pytest.importorskip("reasoning_gym")
+
+
+def config_of(directory: Path, *tasks: str, **fields: Any) -> RunConfig:
+    return run_config(directory, data={"prompt_data": None}, curriculum={"reasoning_gym": list(tasks), "level_groups": 4, **fields})
+
+
+def result_of(row: dict[str, Any], rate: float) -> dict[str, Any]:
+    return {"metadata": row["metadata"], "pass_rate": rate, "rewards": [rate], "fate": "trained"}
+
+
+def play(source: ReasoningGymSource, groups: int, rates: dict[str, float]) -> list[dict[str, Any]]:
+    rows = []
+    for _ in range(groups):
+        rows += source.get_samples(1)
+        source.observe([result_of(rows[-1], rates[rows[-1]["metadata"]["task"]])])
+    return rows
+
+
+def test_each_task_has_a_level_that_follows_its_own_pass_rate(tmp_path: Path) -> None:
+    source = make(config_of(tmp_path, "chain_sum*3", "leg_counting"))
+    rows = play(source, 80, {"chain_sum": 1.0, "leg_counting": 0.5})
+    last = {row["metadata"]["task"]: row["metadata"]["level"] for row in rows}
+    assert last["chain_sum"] > 5 and last["leg_counting"] == 0
+    counts = Counter(row["metadata"]["task"] for row in rows)
+    assert counts["chain_sum"] > 2 * counts["leg_counting"] > 0
+    terms = [row["metadata"][REASONING_GYM]["metadata"]["num_terms"] for row in rows if row["metadata"]["task"] == "chain_sum"]
+    assert terms[0] == 2 and terms[-1] > 6, "more is asked"
+
+
+def test_a_source_goes_on_from_its_state(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "chain_sum", "basic_arithmetic")
+    rates = {"chain_sum": 1.0, "basic_arithmetic": 0.0}
+    whole, first, second = make(config), make(config), make(config)
+    expected = play(whole, 60, rates)
+    assert play(first, 35, rates) == expected[:35]
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert play(second, 25, rates) == expected[35:]
+
+
+def test_the_tasks_own_verifier_scores(tmp_path: Path) -> None:
+    [row] = make(config_of(tmp_path, "chain_sum", reasoning_gym_parameters={"chain_sum": {"min_digits": 3, "max_digits": 3}})).get_samples(
+        1
+    )
+    assert row["metadata"]["rm_type"] == REASONING_GYM and row["prompt"].endswith("</answer>.")
+    assert row["metadata"][REASONING_GYM]["metadata"]["num_digits"] == 3, "a parameter is over the level's"
+    reference = Reference(row["label"], False, row["metadata"])
+    for response in (row["label"], f"<think>hm</think> so <answer>7</answer> no, <answer> {row['label']} </answer>"):
+        assert verify(REASONING_GYM, response, reference) == 1.0
+    assert verify(REASONING_GYM, "<answer>7</answer>", reference) < 1.0
+    assert answer_of("<answer>1</answer></think> 2 ") == "2", "what was only thought does not count"
+    assert label_problem(REASONING_GYM, reference) is None
+    assert "expected metadata.reasoning_gym with dataset" in str(label_problem(REASONING_GYM, Reference("1")))
+    unknown = {REASONING_GYM: {"dataset": "chain_som", "metadata": {}}}
+    with pytest.raises(ValueError, match="'chain_som', no generator of reasoning-gym"):
+        verify(REASONING_GYM, "1", Reference("1", False, unknown))
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "words"),
+    [
+        ("chain_sums", {}, "did you mean chain_sum"),
+        ("chain_sum", {"reasoning_gym_parameters": {"chain_sum": {"max_terns": 3}}}, "did you mean max_terms"),
+        ("chain_sum", {"reasoning_gym_parameters": {"chain_sum": {"min_terms": 9}}}, "level 0 of chain_sum cannot be made"),
+        ("rearc", {}, "its verifier gives its own answer 1, and 0.05 once the task has been JSON"),
+    ],
+)
+def test_a_generator_that_cannot_be_used_is_refused(tmp_path: Path, task: str, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        make(config_of(tmp_path, task, **fields))
+    assert caught.value.field.startswith("curriculum.reasoning_gym")
