@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -96,7 +96,8 @@ class EngineProxy:
 
     Attributes:
         address: host and port, once it is open.
-        public: whether `ROUTES` are served. draw_key: the key of gateways; without one they are not served.
+        public: whether `ROUTES` are served. draw_key: the key of gateways; without one they are not served. renew_key:
+            returns the key that the store has by now, where a gateway comes with another.
         calls: requests of the user's generate functions by the token of their call (`shared.hooks.call_context`); a request of a call that
             was stopped is answered as one that the engine has aborted.
     """
@@ -117,6 +118,7 @@ class EngineProxy:
         self._opening = asyncio.Lock()
         self.address: tuple[str, int] | None = None
         self.public, self.draw_key = True, ""
+        self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
 
     async def open(self, host: str) -> None:
@@ -178,7 +180,10 @@ class EngineProxy:
 
     async def _draw(self, request: web.BaseRequest) -> web.Response:
         """Answers a gateway, which goes on from what was drawn where the engine aborts it."""
-        if not hmac.compare_digest(request.headers.get(KEY_HEADER, "").encode(), self.draw_key.encode()):
+        given = request.headers.get(KEY_HEADER, "").encode()
+        if not hmac.compare_digest(given, self.draw_key.encode()) and self.renew_key is not None:
+            self.draw_key = await self.renew_key()  # the store may have been emptied
+        if not hmac.compare_digest(given, self.draw_key.encode()):
             raise RequestDenied(HTTPStatus.UNAUTHORIZED, "the key for draws is not this run's")
         self._present()
         asked = DrawRequest.decode(await body_of(request, CONTENT_TYPE))

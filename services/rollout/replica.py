@@ -171,7 +171,8 @@ class Replica:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
         if self._drawn_for_gateways:
-            self.proxy.draw_key = await SessionStore(self._service.store, self._service.run).make_draw_key()
+            self.proxy.draw_key = await self._draw_key()
+            self.proxy.renew_key = self._draw_key
             self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)
             self._service.metrics.set(VOCABULARY_GAUGE, client.capabilities.vocab_size)
             await self.proxy.open(own_address())
@@ -183,6 +184,9 @@ class Replica:
             await self.serve(INITIAL_VERSION)
         else:
             await self.publish()
+
+    async def _draw_key(self) -> str:
+        return await SessionStore(self._service.store, self._service.run).make_draw_key(self.proxy.draw_key)
 
     async def open_proxy(self) -> None:
         """Opens the way to the engine for routers or generate functions, if it is not open."""

@@ -134,10 +134,10 @@ class SessionStore:
             keys = [self._names.session_key(session) for session in sessions]
             await self._command(f"removal of {len(sessions)} sessions", ("UNLINK", *keys))
 
-    async def make_draw_key(self) -> str:
-        """Returns the key by which gateways ask replicas for tokens, and makes it where there is none."""
+    async def make_draw_key(self, held: str = "") -> str:
+        """Returns the key by which gateways ask replicas for tokens. Where there is none, it is ``held``, or made."""
         key = self._names.session_key(DRAW_KEY)
-        _, found = await self._command("the key for draws", ("SETNX", key, secrets.token_hex(SECRET_BYTES)), ("GET", key))
+        _, found = await self._command("the key for draws", ("SETNX", key, held or secrets.token_hex(SECRET_BYTES)), ("GET", key))
         return bytes(found).decode()
 
     async def draw_key(self) -> str | None:
