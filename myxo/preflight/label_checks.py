@@ -15,7 +15,7 @@ from typing import Any
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.run_config import RunConfig
 from shared.data.prompts import PromptFile, TrainingPrompts
-from shared.rewards.names import VERIFIERS, base
+from shared.rewards.names import RUNS_CODE, VERIFIERS, base
 from shared.rewards.reference import label_text
 from shared.runtime.errors import ConfigError
 
@@ -66,7 +66,8 @@ def check(inspection: Inspection) -> Findings:
 
 
 def first_labels(config: RunConfig, prompts: TrainingPrompts | PromptFile, overrides: Mapping[str, Any] | None = None) -> list[Label]:
-    """Returns the labels that built-in verifiers compare, of the first rows; rows that are no prompts are left out.
+    """Returns the labels that built-in verifiers compare, of the first rows; rows that are no prompts are left out, and so are tests, which
+    are no answers and are read with the prompts.
 
     ``overrides``: put into the metadata of each prompt.
     """
@@ -80,7 +81,7 @@ def first_labels(config: RunConfig, prompts: TrainingPrompts | PromptFile, overr
         label, metadata = entry.get(data.label_key or ""), entry.get(data.metadata_key)
         named = {**(metadata if isinstance(metadata, dict) else {}), **(overrides or {})}.get("rm_type")
         verifier = reward.environment_of(named)
-        if verifier in VERIFIERS and isinstance(label, str | int | float):
+        if verifier in VERIFIERS and base(verifier) not in RUNS_CODE and isinstance(label, str | int | float):
             found.append(Label(rows.where(row), verifier, label_text(label)[0] or ""))
     return found
 

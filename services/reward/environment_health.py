@@ -56,6 +56,9 @@ class EnvironmentHealthCheck:
         except DeadlineExceeded:
             self._say("late", f"describe was not answered within {self._describe_seconds:g} s")
         else:
+            if not description.scores:
+                self._say("refused", f"verbs is {', '.join(description.verbs)}; expected 'score' where it is to score")
+                return
             needs, given = description.timeout, self._service.config.reward.reward_timeout
             self._say("ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else "")
 

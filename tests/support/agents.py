@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from shared.sessions.session import SessionLog, TurnBegun, TurnEnded
+from shared.sessions.session import SessionEnded, SessionLog, TurnBegun, TurnEnded
 from shared.sessions.session_store import SessionStore
 from shared.store.payload_store import Store
 
@@ -50,6 +50,9 @@ class Played:
         )
         await self._store.append(self.log, drawn)
         return request
+
+    async def end(self, reward: float) -> None:
+        await self._store.end(self.log.session.id, SessionEnded(at=time.time(), reward=reward))
 
 
 @asynccontextmanager
@@ -156,6 +159,14 @@ async def waits(data: dict[str, Any], base_url: str, api_key: str) -> float:
         finally:
             (Path(os.environ[DIRECTORY]) / f"cancelled-{data['rollout']}").touch()
     return 0.0
+
+
+async def ends_itself(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Ends its session with a reward, as a client may at the gateway, and then returns another."""
+    async with played(base_url, api_key) as session:
+        await session.turn(ASKED, SAID)
+        await session.end(0.25)
+    return 0.75
 
 
 async def opens(base_url: str, api_key: str) -> bool:

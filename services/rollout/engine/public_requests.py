@@ -124,6 +124,8 @@ class GenerateRequest(_Request):
     token_ids_logprob: Annotated[TokenIds, Field(max_length=1024)] = []
     return_text_in_logprobs: bool = False
     return_routed_experts: bool = False
+    routed_experts_start_len: Count = 0
+    image_data: None = None
 
     @property
     def prompts(self) -> int:

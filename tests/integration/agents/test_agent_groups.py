@@ -85,6 +85,20 @@ async def test_a_lost_rollout_costs_itself_alone_and_is_never_a_reward(bench: Ne
     assert await desk.left_open() == []
 
 
+async def test_the_reward_of_whoever_ended_the_session_first_counts(bench: NewAgentBench) -> None:
+    desk = await bench("ends_itself")
+    samples, _ = await desk.play()
+    assert [sample.given_reward for sample in samples] == [0.25, 0.25]
+
+
+async def test_an_agent_that_crashes_takes_no_try_of_those_beside_it(bench: NewAgentBench) -> None:
+    desk = await bench("bad", rollout={"agent_tries": 1, "n_samples_per_prompt": 6, "min_rollouts": 5})
+    samples, _ = await desk.play(6, metadata={"bad": ["crashes", [2]]})
+    assert [sample.rollout for sample in samples] == [0, 1, 3, 4, 5]
+    assert desk.service.metrics.values["agents_failed"] == desk.groups.lost == 1
+    assert await desk.left_open() == []
+
+
 @pytest.mark.parametrize("kind", ["raises", "silent", "unnamed"])
 async def test_a_group_with_too_few_rollouts_left_is_dead_with_the_reason(bench: NewAgentBench, kind: str) -> None:
     desk = await bench("bad", rollout={"agent_tries": 2, "n_samples_per_prompt": 3})

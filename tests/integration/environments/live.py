@@ -89,7 +89,7 @@ def odd_app() -> FastAPI:
             case "no-version":
                 return JSONResponse({key: value for key, value in DESCRIPTION.items() if key != "protocol"})
             case "missing-verb":
-                return JSONResponse({**DESCRIPTION, "verbs": ["reset", "step"]})
+                return JSONResponse({**DESCRIPTION, "verbs": ["reset", "close"]})
             case "redirected-describe":
                 return RedirectResponse("/right/describe")
             case "late-describe":

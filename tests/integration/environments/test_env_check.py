@@ -21,6 +21,7 @@ from tests.support.waiting import until
 
 NAMES = [
     "describe",
+    "content type",
     "one sample",
     "a group of 4",
     "an empty response",
@@ -112,7 +113,7 @@ async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys:
         capsys, f"{odd}/right", "--prompt", "a?", "--label", "b", "--response", "ab", "--response", "c", "--response", "d"
     )
     assert code == 0, out
-    assert [line[8:40].strip() for line in out.splitlines()[:-1]] == [*NAMES[:3], "the 3 responses", *NAMES[3:]]
+    assert [line[8:40].strip() for line in out.splitlines()[:-1]] == [*NAMES[:4], "the 3 responses", *NAMES[4:]]
     assert "rewards 1, 1, 1; parts length" in out
     assert "keeps the protocol" in out.splitlines()[-1]
 
@@ -132,7 +133,7 @@ async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys:
         ("bare-500", "one sample", "answered score with HTTP 500"),
         ("other-version", "describe", "protocol is 2; expected 1"),
         ("no-version", "describe", "protocol is missing; expected 1"),
-        ("missing-verb", "describe", "verbs is ['reset', 'step']; expected a list with 'score' in it"),
+        ("missing-verb", "describe", "verbs is ['reset', 'close']; expected a list with 'score', or with 'reset' and 'step'"),
         ("redirect", "one sample", "answered score with HTTP 307, a redirect, which is not followed"),
         ("redirected-describe", "describe", "answered describe with HTTP 307, a redirect, which is not followed"),
         ("non-json", "one sample", "expected JSON"),
@@ -155,7 +156,7 @@ async def test_what_an_environment_only_should_do_is_a_warning(capsys: pytest.Ca
     code, out, _ = await checked(capsys, f"{odd}/dice")
     [line] = [line for line in out.splitlines() if "the same request twice" in line]
     assert (code, line.split()[0]) == (0, "warning"), out
-    assert "checks: 12, failed: 0, warnings: 1" in out
+    assert "checks: 13, failed: 0, warnings: 1" in out
 
 
 @pytest.mark.usefixtures("short_describe")

@@ -58,7 +58,8 @@ def test_two_roles_share_a_right_to_publish_only_where_the_flow_has_two_sources(
     tasks = f"{names.task_stream}.train"  # a gateway hands groups from outside in, in the place of tasks
     taking = {f"$JS.API.CONSUMER.MSG.NEXT.{tasks}", f"$JS.ACK.{tasks}.>"}
     flow = {subject for subject in shared if not subject.startswith("$JS.API.")} - taking
-    assert flow == {names.event("service", "*"), names.generated("*")}
+    described = names.environment("*", "describe")  # one that scores, and one that plays episodes
+    assert flow == {names.event("service", "*"), names.generated("*"), described}
     assert {subject for subject in shared if "CONSUMER" in subject or "$JS.ACK" in subject} == taking
 
 

@@ -20,6 +20,8 @@ from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "episode_url",
+    "episode_timeout",
     "sandbox_wall_time",
     "sandbox_cpu_time",
     "sandbox_memory_bytes",

@@ -117,7 +117,7 @@ def test_the_sample_is_named_by_its_place() -> None:
         ({"verbs": ...}, "verbs is missing"),
         ({"verbs": "score"}, "verbs is 'score'"),
         ({"verbs": ["score", 3]}, "verbs[1] is 3"),
-        ({"verbs": ["reset", "step"]}, "verbs is ['reset', 'step']; expected a list with 'score' in it"),
+        ({"verbs": ["reset", "close"]}, "verbs is ['reset', 'close']; expected a list with 'score', or with 'reset' and 'step'"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": "30"}, "timeout is '30'"),
         ({"timeout": math.inf}, "timeout is inf"),
