@@ -47,7 +47,9 @@ class EvaluationLogger:
         self._service, self._free, self._done = service, free, done
         path = paths(service.config, "buffer").get(EVAL_LOG)
         self._named = None if path is None else f"{EVAL_LOG} = {path}"
-        setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
+        setup = {"config": service.config.model_dump_json()}
+        # without a function the buffer needs none of the variables, which may be set where reward services start alone
+        variables = service.config.reward.worker_environment if path is not None else []
         self._pool = WorkerPool("the log function", 1, setup, MODULE, variables)
         self._open: dict[int, _Version] = {}
         self._held: set[str] = set()

@@ -136,8 +136,23 @@ class ChatTokens:
         """Returns a turn's completion as a message; nothing of it is repaired."""
         given = list(tools) or None
         found = self._renderer.parse_response(turn.completion.tolist(), tools=given, prompt_ids=turn.prompt.tolist())
-        calls = tuple(ParsedCall(call.raw, str(call.status.value), call.name or "", call.arguments, call.id) for call in found.tool_calls)
+        calls = tuple(
+            ParsedCall(call.raw, call_status(str(call.status.value), call.arguments), call.name or "", call.arguments, call.id)
+            for call in found.tool_calls
+        )
         return ParsedTurn(found.content, found.reasoning_content or "", calls)
+
+
+def call_status(status: str, arguments: Any) -> str:
+    """Returns the status of a call by what it was drawn with: arguments are an object of JSON, which has no NaN and no Infinity."""
+    if status != "ok":
+        return status
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        json.dumps(read, allow_nan=False)
+    except (ValueError, RecursionError):
+        return "invalid_arguments"
+    return status if read is None or isinstance(read, dict) else "invalid_arguments"
 
 
 def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Any:
@@ -181,7 +196,10 @@ def _with_objects(messages: Messages) -> list[dict[str, Any]]:
 
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
         function = given["function"]
-        return {**given, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        try:
+            return {**given, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        except (ValueError, RecursionError):  # what a client says that a model called need not be JSON
+            return dict(given)
 
     return [
         {**message, "tool_calls": [call(one) for one in message["tool_calls"]]} if "tool_calls" in message else dict(message)

@@ -78,7 +78,10 @@ class ReplayClient:
     def set_state(self, state: str) -> None:
         print(state, file=sys.stderr, flush=True)
 
-    def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None: ...
+    def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None:
+        """Prints a step of the warm start, or of demonstrations alone, as one line of JSON."""
+        if "sft_step" in values:
+            print(json.dumps(dict(values)), flush=True)
 
 
 def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:

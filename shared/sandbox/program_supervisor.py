@@ -53,16 +53,23 @@ _FIRST = os.getpid() == 1
 
 def main(lease_s: float, work: str, user: int) -> None:
     """Answers requests until nobody is there to ask. ``user``: that of the programs; 0: the supervisor's own."""
-    libc = ctypes.CDLL(None)
+    libc, own = ctypes.CDLL(None), os.getpid()
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # without bubblewrap, what a program leaves behind comes here all the same
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # the kernel drops it for process 1
-    os.write(1, READY)
-    while (request := _request(lease_s)) is not None:
-        answer = Run({**request, "user": user}, work, libc).answer()
-        while answer:
-            answer = answer[os.write(1, answer) :]
-    leave(work)
+    try:
+        os.write(1, READY)
+        while (request := _request(lease_s)) is not None:
+            answer = Run({**request, "user": user}, work, libc).answer()
+            while answer:
+                answer = answer[os.write(1, answer) :]
+    except BrokenPipeError:  # who asked is gone
+        pass
+    except BaseException:  # its last line is told by whoever asked
+        sys.excepthook(*sys.exc_info())
+    finally:
+        if os.getpid() == own:  # and no program that failed to start
+            leave(work)
 
 
 def leave(work: str) -> None:

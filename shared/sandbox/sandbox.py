@@ -179,14 +179,15 @@ class Sandbox:
         try:
             self._map_users(says)
         except BaseException:
-            process.kill()
-            process.wait()
+            os.close(
+                says
+            )  # bubblewrap goes on, and the supervisor finds its input closed; if it were killed, its child would wait for ever
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
+            process.wait()
             raise
-        finally:
-            os.close(says)
+        os.close(says)
         return process
 
     def _map_users(self, says: int) -> None:

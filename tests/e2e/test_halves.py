@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.runtime.child_process import die_with_parent
 from tests.e2e.launched import ROOT, LaunchedRun
 
 RUN_SECONDS = 900
@@ -77,3 +78,21 @@ def trained(config: Path, name: str, *flags: str) -> list[dict[str, Any]]:
 def mean_reward(file: dict[str, Any]) -> float:
     rewards = [sample["reward"] for sample in file["samples"]]
     return sum(rewards) / len(rewards)
+
+
+@pytest.mark.timeout(RUN_SECONDS)
+def test_demonstrations_alone_are_trained_and_each_step_is_told(tmp_path: Path, tiny_model: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]} for n in range(8)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    words = f"""
+        --hf-checkpoint {tiny_model} --prompt-data {data} --input-key messages --rollout-batch-size 4 --global-batch-size 4 --num-rollout 3
+        --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only --lr 1e-3
+        --train-device cpu --train-dtype float32 --save {tmp_path}/saved --run-name sft
+    """
+    command = [sys.executable, "-m", "myxo.main", "train", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, preexec_fn=die_with_parent)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"sft_step"')]
+    assert [(step["sft_step"], step["sft_steps"]) for step in told] == [(1, 3), (2, 3), (3, 3)]
+    assert told[-1]["sft_loss"] < told[0]["sft_loss"]

@@ -50,7 +50,8 @@ async def solve_and_review(args, sample, sampling_params, evaluation=False):
 
     draft = await ask(prompt)
     review = await ask(f"{prompt}{draft.response}\\nIs it right?")
-    review.rollout_log_probs = None  # as functions have it that leave them to the trainer
+    if not args.use_rollout_logprobs:
+        review.rollout_log_probs = None  # as functions have it that leave them to the trainer
     return [draft, review]
 ''',
     "mismatch.py": '''

@@ -23,9 +23,6 @@ from aiohttp import web
 KEY_VARIABLE = "MYXO_SESSION_KEY_"
 """The beginning of the names of the variables that hold sessions' keys: verifiers reads keys from the environment alone."""
 
-MODEL = "policy"
-"""The gateway serves one model, whatever its name."""
-
 
 class Episodes:
     """Plays episodes of one environment.
@@ -53,7 +50,7 @@ class Episodes:
         variable = f"{KEY_VARIABLE}{next(self._numbers)}"
         os.environ[variable] = asked["api_key"]
         try:
-            return self._result(await self._episode(task, asked["base_url"], variable))
+            return self._result(await self._episode(task, asked["data"]["model"], asked["base_url"], variable))
         except Exception as error:
             traceback.print_exc()
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
@@ -69,17 +66,19 @@ class Episodes:
             self._tasks[str(found.data.idx)] = found
         return self._tasks[str(index)]
 
-    async def _episode(self, task: Any, base_url: str, variable: str) -> Any:
+    async def _episode(self, task: Any, model: str, base_url: str, variable: str) -> Any:
         client = vf.TrainClientConfig(base_url=base_url, api_key_var=variable, renderer_model_name=self._tokenizer)
-        context = vf.ModelContext(model=MODEL, client=client, sampling=vf.SamplingConfig(**self._sampling))
+        context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig(**self._sampling))
         return await self.environment.run_episode(task, context)
 
     @staticmethod
     def _result(episode: Any) -> web.Response:
         """Answers the sum of all rewards and, by name, those of the traces; an episode that failed has none."""
         if not episode.ok:
-            errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
-            return web.json_response({"error": "; ".join(errors)[:2000] or "the episode did not end"}, status=500)
+            errors = [error.message.strip() for one in (episode, *episode.traces) for error in one.errors]
+            print("an episode failed:", *errors, sep="\n", file=sys.stderr, flush=True)
+            last = errors[-1].splitlines()[-1] if errors else "the episode did not end"  # of a traceback, what it says
+            return web.json_response({"error": last}, status=500)
         parts = {name: float(reward.value) for trace in episode.traces for name, reward in trace.rewards.items() if reward is not None}
         return web.json_response({"reward": {"reward": sum(trace.reward for trace in episode.traces), **parts}})
 

@@ -80,7 +80,8 @@ def result(dataset: str, reward: float, **changes: Any) -> EvalResult:
 
 async def test_a_function_is_asked_once_a_version_and_gives_every_set(served: Served, tmp_path: Path) -> None:
     evaluation = {**sets(tmp_path), "eval_function_path": f"{FUNCTIONS}.evaluates"}
-    player = await served(rollout={"num_rollout": 1}, eval=evaluation)
+    keys = {"worker_environment": ["SET_WHERE_THE_FUNCTIONS_RUN"]}  # and not here
+    player = await served(rollout={"num_rollout": 1}, eval=evaluation, reward=keys)
     run, names = player.config.run.name, player.names
     asked = WorkQueue(player.bus, task_consumer(run, player.config.bus, EVAL), Evaluate)
 

@@ -34,6 +34,9 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-4
+SPECIAL = {0, 1, 2, 3}
+"""The tokens that are left out of the text."""
+
 END = 1
 """The token that ends a turn of these models."""
 
@@ -343,8 +346,11 @@ async def test_the_other_formats_carry_their_sessions_on_too(hall: Callable[...,
     responses = list((await played.log()).turns.values())
     assert [turn.request for turn in responses] == [begun.id, ended.id]
     for pair in (turns, responses):
-        [found] = trajectories(pair)
-        assert int(found.mask.sum()) == sum(len(turn.completion) for turn in pair), "the second turn carries the first one on"
+        found = trajectories(pair)
+        # a special token that was drawn is no text: what is rendered of the answer then is something else
+        whole = not set(pair[0].completion[:-1].tolist()) & SPECIAL
+        assert len(found) == 1 or not whole, "the second turn carries the first one on"
+        assert sum(int(one.mask.sum()) for one in found) == sum(len(turn.completion) for turn in pair)
         for turn in pair:
             exact(turn, checkpoint(0))
     tokenizer = room.desk.rollout._tokenizer

@@ -160,6 +160,24 @@ with Sandbox(SandboxSettings(limits=limits)) as box:
     assert found.stdout.splitlines()[1] in ("processes", "wall_time", "cpu_time")  # the kernel refuses the forks beyond the limit
 
 
+def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of a check is an exception that may come anywhere."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Watched(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *given: object, **more: object) -> None:
+            super().__init__(*given, **more)  # type: ignore[call-overload]
+            started.append(self)
+
+    monkeypatch.setattr("shared.sandbox.sandbox.subprocess.Popen", Watched)
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(Sandbox, "_open_pid", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with Sandbox(SETTINGS) as sandbox:  # where programs have the supervisor's user, the first wait is the one that is interrupted
+            sandbox.wait_ready()
+    children = Path(f"/proc/{started[0].pid}/task/{started[0].pid}/children")
+    assert started[0].wait(60) is not None and not children.exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give programs another user")
 def test_a_root_that_may_not_map_users_gives_programs_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose root is none outside. What is then not refused by the kernel, the supervisor sees."""

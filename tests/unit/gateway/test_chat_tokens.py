@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.gateway.chat_tokens import TOOL, ChatTokens
+from services.gateway.chat_tokens import TOOL, ChatTokens, call_status
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.sessions.session import Turn
 from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer
@@ -83,3 +83,20 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
     bare = ChatTokens(write_qwen3_tokenizer(tmp_path / "bare", None), {})
     with pytest.raises(TurnRefused, match="no chat template"):
         bare.render(ASK, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ({"a": 1}, "ok"),
+        ('{"a": 1}', "ok"),
+        (None, "ok"),
+        ({"a": float("inf")}, "invalid_arguments"),
+        ('{"a": NaN}', "invalid_arguments"),
+        ("[1]", "invalid_arguments"),
+        ("add 1", "invalid_arguments"),
+    ],
+)
+def test_a_calls_arguments_are_an_object_that_every_format_can_carry(arguments: object, status: str) -> None:
+    assert call_status("ok", arguments) == status
+    assert call_status("unclosed_block", arguments) == "unclosed_block"

@@ -144,7 +144,8 @@ def _mutate(node: Any, data: st.DataObject) -> None:
 
 
 TEXTS = st.text(max_size=8)
-ARGUMENTS = st.dictionaries(TEXTS, SCALARS | st.lists(SCALARS, max_size=2), max_size=3).map(json.dumps)
+JSON_SCALARS = SCALARS.filter(lambda value: value not in (float("inf"), float("-inf")))
+ARGUMENTS = st.dictionaries(TEXTS, JSON_SCALARS | st.lists(JSON_SCALARS, max_size=2), max_size=3).map(json.dumps)
 
 
 @st.composite

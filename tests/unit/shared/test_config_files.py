@@ -73,7 +73,7 @@ def test_a_published_model_is_a_base(plain: Path, tmp_path: Path) -> None:
     ("base", "message"),
     [
         ("[trainer]\nlrr = 1\n", r"trainer.lrr = 1: unknown key; did you mean lr\? \(in .*base.toml\)"),
-        ("[trainer]\nlr = -1\n", r"trainer.lr = -1: .*greater than 0 \(in .*base.toml\)"),
+        ("[trainer]\nlr = -1\n", r"trainer.lr = -1: .*greater than or equal to 0 \(in .*base.toml\)"),
         ("[trainer.megatron]\nnum-layer = 1\n", r"trainer.megatron.num-layer = 1: unknown flag.*\(in .*base.toml\)"),
         ("[trainer\n", r"base = 'base.toml': not a readable TOML file: .*\(in .*run.toml\)"),
         ('base = "run.toml"\n', r"base = 'run.toml': a file that does not lead back to itself: .*run.toml → .*base.toml → .*run.toml"),
