@@ -83,7 +83,7 @@ async def _crash() -> None:
 
 
 async def _crash_in_a_thread() -> None:
-    await asyncio.to_thread(lambda: (time.sleep(0.2), ctypes.string_at(0)))  # the loop is idle by then
+    await asyncio.to_thread(lambda: (time.sleep(0.05), ctypes.string_at(0)))  # the loop is idle by then
 
 
 async def _fork() -> None:

@@ -43,7 +43,7 @@ def begun(notes: Path) -> dict[str, int]:
     return dict(Counter(note.name.rpartition("-")[0] for note in notes.glob("*-*")))
 
 
-OTHERS = ("wait 0.5", "wait 0.6")
+OTHERS = ("wait 1.0", "wait 1.1")
 
 
 @pytest.mark.parametrize(
