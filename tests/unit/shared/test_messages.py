@@ -48,6 +48,25 @@ CHANNEL = {
 }
 
 EXAMPLES: dict[str, dict[str, Any]] = {
+    "Evaluate": {"version": 3, "deadline": 1.8e9},
+    "Evaluated": {
+        "group": "eval.heldout.3.0",
+        "attempt": 0,
+        "by": "rollout-1",
+        "result": {
+            "dataset": "heldout",
+            "oldest": 3,
+            "newest": 4,
+            "prompts": 8,
+            "failed": 1,
+            "samples": 14,
+            "mean_reward": 0.5,
+            "rates": {"pass@1": 0.5},
+            "lengths": {"mean": 12.5},
+            "truncated": 0.25,
+            "metrics": {"judged": 0.5},
+        },
+    },
     "Task": {
         "group": "g00000000",
         "n": 2,
