@@ -81,7 +81,7 @@ quickstart: $(READY)
 
 # three at a time, file by file: most tests wait for processes to start
 test: $(READY)
-	@$(BIN)/python -m pytest $(or $(AGAIN),-n 3 --dist loadfile --no-loadscope-reorder) -m "not gpu and not docker and not extra"
+	@$(BIN)/python -m pytest $(or $(AGAIN),-n 4 --dist loadfile --no-loadscope-reorder) -m "not gpu and not docker and not extra"
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra

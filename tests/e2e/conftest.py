@@ -24,7 +24,6 @@ n_samples_per_prompt = 4
 max_staleness = {staleness}
 rollout_max_response_len = 6
 rollout_device = "cpu"
-rollout_temperature = {temperature}
 [eval]
 eval_prompt_data = "{directory}/heldout.jsonl"
 [trainer]
@@ -44,7 +43,7 @@ ack_wait = 10
 
 @pytest.fixture
 def small_run(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
-    """Writes a small run's config and data; returns the config's path. Keywords: name, steps, staleness, temperature."""
+    """Writes a small run's config and data; returns the config's path. Keywords: name, steps, staleness."""
 
     def write(path: Path, rows: list[dict[str, str]]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,11 +53,9 @@ def small_run(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
     write(tmp_path / "heldout.jsonl", prompts[80:88])
     write(tmp_path / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in SUMS[:80]])
 
-    def make(name: str, *, steps: int, staleness: int, temperature: float = 1.0) -> Path:
+    def make(name: str, *, steps: int, staleness: int) -> Path:
         path = tmp_path / f"{name}.toml"
-        path.write_text(
-            CONFIG.format(name=name, directory=tmp_path, model=tiny_model, steps=steps, staleness=staleness, temperature=temperature)
-        )
+        path.write_text(CONFIG.format(name=name, directory=tmp_path, model=tiny_model, steps=steps, staleness=staleness))
         return path
 
     return make

@@ -72,7 +72,8 @@ def trained(config: Path, name: str, *flags: str) -> list[dict[str, Any]]:
     """The steps that a run on dumps reports."""
     done = up(config, name, *flags)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [line for line in lines if "step" in line]  # those of the warm start are told, too
 
 
 def mean_reward(file: dict[str, Any]) -> float:

@@ -119,9 +119,9 @@ def test_a_data_source_that_is_not_there(myxo: Myxo, config_file: ConfigFile) ->
 
 def test_agents_that_cannot_play(myxo: Myxo, config_file: ConfigFile) -> None:
     line = refused(myxo, "up", config_file(), "--agent", "tests.support.agents:two_arguments")
-    assert "rollout.agent = 'tests.support.agents:two_arguments': expected a function of (data, base_url, api_key)" in line
+    assert "(rollout.agent) = 'tests.support.agents:two_arguments': expected a function of (data, base_url, api_key)" in line
     line = refused(myxo, "up", config_file(), "--agent-command", "no-such-agent --steps 3")
-    assert "rollout.agent_command = ['no-such-agent', '--steps', '3']: a program that this machine has" in line
+    assert "(rollout.agent_command) = ['no-such-agent', '--steps', '3']: a program that this machine has" in line
 
 
 def test_functions_that_are_not_there(myxo: Myxo, config_file: ConfigFile) -> None:

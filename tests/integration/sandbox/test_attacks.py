@@ -97,7 +97,7 @@ def test_limits_hold_a_program_back(box: Sandbox, source: str, status: Status) -
     limits = replace(LIMITS, cpu_s=20.0) if status == "memory" else LIMITS  # by which nothing else is reached before
     found = box.run(Program(sources=(source,)), limits)
     assert found.status == status, found
-    assert found.memory_bytes < LIMITS.memory_bytes + (256 << 20)
+    assert found.memory_bytes < LIMITS.memory_bytes + (1 << 30)  # on a crowded machine the looks at it are far between
     assert max(map(len, (found.stdout, found.stderr, found.report))) <= LIMITS.output_bytes
     assert found.truncated == (status == "output")
 
