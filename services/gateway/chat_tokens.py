@@ -91,6 +91,7 @@ class ChatTokens:
 
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
+        shows_tools: whether a prompt tells the model of the tools that it is given.
     """
 
     def __init__(self, model: Path, variables: Mapping[str, Any]) -> None:
@@ -102,7 +103,15 @@ class ChatTokens:
         family = _family(adapter, variables) if self.has_template else None
         self.family = "default" if family is None else str(family.config.name)
         self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
+        self.shows_tools = self.has_template and self._differs_with_tools()
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
+
+    def _differs_with_tools(self) -> bool:
+        [messages, _] = PROBES[0]
+        try:
+            return not np.array_equal(self.render(messages, ()), self.render(messages, (TOOL,)))
+        except TurnRefused:
+            return False
 
     def _tool_parser(self) -> str | None:
         """Returns the parser of tool calls whose marks the model has as tokens, if its template speaks of any."""

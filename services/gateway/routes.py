@@ -108,7 +108,7 @@ class Api:
     def _chat(self, path: str, wire: WireFormat) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
             log, body = await self._opened(request)
-            asked = wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body))
+            asked = self.turns.noted(wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
             self._check_model(asked.model)
             turn, headers = asyncio.create_task(self.turns.chat(log, asked)), _told(log, asked)
             if not asked.stream:

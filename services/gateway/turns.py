@@ -92,6 +92,12 @@ class Turns:
         self._model, self._holder, self._limits = model, holder, limits
         self._log = structlog.get_logger()
 
+    def noted(self, asked: ChatTurn) -> ChatTurn:
+        """Returns a request with what has no effect by the model: tools where its chat template shows none."""
+        if not asked.tools or self._chat_tokens.shows_tools:
+            return asked
+        return replace(asked, ignored=(*asked.ignored, "tools"))
+
     async def chat(self, log: SessionLog, asked: ChatTurn) -> TurnResult:
         """Returns the next message of a conversation. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)

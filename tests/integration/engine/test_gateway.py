@@ -14,6 +14,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, ConflictError, NotFoundError
 from openai.types.chat import ChatCompletion
 
+from services.gateway.chat_tokens import TOOL
 from shared.bus.registry import Registry
 from shared.runtime.cancellation import cancelled
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
@@ -203,9 +204,9 @@ async def test_what_a_client_may_not_is_refused_in_its_own_form(hall: Callable[.
             await said(client, question, temperature="warm")
         # the task's temperature stands: it is the trainer's
         whole = await client.chat.completions.with_raw_response.create(
-            model="0", messages=question, temperature=0.0, max_tokens=5, user="somebody"
+            model="0", messages=question, temperature=0.0, max_tokens=5, user="somebody", tools=[TOOL]
         )
-        assert whole.headers["X-Myxo-Sampling-Of-Task"] == "temperature" and whole.headers["X-Myxo-Ignored"] == "user"
+        assert whole.headers["X-Myxo-Sampling-Of-Task"] == "temperature" and whole.headers["X-Myxo-Ignored"] == "user, tools"
         for wrong in (one.key[:-1], one.key + "0", f"sk-myxo-{other.session.id}-{one.key.rpartition('-')[2]}", "sk-nothing"):
             with pytest.raises(AuthenticationError):
                 await said(client.with_options(api_key=wrong), question)

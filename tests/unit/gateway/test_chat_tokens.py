@@ -79,8 +79,15 @@ def test_a_prompt_is_what_the_template_writes(chat: ChatTokens) -> None:
     assert chat.tokenizer.decode(prompt, skip_special_tokens=False) == "<|im_start|>user\nsay 4<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_it_is_known_whether_the_model_is_told_of_tools(chat: ChatTokens, tmp_path: Path) -> None:
+    assert chat.shows_tools
+    plain = "{% for message in messages %}{{ '<|im_start|>' + message.content }}{% endfor %}"
+    assert not ChatTokens(write_qwen3_tokenizer(tmp_path / "plain", plain), {}).shows_tools
+
+
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
     bare = ChatTokens(write_qwen3_tokenizer(tmp_path / "bare", None), {})
+    assert not bare.shows_tools
     with pytest.raises(TurnRefused, match="no chat template"):
         bare.render(ASK, [])
 
