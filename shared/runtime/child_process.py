@@ -150,6 +150,8 @@ class ChildProcess:
             if time.monotonic() > end:
                 raise MyxoError(f"processes {left} of {self.name} outlived SIGKILL by {KILL_SECONDS:g} s")
             time.sleep(0.01)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a dead process can be reaped once the last of its threads has ended
+            self._process.wait(KILL_SECONDS)
         with self._releasing:  # two threads may stop it at once, and the second would close somebody else's descriptor
             if self._lifeline >= 0:
                 os.close(self._lifeline)
