@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from services.gateway.wire.request import RequestedSampling, assistant_message
 from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt
-from tests.support.wire_server import CALLS, PLAIN, WireServer, wire_server
+from tests.support.wire_server import CALLS, PLAIN, WireServer
 
 ASK: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -19,19 +19,6 @@ THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncIterator[WireServer]:
-    async with wire_server() as served:
-        yield served
-
-
-@pytest.fixture
-def server(served: WireServer) -> WireServer:
-    """The server as it is before anybody has asked it anything."""
-    served.answers, served.turns = [PLAIN], []
-    return served
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

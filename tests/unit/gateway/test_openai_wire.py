@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from services.gateway.wire.request import MalformedCall, RequestedSampling, assistant_message
 from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt, unknown_model
-from tests.support.wire_server import CALLS, PLAIN, TOKENS, WireServer, wire_server
+from tests.support.wire_server import CALLS, PLAIN, TOKENS, WireServer
 
 ASK: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -20,19 +20,6 @@ STRICT_TOOLS: Any = [{"type": "function", "function": {**ADD, "strict": True}}]
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncIterator[WireServer]:
-    async with wire_server() as served:
-        yield served
-
-
-@pytest.fixture
-def server(served: WireServer) -> WireServer:
-    """The server as it is before anybody has asked it anything."""
-    served.answers, served.turns = [PLAIN], []
-    return served
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
