@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -35,22 +36,23 @@ class Episodes:
     def __init__(self, config: dict[str, Any], tokenizer: str, sampling: dict[str, Any]) -> None:
         self.environment = vf.load_environment(vf.resolve_env_config(config))
         self._tokenizer, self._sampling = tokenizer, sampling
-        self._tasks: dict[str, Any] = {}
+        self._tasks: dict[int, Any] = {}
         self._unread = iter(self.environment.taskset)
-        self._numbers = itertools.count()
+        self._reading, self._numbers = threading.Lock(), itertools.count()
 
     async def play(self, request: web.Request) -> web.Response:
         """Plays the task that the request's metadata names, and answers its reward."""
         try:
             asked = await request.json()
-            place = asked["data"]["metadata"]["verifiers"]
-            task = await asyncio.to_thread(self.task, int(place["idx"]))
+            model, base_url, api_key = asked["data"]["model"], asked["base_url"], asked["api_key"]
+            task = await asyncio.to_thread(self.task, int(asked["data"]["metadata"]["verifiers"]["idx"]))
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            return web.json_response({"error": f"data.metadata.verifiers.idx: {type(error).__name__}: {error}"}, status=400)
+            expected = "data.model, data.metadata.verifiers.idx, base_url and api_key"
+            return web.json_response({"error": f"expected {expected}: {type(error).__name__}: {error}"}, status=400)
         variable = f"{KEY_VARIABLE}{next(self._numbers)}"
-        os.environ[variable] = asked["api_key"]
+        os.environ[variable] = api_key
         try:
-            return self._result(await self._episode(task, asked["data"]["model"], asked["base_url"], variable))
+            return self._result(await self._episode(task, model, base_url, variable))
         except Exception as error:
             traceback.print_exc()
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
@@ -59,12 +61,13 @@ class Episodes:
 
     def task(self, index: int) -> Any:
         """Returns the task of that number. Raises IndexError where there are fewer."""
-        while str(index) not in self._tasks:
-            found = next(self._unread, None)
-            if found is None:
-                raise IndexError(f"the taskset has no task {index}")
-            self._tasks[str(found.data.idx)] = found
-        return self._tasks[str(index)]
+        with self._reading:  # threads of several rollouts read the one taskset
+            while index not in self._tasks:
+                found = next(self._unread, None)
+                if found is None:
+                    raise IndexError(f"the taskset has no task {index}")
+                self._tasks[found.data.idx] = found
+            return self._tasks[index]
 
     async def _episode(self, task: Any, model: str, base_url: str, variable: str) -> Any:
         client = vf.TrainClientConfig(base_url=base_url, api_key_var=variable, renderer_model_name=self._tokenizer)
@@ -75,7 +78,7 @@ class Episodes:
     def _result(episode: Any) -> web.Response:
         """Answers the sum of all rewards and, by name, those of the traces; an episode that failed has none."""
         if not episode.ok:
-            errors = [error.message.strip() for one in (episode, *episode.traces) for error in one.errors]
+            errors = [error.message.strip() for one in (episode, *episode.traces) for error in one.errors if error.message.strip()]
             print("an episode failed:", *errors, sep="\n", file=sys.stderr, flush=True)
             last = errors[-1].splitlines()[-1] if errors else "the episode did not end"  # of a traceback, what it says
             return web.json_response({"error": last}, status=500)
