@@ -29,11 +29,14 @@ MARGIN = 0.05
 def test_engines_sleep_while_the_trainer_trains(
     steps: int, killed_after: int | None, small_run: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Two ranks share a model that is offloaded while the engine generates; in the long run the trainer dies and comes back."""
+    """Two ranks share a model that is offloaded while the engine generates. In the short run agents play, whose turns wait meanwhile; in
+    the long one the trainer dies and comes back."""
     flags = [
         *("--colocate", "--offload-train", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"),
         *("--check-weight-update-equal", "--save-interval", "2"),
     ]
+    if killed_after is None:
+        flags += ["--agent", "examples.agents.openai_calculator:run"]
     config, root = small_run("colocate", steps=steps, staleness=1), tmp_path / "runs" / "colocate"
     with LaunchedRun(config, root, "colocate", flags) as run:
         if killed_after is not None:
