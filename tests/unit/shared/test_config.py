@@ -49,6 +49,7 @@ MUTABLE = {
     "engine_start_timeout",
     "generate_timeout",
     "agent_concurrency",
+    "agent_service",
     "agent_timeout",
     "agent_tries",
     "agent_workers",
@@ -310,6 +311,7 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "gateway.gateway_replicas",
             "agents ask the model through a gateway; use at least 1",
         ),
+        ({"rollout": {"agent_service": "serve"}}, "rollout.agent_service", "no agent of this run speaks to it"),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
         (
             {"rollout": {"missing_log_probs": "recompute"}},
