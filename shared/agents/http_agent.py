@@ -26,8 +26,8 @@ CONNECT_SECONDS, LONGEST_PAUSE_S = 5.0, 2.0
 
 
 class HttpOptions(BaseModel):
-    """``agent_options``. url: where rollouts are posted. start_seconds: how long a service that is not there, or not yet, is waited for. The
-    service is sent further options as they are."""
+    """``agent_options``. url: where rollouts are posted. start_seconds: how long a service that cannot be connected to is waited for.
+    The service is sent further options as they are."""
 
     url: str = Field(pattern=r"^https?://[^/]+")
     start_seconds: float = Field(default=120.0, ge=0)
