@@ -97,6 +97,6 @@ def test_addresses_are_written_as_they_are_read(text: str, wildcard: bool) -> No
 
 def test_an_answers_body_does_not_wait_for_its_heads_acknowledgement() -> None:
     """Head and body are two writes: where the kernel collects small ones, the second one waits 40 ms."""
-    with http_endpoints._listener(HttpAddress("127.0.0.1", 0)) as listener:
-        with socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    listener = http_endpoints._listener(HttpAddress("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
