@@ -30,6 +30,7 @@ COMMANDS = {
     "convert": ("service_tools:declare", "a model from Hugging Face's format to torch_dist, or back"),
     "replay": ("service_tools:declare", "train the batches again that a run has dumped, without the run"),
     "flags": ("flag_list:declare", "the flags of Megatron's that a run takes, and what became of the others"),
+    "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
 }
 """Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help.

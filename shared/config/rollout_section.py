@@ -66,6 +66,11 @@ class RolloutSection(Section):
             "a group has n_samples_per_prompt = {0.n_samples_per_prompt} rollouts",
         ),
         Rule(
+            "surplus_rollouts",
+            lambda rollout, given: given + rollout.n_samples_per_prompt > MAX_SAMPLES,
+            "with n_samples_per_prompt = {0.n_samples_per_prompt} at most " + f"{MAX_SAMPLES} rollouts",
+        ),
+        Rule(
             "num_rollout",
             lambda rollout, _: "num_rollout" not in rollout.model_fields_set and rollout.num_epoch is None,
             f"required: {STEPS}",
@@ -88,6 +93,12 @@ class RolloutSection(Section):
         gt=0,
         description="rollouts that a group must have left to be trained, where functions or agents fail for the others; default: half of "
         "n_samples_per_prompt, at least 2",
+    )
+    surplus_rollouts: int = Field(
+        default=0,
+        ge=0,
+        description="rollouts that a group of functions, agents or episodes begins beyond n_samples_per_prompt: those that end first are "
+        "its own, and the others are aborted; it favours short ones",
     )
     max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
     staleness_policy: Literal["drop", "requeue", "continue", "mask"] = Field(

@@ -323,6 +323,16 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "rollout.missing_log_probs",
             "algorithm.use_tis = true reads them; the trainer's own stand in for them with max_staleness = 0",
         ),
+        (
+            {"rollout": {"surplus_rollouts": 1}},
+            "rollout.surplus_rollouts",
+            "aborted one by one only where agents, episodes or custom_generate_function_path make them; use over_sampling_batch_size",
+        ),
+        (
+            {"rollout": {"surplus_rollouts": 4096, "agent": "my.agents:run"}},
+            "rollout.surplus_rollouts",
+            "with n_samples_per_prompt = 2 at most",
+        ),
         ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
         (
             {"rollout": {"rollout_batch_size": 6}, "trainer": {"global_batch_size": 8, "num_steps_per_rollout": 2}},
