@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/search/data"), help="where the files go")
     parser.add_argument("--train", type=int, default=512, metavar="N", help="questions in train.jsonl")
     parser.add_argument("--heldout", type=int, default=64, metavar="N", help="questions in heldout.jsonl")
-    parser.add_argument("--searching", type=float, default=0.6, metavar="SHARE", help="things whose colour is searched for")
+    parser.add_argument("--searching", type=float, default=0.4, metavar="SHARE", help="things whose colour is searched for")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.train + options.heldout >= len(NAMES):
