@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -90,7 +91,7 @@ def _name_of(model: str) -> str:
 def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
     """Reads model and data. Raises ConfigError, or Problems of several."""
     rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 1}
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "run": {"name": name},
         "model": {"hf_checkpoint": model},
         "data": {"prompt_data": data},
