@@ -1,8 +1,8 @@
 """The first process of a sandbox: runs one program after the other, measures each and ends it with all that it has started.
 
-Inside bubblewrap it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and lets one
-``kill`` of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or writes
-its memory.
+Inside bubblewrap, or a container, it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and
+lets one ``kill`` of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or
+writes its memory.
 
 It speaks over its standard input and output. Out, once: `READY`. In: the length of a request in four bytes, and the request in Python's
 marshal format, which is written by `shared.sandbox.sandbox` alone. Out: a `HEAD`, and the bytes of standard output, standard error and
@@ -43,7 +43,7 @@ ENTRY_BYTES, SOCKET_BYTES = 2 << 10, 208 << 10
 """What the kernel keeps for a file of any size, and at most for data that nobody has read from a local socket."""
 
 _CHUNK = 1 << 16
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 4, 36, 38, 22, 2
 _STDIN, _REPORT = 0, 3
 _ASIDE = 100
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -105,7 +105,7 @@ class Run:
         self.stdin = memoryview(request["stdin"])
         self.streams: dict[int, bytearray] = {}
         self.status, self.wait_status, self.truncated = OK, 0, False
-        self.cpu_s, self.memory, self.ended = 0.0, 0, False
+        self.cpu_s, self.memory, self.ended, self.refused = 0.0, 0, False, refused_memory()
 
     def answer(self) -> bytes:
         """Runs the program to its end and returns the answer."""
@@ -128,6 +128,8 @@ class Run:
             return self.status, -1, -1
         if os.WIFSIGNALED(self.wait_status):
             number = os.WTERMSIG(self.wait_status)
+            if number == _signal.SIGKILL and refused_memory() > self.refused:
+                return MEMORY, -1, number
             return (CPU_TIME if number == _signal.SIGXCPU else SIGNAL), -1, number
         code = os.WEXITSTATUS(self.wait_status)
         return (EXIT_CODE if code else OK), code, -1
@@ -240,6 +242,17 @@ class Run:
             self.status = CPU_TIME
 
 
+def refused_memory() -> int:
+    """Returns how many processes of its container the kernel has killed for want of memory, by either version of control groups."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control") if _FIRST else ():
+        try:
+            with open(path, "rb", 0) as file:
+                return sum(int(line.split()[1]) for line in file.read().splitlines() if line.startswith(b"oom_kill "))
+        except OSError:
+            continue
+    return 0
+
+
 def processes() -> list[int]:
     """Returns all other processes of the sandbox; without bubblewrap, what the supervisor and its descendants have started."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -336,6 +349,7 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
             _signal.signal(number, _signal.SIG_DFL)
         _limit(request["limits"])
         os.chdir(work)
+        _filter(request["syscalls"], libc)
         if request["command"]:
             _execute(request["command"])
         code = _python(request["sources"], work)
@@ -349,6 +363,19 @@ def _become(user: int) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+
+
+def _filter(syscalls: bytes, libc: ctypes.CDLL) -> None:
+    """Takes system calls from the process and all that it starts, where nobody has before; seccomp(2)."""
+    if not syscalls:
+        return
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # of the container's processes the supervisor is the last to be killed for want of memory
+    code = ctypes.create_string_buffer(syscalls, len(syscalls))
+    program = struct.pack("HxxxxxxP", len(syscalls) // 8, ctypes.addressof(code))
+    for option in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _SECCOMP_FILTER, program)):
+        if libc.prctl(*option, 0, 0):
+            raise OSError("the filter of system calls was refused")
 
 
 def _limit(limits: dict) -> None:  # type: ignore[type-arg]
