@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Literal
 
 Status = Literal["ok", "exit_code", "signal", "wall_time", "cpu_time", "memory", "processes", "output"]
@@ -57,12 +58,13 @@ class SandboxSettings:
 class Program:
     """What is to run.
 
-    command: a program and its arguments; or else sources: Python, executed one after the other in one namespace, in a fork of an
-    interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard input.
+    command: a program and its arguments; or else sources: Python, as text or compiled, executed one after the other in one namespace, in a
+    fork of an interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard input; it is nowhere
+    in a program's memory before that reads it.
     """
 
     command: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
+    sources: tuple[str | CodeType, ...] = ()
     stdin: bytes = b""
 
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from shared.runtime.container_runtime import client_environment, remove_container
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.sandbox import program_supervisor
+from shared.sandbox import process_usage, program_supervisor
 from shared.sandbox.bwrap_command import (
     OUTSIDE,
     PASSWD,
@@ -238,20 +238,22 @@ class Sandbox:
 
     def _bare(self) -> "subprocess.Popen[bytes]":
         self._folder = tempfile.TemporaryDirectory(prefix="myxo-unsandboxed-", ignore_cleanup_errors=True)
-        command = supervisor_command(self.settings, str(Path(program_supervisor.__file__)), self._folder.name)
-        return _started(command, environment(self.settings, self._folder.name), ())
+        work, supervisor = Path(self._folder.name, "work"), Path(self._folder.name, "supervisor.pyc")
+        work.mkdir()
+        supervisor.write_bytes(supervisor_code())
+        return _started(supervisor_command(self.settings, str(supervisor), str(work)), environment(self.settings, str(work)), ())
 
     def _contained(self) -> "subprocess.Popen[bytes]":
         self._container = f"myxo-sandbox-{secrets.token_hex(16)}"
-        user, source = FIRST_USER + secrets.randbelow(USERS), Path(program_supervisor.__file__).read_text()
-        return _started(container_command(self.settings, self._container, user, source), client_environment(), ())
+        user = FIRST_USER + secrets.randbelow(USERS)
+        return _started(container_command(self.settings, self._container, user, _supervisor_source()), client_environment(), ())
 
     def _asked(self, program: Program, limits: SandboxLimits) -> ProgramResult:
-        request = {"command": list(program.command), "sources": list(program.sources), "stdin": program.stdin, "limits": vars(limits)}
+        request = {"command": list(program.command), "sources": list(program.sources), "stdin": len(program.stdin), "limits": vars(limits)}
         request["syscalls"] = syscall_filter() if self._container else b""  # bubblewrap has set it for all
         data = marshal.dumps(request)
         end = time.monotonic() + limits.wall_s + GRACE_S
-        self._write(len(data).to_bytes(4, "big") + data, end)
+        self._write(len(data).to_bytes(4, "big") + data + program.stdin, end)
         head = program_supervisor.HEAD.unpack(self._read(program_supervisor.HEAD.size, end, "its result"))
         number, exit_code, ended_by, wall_s, cpu_s, memory, truncated, *lengths = head
         if number >= len(STATUSES) or max(lengths) > limits.output_bytes:
@@ -337,9 +339,26 @@ def may_not_separate() -> None:
 
 @cache
 def supervisor_code() -> bytes:
-    """Returns the supervisor as a ``.pyc``, which is there sooner than its source. Both interpreters are the same."""
-    source = Path(program_supervisor.__file__).read_text()
-    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(source, "program_supervisor.py", "exec", dont_inherit=True))
+    """Returns the supervisor and the module that it imports as one ``.pyc``, which is there sooner than sources. Both interpreters are the
+    same."""
+    modules = (process_usage, program_supervisor)
+    usage, main = (compile(Path(str(module.__file__)).read_text(), module.__name__, "exec") for module in modules)
+    both = f"""
+import marshal, sys, types
+usage, main = marshal.loads({marshal.dumps((usage, main))!r})
+sys.modules[{process_usage.__name__!r}] = module = types.ModuleType({process_usage.__name__!r})
+exec(usage, module.__dict__)
+exec(main)
+"""
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(both, "supervisor", "exec", dont_inherit=True))
+
+
+@cache
+def _supervisor_source() -> str:
+    """Returns the same as source, for the interpreter of an image, which may be another."""
+    usage, main = (Path(str(module.__file__)).read_text() for module in (process_usage, program_supervisor))
+    name = process_usage.__name__
+    return f"import sys, types\nsys.modules[{name!r}] = types.ModuleType({name!r})\nexec({usage!r}, sys.modules[{name!r}].__dict__)\n{main}"
 
 
 def _readable(descriptor: int, seconds: float, event: int = select.POLLIN) -> bool:
