@@ -151,14 +151,14 @@ async def new_bench(
 
 @pytest.fixture
 async def hall(new_bench: NewBench, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path) -> AsyncIterator[NewHall]:
-    """``hall(**sections)``: at work, with one gateway before its replica."""
+    """``hall(**sections)``: at work, with one gateway before its replica. ``address``: where each of its gateways listens."""
     made: list[Hall] = []
     beating: list[asyncio.Task[None]] = []
 
-    async def make(**sections: dict[str, Any]) -> Hall:
+    async def make(address: str = "", **sections: dict[str, Any]) -> Hall:
         gateway = {"gateway_replicas": 1, "gateway_checkpoint_tokens": CHUNK, "gateway_wait": 20.0}
         desk = await new_bench(gateway=gateway | sections.pop("gateway", {}), **sections)
-        environment = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name}
+        environment = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name} | ({"MYXO_GATEWAY": address} if address else {})
 
         async def beat() -> None:
             while True:
