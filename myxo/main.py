@@ -18,6 +18,7 @@ COMMANDS = {
     "up": ("up:declare_up", "run a config's run on this machine"),
     "train": ("train:declare", "run a run on this machine from flags alone, slime's and Megatron's among them"),
     "submit": ("up:declare_submit", "put a config's run on an external bus"),
+    "doctor": ("doctor:declare", "what is wrong with this machine, and the command that mends it"),
     "eval": ("evaluate:declare", "evaluate a version of a run after the fact"),
     "status": ("status:declare_status", "how a run stands: services, steps, queues"),
     "logs": ("logs:declare", "what the services of a run on this machine logged"),
@@ -30,6 +31,7 @@ COMMANDS = {
     "convert": ("service_tools:declare", "a model from Hugging Face's format to torch_dist, or back"),
     "replay": ("service_tools:declare", "train the batches again that a run has dumped, without the run"),
     "flags": ("flag_list:declare", "the flags of Megatron's that a run takes, and what became of the others"),
+    "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
 }
 """Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help.

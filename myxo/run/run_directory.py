@@ -10,7 +10,7 @@ DIR/NAME/
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
   prompts/        which prompts are left out, what a custom data source has given
   rollouts/       the responses of groups that have ended (`shared.data.rollout_files`)
-  summary.json reward.png         what `myxo summary` makes
+  summary.json reward.png         what `myxo summary` makes; trace.json.gz: `myxo trace`
 ```
 Whatever else lies there is the user's and never touched.
 """
@@ -47,6 +47,7 @@ STATE = (
     runs.FROZEN,
     "summary.json",
     "reward.png",
+    "trace.json.gz",
     "servers.json",
 )
 """The names that `--fresh` removes."""

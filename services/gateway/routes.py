@@ -4,10 +4,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
+from starlette.exceptions import HTTPException
 
 from services.gateway.bounded_body import bounded_body
 from services.gateway.replicas import Replicas
@@ -77,7 +79,19 @@ class Api:
         ]
         for method, path, house, route in routes:
             app.add_api_route(path, self._refusing(house, route), methods=[method])
+        app.add_exception_handler(HTTPException, self._unserved)
+        app.add_exception_handler(Exception, self._unserved)
         return app
+
+    async def _unserved(self, request: Request, error: Exception) -> Response:
+        """Answers for paths and methods that are not served, and for errors of this gateway's own, which the server logs."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        house: House = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            return self._refusal(TurnRefused(500, "the gateway failed", code="internal_error"), house)
+        return self._refusal(
+            TurnRefused(404 if status == HTTPStatus.NOT_FOUND else 405, f"{request.method} {request.url.path[:200]} is not served"), house
+        )
 
     def _refusing(self, house: House, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Returns a route that tells refusals in its house's form, and has a bounded number of requests in hand."""
@@ -150,8 +164,9 @@ class Api:
 
     async def _count(self, request: Request) -> Response:
         log, body = await self._opened(request)
-        asked = anthropic_messages.parse_count(body, "count")
-        return JSONResponse(anthropic_messages.count_answer(self.turns.count(log, asked)))
+        asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
+        self._check_model(asked.model)
+        return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=formats.answer_headers(asked))
 
     async def _awaited(self, request: Request, turn: "asyncio.Task[TurnResult]") -> TurnResult:
         """Returns a turn's result; ends the turn where its client is gone, so that the engine draws for nobody."""
@@ -198,7 +213,7 @@ class Api:
             end = SessionEnded(at=time.time(), reward=asked.reward, reason=asked.reason)
         except ValidationError as error:
             raise TurnRefused(400, str(error.errors()[0]["msg"]), field="reward") from None
-        found = (await self.sessions.end(log.session.id, end)).ended
+        found = log.ended or (await self.sessions.end(log.session.id, end)).ended  # of one that has ended the log does not grow
         assert found is not None
         if found.reward != asked.reward:
             raise TurnRefused(409, f"the session has ended before, with reward {found.reward}", code="session_ended")

@@ -18,8 +18,9 @@ from typing import Any
 from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
+from services.rollout.played_group import PlayedGroup, until_complete
 from services.rollout.replica import Replica
-from services.rollout.rollout_fate import GroupLosses, RolloutFailures
+from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
 from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
@@ -82,8 +83,8 @@ class CustomGenerate:
         """Kills the processes."""
         await self._pool.close()
 
-    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
-        """Returns all samples of the task's n rollouts, in the rollouts' order; with why they were stopped, those that there are.
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> PlayedGroup:
+        """Returns all samples of the task's n rollouts that ended first; with why they were stopped, those that there are.
 
         Args:
             earlier: what an earlier attempt left. in_flight: may stop the group; None for groups that are never stopped.
@@ -97,34 +98,33 @@ class CustomGenerate:
         await self.replica.open_proxy()
         await self.replica.wait_serving(task.min_version, self.seconds)
         end = asyncio.get_running_loop().time() + self.seconds
-        requests = [Requests() for _ in range(task.n)]
-        rollouts = [_Rollout(self, task, index, requests[index], samples_of_rollout(earlier, index, task), end) for index in range(task.n)]
-        fewest = task.n if is_evaluation(task.group) else min(task.n, self._config.rollout.fewest_rollouts)
-        losses = GroupLosses(task.n, fewest)
-        running = [asyncio.create_task(self._run(rollout, in_flight, losses)) for rollout in rollouts]
-        try:
-            await asyncio.gather(*running)
-        finally:
-            await cancelled(running)
-        return self._ended(task, rollouts)
+        progress = GroupProgress.of(task, self._config.rollout)
+        rollouts = [_Rollout(self, task, index, samples_of_rollout(earlier, index, task), end, progress) for index in progress.begun]
+        await until_complete([self._run(rollout, in_flight, progress) for rollout in rollouts], progress)
+        return self._ended(task, rollouts, progress)
 
-    async def _run(self, rollout: "_Rollout", in_flight: InFlight | None, losses: GroupLosses) -> None:
+    async def _run(self, rollout: "_Rollout", in_flight: InFlight | None, progress: GroupProgress) -> None:
         """Generates a rollout. Raises the error that it is lost by, where the group cannot do without it."""
         try:
             await rollout.run(in_flight)
+            if rollout.ended is not None:
+                progress.end(rollout.index)
         except (HookFailed, DeadlineExceeded, BadMessage) as error:
             self.lost += 1
             self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
-            losses.lose(error)
+            progress.lose(error)
 
-    def _ended(self, task: Task, rollouts: Sequence["_Rollout"]) -> tuple[list[Sample], Stopped | None]:
-        stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
-        ended = [rollout for rollout in rollouts if rollout.stopped is None or self.goes_on]
+    def _ended(self, task: Task, rollouts: Sequence["_Rollout"], progress: GroupProgress) -> PlayedGroup:
+        if progress.complete:
+            stopped, ended = None, [rollout for rollout in rollouts if rollout.index in progress.kept]
+        else:
+            stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
+            ended = [rollout for rollout in rollouts if rollout.stopped is None or self.goes_on]
         samples = _numbered([sample for rollout in ended for sample in rollout.stored()])
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             nothing = f"no token of group {task.group} is trained: the loss mask is 0 on all of them"
             raise BadMessage(f"{self.field} = {self.path(task)}: {nothing}")
-        return samples, stopped
+        return PlayedGroup(samples, stopped, progress.aborted)
 
     async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
         """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded.
@@ -160,7 +160,8 @@ class CustomGenerate:
 
     def begun(self, task: Task, index: int) -> HookSample:
         """Returns the sample of a rollout that has generated nothing yet."""
-        place = group_index(task.group) * task.n + index
+        begun = task.n if is_evaluation(task.group) else task.n + self._config.rollout.surplus_rollouts
+        place = group_index(task.group) * begun + index
         return HookSample(
             group_index=group_index(task.group),
             index=place,
@@ -197,9 +198,10 @@ class _Rollout:
     """
 
     def __init__(
-        self, functions: CustomGenerate, task: Task, index: int, requests: Requests, earlier: Sequence[Sample], end: float
+        self, functions: CustomGenerate, task: Task, index: int, earlier: Sequence[Sample], end: float, progress: GroupProgress
     ) -> None:
-        self._functions, self.task, self.index, self._requests, self._end = functions, task, index, requests, end
+        self._functions, self.task, self.index, self._end, self._progress = functions, task, index, end, progress
+        self._requests = Requests()
         self.ended = list(earlier) if earlier and all(sample.finish != "abort" for sample in earlier) else None
         self._partial = earlier[0] if len(earlier) == 1 and self.ended is None and functions.goes_on else None
         self._sample = None if self._partial is None else _gone_on(self._partial)
@@ -230,6 +232,7 @@ class _Rollout:
                 given = await self._called(self._sample or self._functions.begun(task, self.index), begun)
         except HookFailed as error:
             self._functions.warn(task, self.index, error)
+            self._progress.check_needed(error)
             self._failures.note(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
             return False
         trusted, aborted = replica.incarnation == life, any(one.status is Status.ABORTED for one in given)

@@ -1,10 +1,17 @@
 """Decides what becomes of a rollout whose function or agent fails, and of the group that it belongs to. Pure.
 
 A rollout is generated anew, a few times; then it is lost, and the group goes on without it, as long as `rollout.min_rollouts` are left.
+
+A group may begin more rollouts than it needs (`rollout.surplus_rollouts`; active partial rollouts, APRIL, Zhou et al. 2025,
+arXiv 2509.18521, within a group): it is complete when as many as it needs have ended, and the others are aborted. While there are more
+than it needs, a rollout that fails is not tried again: a surplus one takes its place.
 """
 
+from shared.config.rollout_section import RolloutSection
 from shared.hooks import HookFailed
 from shared.runtime.errors import MyxoError
+from shared.schema.ledger import is_evaluation
+from shared.schema.messages import Task
 
 TRIES = 5
 """The number of failed calls in a row after which a rollout is lost."""
@@ -40,15 +47,51 @@ class RolloutFailures:
             raise HookFailed(error.field, error.path, error.reason + (f"; it failed {failed} times in a row" if failed > 1 else ""))
 
 
-class GroupLosses:
-    """The lost rollouts of one group.
+class GroupProgress:
+    """The rollouts of one group: how many are left, and which have ended.
 
     Args:
-        rollouts: how many there are. fewest: how many have to be left.
+        wanted: with how many it is complete. surplus: how many are begun beyond them. fewest: how many have to be left.
     """
 
-    def __init__(self, rollouts: int, fewest: int) -> None:
-        self._left, self._fewest = rollouts, fewest
+    def __init__(self, wanted: int, fewest: int, surplus: int = 0) -> None:
+        self._left, self._wanted, self._fewest = wanted + surplus, wanted, fewest
+        self._ended: list[int] = []
+
+    @classmethod
+    def of(cls, task: Task, settings: RolloutSection) -> "GroupProgress":
+        """Returns that of a task. A held-out prompt needs all of its rollouts, and has no surplus ones: the shorter would be favoured."""
+        if is_evaluation(task.group):
+            return cls(task.n, task.n)
+        return cls(task.n, min(task.n, settings.fewest_rollouts), settings.surplus_rollouts)
+
+    @property
+    def begun(self) -> range:
+        """Returns the indices of the rollouts that are begun."""
+        return range(self._left)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._ended) >= self._wanted
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Returns the rollouts that make up a complete group: those that ended first."""
+        return frozenset(self._ended[: self._wanted])
+
+    @property
+    def aborted(self) -> int:
+        """Returns how many rollouts a complete group does without, although none of them failed."""
+        return self._left - self._wanted if self.complete else 0
+
+    def end(self, index: int) -> None:
+        """Notes a rollout that has ended well."""
+        self._ended.append(index)
+
+    def check_needed(self, error: MyxoError) -> None:
+        """Raises the ``error`` of a rollout that need not be tried again, since a surplus one takes its place."""
+        if self._left > self._wanted:
+            raise error
 
     def lose(self, error: MyxoError) -> None:
         """Takes a lost rollout down. Raises ``error``, which is why, where too few are left."""

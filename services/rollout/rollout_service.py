@@ -15,6 +15,7 @@ from services.rollout.episodes import EpisodeGenerate
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import restored, samples_of
+from services.rollout.played_group import PlayedGroup
 from services.rollout.producer.active_producer import ActiveProducer
 from services.rollout.producer.engine_spread import EngineSpread
 from services.rollout.producer.evaluator import Evaluator
@@ -55,8 +56,8 @@ HAND_ON_SECONDS = 1.5
 RETRY_SECONDS = 1.0
 """The pause after the engine could not be asked to abort stale requests."""
 
-Generator = Callable[[Task, list[Sample], InFlight | None], Awaitable[tuple[list[Sample], Stopped | None]]]
-"""Generates a task, going on from what an earlier attempt left: its samples, and why it was stopped."""
+Generator = Callable[[Task, list[Sample], InFlight | None], Awaitable[PlayedGroup]]
+"""Generates a task, going on from what an earlier attempt left."""
 
 RATE_SECONDS = 1.0
 """The interval at which the engine's token count is read and the gauges are set."""
@@ -214,10 +215,12 @@ class Rollout:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        samples, stopped = await self._generator(task)(task, earlier, in_flight)
+        samples, stopped, aborted = await self._generator(task)(task, earlier, in_flight)
         if stopped is not None:
             return await self._interrupted(task, samples, stopped)
-        generated = await self._outcomes.generated(task, samples, started, time.time())
+        if aborted:
+            self._service.metrics.add("aborted_rollouts", aborted)
+        generated = await self._outcomes.generated(task, samples, started, time.time(), aborted)
         self.tokens += sum(sample.tokens for sample in generated.samples)
         return generated
 
@@ -229,7 +232,7 @@ class Rollout:
             return self._episodes.group
         return self._by_engine if self._custom.path(task) is None else self._custom.group
 
-    async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
+    async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> PlayedGroup:
         """Returns the task's samples; with why they were stopped, as far as they have come."""
         partials, why = restored(earlier, task), None
         for index, partial in enumerate(partials):
@@ -243,7 +246,7 @@ class Rollout:
             text = self._custom.prompt(task)
             for sample in samples:
                 sample.attributes["prompt"] = text
-        return samples, why
+        return PlayedGroup(samples, why)
 
     async def _interrupted(self, task: Task, samples: list[Sample], stopped: Stopped) -> Interrupted:
         """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""

@@ -30,9 +30,9 @@ class TaskOutcomes:
         if self._teachers is not None:
             await self._teachers.close()
 
-    async def generated(self, task: Task, samples: list[Sample], started: float, ended: float) -> Generated:
+    async def generated(self, task: Task, samples: list[Sample], started: float, ended: float, aborted: int = 0) -> Generated:
         """Stores a finished group's samples, with their teachers' log-probs, and returns the reference to them. Times are seconds since the
-        epoch.
+        epoch. ``aborted``: surplus rollouts.
 
         Raises BadMessage for samples that are too large, or too long to be trained, and as `Teachers.taught` does.
         """
@@ -46,6 +46,7 @@ class TaskOutcomes:
             payload=await self._stored(task, samples),
             samples=[sample.meta() for sample in samples],
             rollouts=sample_codec.rollouts(samples),
+            aborted=aborted,
             replica=self._service.instance,
             environment=task.environment,
             started=started,

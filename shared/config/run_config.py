@@ -98,7 +98,19 @@ class RunConfig(Section):
         yield from self._groups_from_outside()
         if self.has_agents and not self.gateways:
             yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
+        if self.rollout.agent_service and not self.has_agents:
+            yield "rollout.agent_service: no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does"
         yield from self._one_generator()
+        if self.rollout.surplus_rollouts and not self._plays_rollouts:
+            yield (
+                f"rollout.surplus_rollouts: {self.rollout.surplus_rollouts}, but rollouts are aborted one by one only where agents, "
+                "episodes or custom_generate_function_path make them; use over_sampling_batch_size for more groups"
+            )
+
+    @property
+    def _plays_rollouts(self) -> bool:
+        made = self.rollout.custom_generate_function_path or self.rollout.agent or self.rollout.agent_command
+        return bool(made or self.episode.episode_url)
 
     def _one_generator(self) -> Iterator[str]:
         """Yields what would generate beside episodes."""

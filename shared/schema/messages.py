@@ -88,7 +88,7 @@ class GeneratedGroup(Part):
     """The samples of one attempt at a group, finished and in the store.
 
     ``started``/``ended``: seconds since the epoch, of the generation. ``rollouts``: of each sample, which of the task's n rollouts it comes
-    from; empty where each gave one sample.
+    from; empty where each gave one sample. ``aborted``: surplus rollouts that had not ended when n had (`rollout.surplus_rollouts`).
     """
 
     group: GroupId
@@ -96,6 +96,7 @@ class GeneratedGroup(Part):
     payload: Payload
     samples: list[SampleMeta] = Field(max_length=MAX_SAMPLES)
     rollouts: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    aborted: Count = 0
     replica: Name
     started: Timestamp
     ended: Timestamp

@@ -3,7 +3,8 @@
 The agent draws its turns through the gateway, from whichever replica serves; this replica looks after the rollout. An agent that raises,
 hangs, ends its process or makes no model call begins anew in a fresh session, `agent_tries` times at most; then its rollout is lost. A
 group is stopped as one of a generate function is: its agents are cancelled, and their sessions end, so that nothing is drawn for them any
-more. No agent can be resumed in the middle: what had not ended begins anew, here or elsewhere.
+more; so are surplus rollouts, once the group is complete. No agent can be resumed in the middle: what had not ended begins anew, here or
+elsewhere.
 """
 
 import asyncio
@@ -20,8 +21,9 @@ from services.rollout.agents.session_samples import samples_of_session
 from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
+from services.rollout.played_group import PlayedGroup, until_complete
 from services.rollout.replica import Replica
-from services.rollout.rollout_fate import GroupLosses, RolloutFailures
+from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
@@ -46,7 +48,7 @@ class AgentGroups:
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: Gateways) -> None:
         self._service, self._config, self.settings = service, service.config, service.config.rollout
         self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
-        self.runner = AgentRunner(service.config)
+        self.runner = AgentRunner(service.config, service.instance)
         self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
         self.sessions, self.lost = SessionStore(service.store, service.run), 0
 
@@ -62,8 +64,8 @@ class AgentGroups:
         """Returns the agent that plays a task's rollouts; None where none does."""
         return None if task.generate_function else agent_program(self._config, task.group)
 
-    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> tuple[list[Sample], Stopped | None]:
-        """Returns all samples of the rollouts that have ended, in the rollouts' order, and why the others were stopped, if they were.
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> PlayedGroup:
+        """Returns all samples of the rollouts that have ended first, as many as the group needs, or why the others were stopped.
 
         Args:
             earlier: what an earlier attempt left; of it whole rollouts count. in_flight: may stop the group; None for groups that are
@@ -74,20 +76,21 @@ class AgentGroups:
         """
         program = self.program(task)
         assert program is not None
-        rollouts = [_AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task)) for index in range(task.n)]
-        losses = GroupLosses(task.n, task.n if is_evaluation(task.group) else min(task.n, self.settings.fewest_rollouts))
-        playing = [asyncio.create_task(self._play(rollout, in_flight, losses)) for rollout in rollouts]
-        try:
-            await asyncio.gather(*playing)
-        finally:
-            await cancelled(playing)
-        stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
+        progress = GroupProgress.of(task, self.settings)
+        rollouts = [
+            _AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task), progress) for index in progress.begun
+        ]
+        await until_complete([self._play(rollout, in_flight, progress) for rollout in rollouts], progress)
+        if progress.complete:
+            stopped, rollouts = None, [rollout for rollout in rollouts if rollout.index in progress.kept]
+        else:
+            stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
         samples = [sample for rollout in rollouts for sample in rollout.samples or ()]
         for index, sample in enumerate(samples):
             sample.index = index
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             raise BadMessage(f"{program.field} = {program.path}: no token of group {task.group} is trained")
-        return samples, stopped
+        return PlayedGroup(samples, stopped, progress.aborted)
 
     def new_session(self, task: Task, rollout: int) -> tuple[Session, str]:
         """Returns a session that is not open yet, and its key."""
@@ -121,14 +124,16 @@ class AgentGroups:
         self._service.metrics.add("agents_failed")
         self._service.log.warning("agent_failed", group=task.group, rollout=rollout, session=session, error=str(error))
 
-    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None, losses: GroupLosses) -> None:
+    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None, progress: GroupProgress) -> None:
         """Plays a rollout. Raises HookFailed, by which it is lost, where the group cannot do without it."""
         try:
             await rollout.play(in_flight)
+            if rollout.samples is not None:
+                progress.end(rollout.index)
         except HookFailed as error:
             self.lost += 1
             self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
-            losses.lose(error)
+            progress.lose(error)
 
 
 class _AgentRollout:
@@ -138,8 +143,10 @@ class _AgentRollout:
         samples: once it has ended. stopped: why it was stopped, once it was.
     """
 
-    def __init__(self, groups: AgentGroups, program: AgentProgram, task: Task, index: int, earlier: list[Sample]) -> None:
-        self._groups, self._program, self.task, self.index = groups, program, task, index
+    def __init__(
+        self, groups: AgentGroups, program: AgentProgram, task: Task, index: int, earlier: list[Sample], progress: GroupProgress
+    ) -> None:
+        self._groups, self._program, self.task, self.index, self._progress = groups, program, task, index, progress
         self._requests, self._failures, self._alone = Requests(), RolloutFailures(groups.settings.agent_tries), False
         self.samples = earlier or None
         self.stopped: Stopped | None = None
@@ -168,6 +175,7 @@ class _AgentRollout:
             self._alone = disturbed.unknown
         except HookFailed as error:
             self._groups.failed(task, self.index, session.id, error)
+            self._progress.check_needed(error)
             self._failures.note(error, counts=replica.incarnation == life)  # the agent did not cause the engine's death
 
     async def _played(self, session: Session, key: str) -> list[Sample]:

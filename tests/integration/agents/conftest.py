@@ -11,6 +11,7 @@ import pytest
 from services.rollout.agents.agent_groups import AgentGroups
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.in_flight import InFlight, Stopped
+from services.rollout.played_group import PlayedGroup
 from services.rollout.replica import Replica
 from shared.bus import runs
 from shared.bus.connection import Bus
@@ -41,9 +42,11 @@ class AgentBench:
     in_flight: InFlight
     directory: Path
     service: Service
+    played: PlayedGroup | None = None
 
     async def play(self, n: int = 2, **changes: Any) -> tuple[list[Sample], Stopped | None]:
-        return await self.groups.group(self.task(n, **changes), changes.pop("earlier", []), self.in_flight)
+        self.played = played = await self.groups.group(self.task(n, **changes), [], self.in_flight)
+        return played.samples, played.stopped
 
     def task(self, n: int = 2, **changes: Any) -> Task:
         return Task(

@@ -133,9 +133,38 @@ async def test_a_replica_that_leaves_hands_on_whole_rollouts_and_the_others_begi
     assert [(sample.rollout, sample.finish) for sample in kept] == [(0, "stop")]
     desk.in_flight.leaving = False
     desk.groups.settings.agent = "tests.support.agents:one_turn"
-    samples, stopped = await desk.groups.group(desk.task(attempt=1), kept, desk.in_flight)
+    samples, stopped, _ = await desk.groups.group(desk.task(attempt=1), kept, desk.in_flight)
     assert stopped is None and [sample.rollout for sample in samples] == [0, 1]
     assert [call["rollout"] for call in desk.calls()] == [0, 1, 1], "the rollout that had ended was played again"
+
+
+@pytest.mark.parametrize(("kind", "failed", "aborted"), [("hangs", 0, 1), ("raises", 1, 0)])
+async def test_a_surplus_rollout_takes_the_place_of_a_late_one_and_of_one_that_failed(
+    bench: NewAgentBench, kind: str, failed: int, aborted: int
+) -> None:
+    desk = await bench("bad", rollout={"n_samples_per_prompt": 2, "surplus_rollouts": 1})
+    samples, stopped = await desk.play(2, metadata={"bad": [kind, [1]]})
+    assert stopped is None and [(sample.index, sample.rollout, sample.given_reward) for sample in samples] == [(0, 0, 1.0), (1, 2, 1.0)]
+    assert sorted(call["rollout"] for call in desk.calls()) == [0, 1, 2], "one that fails is not tried again while another is there"
+    assert desk.played is not None
+    assert (desk.played.aborted, desk.groups.lost, desk.service.metrics.values.get("agents_failed", 0)) == (aborted, failed, failed)
+    assert await desk.left_open() == []
+    samples, _ = await desk.play(2, group="eval.heldout.0.7", metadata={"bad": [kind, []]})
+    assert [sample.rollout for sample in samples] == [0, 1], "held-out prompts have no surplus"
+
+
+async def test_what_is_handed_on_counts_towards_a_complete_group(bench: NewAgentBench) -> None:
+    desk = await bench("waits", rollout={"n_samples_per_prompt": 2, "surplus_rollouts": 2})
+    playing = asyncio.create_task(desk.play())
+    await until(lambda: len(desk.calls()) == 4, "all four rollouts at play")
+    await desk.in_flight.leave(None)
+    kept, stopped = await asyncio.wait_for(playing, 60)
+    assert stopped is not None and [sample.rollout for sample in kept] == [0]
+    desk.in_flight.leaving = False
+    desk.groups.settings.agent = "tests.support.agents:one_turn"
+    samples, stopped, aborted = await desk.groups.group(desk.task(attempt=1), kept, desk.in_flight)
+    assert stopped is None and len(samples) == 2 and samples[0].rollout == 0 and aborted == 2
+    assert await desk.left_open() == []
 
 
 @pytest.mark.parametrize(

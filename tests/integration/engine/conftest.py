@@ -22,8 +22,11 @@ from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_p
 from shared.runtime.service_base import Service
 from shared.store.payload_store import Store
 from tests.integration.engine.bench import Bench, NewBench
+from tests.integration.engine.hall import CHUNK, Hall, NewHall
 from tests.integration.engine.load import asked
+from tests.support import agents
 from tests.support.run_config import run_config
+from tests.support.service_process import ROOT
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
 
 START_SECONDS = 280.0
@@ -143,3 +146,45 @@ async def new_bench(
         await one.service.store.close()
     await store.close()
     await bus.close()
+
+
+@pytest.fixture
+async def hall(new_bench: NewBench, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path) -> AsyncIterator[NewHall]:
+    """``hall(**sections)``: at work, with one gateway before its replica."""
+    made: list[Hall] = []
+    beating: list[asyncio.Task[None]] = []
+
+    async def make(**sections: dict[str, Any]) -> Hall:
+        gateway = {"gateway_replicas": 1, "gateway_checkpoint_tokens": CHUNK, "gateway_wait": 20.0}
+        desk = await new_bench(gateway=gateway | sections.pop("gateway", {}), **sections)
+        environment = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name}
+
+        async def beat() -> None:
+            while True:
+                await desk.service.announce()
+                await asyncio.sleep(desk.service.heartbeat)
+
+        beating.append(asyncio.create_task(beat()))
+        made.append(Hall(desk, tmp_path, environment))
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        for process in one.processes:
+            process.__exit__()
+        await one.desk.replica.proxy.close()
+    await cancelled(beating)
+
+
+@pytest.fixture
+async def room(hall: NewHall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewHall:
+    """``room(agent, **sections)``: at work with that agent."""
+    monkeypatch.setenv(agents.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    async def make(agent: str, **sections: dict[str, Any]) -> Hall:
+        rollout = {"agent": agent, "agent_workers": 1, **sections.pop("rollout", {})}
+        return await hall(rollout=rollout, reward={"worker_environment": [agents.DIRECTORY]}, **sections)
+
+    return make

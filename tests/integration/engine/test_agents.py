@@ -1,9 +1,7 @@
 """Agents over the whole way: the rollout service opens sessions, its agents ask a real gateway, and that a real engine."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +10,8 @@ from shared.schema.messages import Interrupted, Sampling
 from shared.schema.sample import Sample
 from tests.integration.engine.bench import Bench
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
+from tests.integration.engine.hall import NewHall
 from tests.integration.engine.reference import log_probs
-from tests.integration.engine.test_gateway import Hall, hall  # noqa: F401
 from tests.support import agents
 from tests.support.service_process import ROOT
 from tests.support.waiting import until
@@ -26,21 +24,6 @@ MCP_CALCULATOR = [sys.executable, str(ROOT / "tests" / "support" / "mcp_calculat
 
 SHORT = {"sampling": Sampling(temperature=1.0, max_new_tokens=10)}
 
-Room = Callable[..., Any]
-
-
-@pytest.fixture
-def room(hall: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Room:  # noqa: F811
-    """``room(agent)``: at work with that agent."""
-    monkeypatch.setenv(agents.DIRECTORY, str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    async def make(agent: str, **sections: dict[str, Any]) -> Hall:
-        rollout = {"agent": agent, "agent_workers": 1, **sections.pop("rollout", {})}
-        return await hall(rollout=rollout, reward={"worker_environment": [agents.DIRECTORY]}, **sections)
-
-    return make
-
 
 def exact(sample: Sample, checkpoint: Checkpoint) -> None:
     """Asserts that the trained tokens' log-probs are the model's."""
@@ -51,7 +34,7 @@ def exact(sample: Sample, checkpoint: Checkpoint) -> None:
     np.testing.assert_allclose(sample.log_probs[trained], expected[trained], atol=EXACT)
 
 
-async def test_the_examples_play(room: Room, checkpoint: Checkpoints) -> None:
+async def test_the_examples_play(room: NewHall, checkpoint: Checkpoints) -> None:
     """Each in a set of its own, but for the first, which plays the training groups."""
     command = [sys.executable, "examples/agents/command_agent.py"]
     own = {name: {"agent": f"examples.agents.{name}:run"} for name in ("anthropic_calculator", "panel")} | {
@@ -99,11 +82,11 @@ def check_three_turns(desk: Bench, samples: list[Sample]) -> None:
         assert " no. 40+2=" in "".join(desk.rollout._tokenizer.decode(one.prompt) + one.text for one in own)
 
 
-async def test_an_episode_goes_on_over_a_push(room: Room, checkpoint: Checkpoints, tmp_path: Path) -> None:
+async def test_an_episode_goes_on_over_a_push(room: NewHall, checkpoint: Checkpoints, tmp_path: Path) -> None:
     played = await room("tests.support.agents:over_a_push")
     await played.desk.task(n=1, **SHORT)
     await until(lambda: agents.calls(tmp_path), "the end of the first turn", 240)
-    await played.pushed(checkpoint(1), 1)
+    await played.pushed(checkpoint(1).model, 1)
     (tmp_path / "go_on").touch()
     _, samples = await played.desk.generated()
     drawn: list[int] = []
@@ -117,7 +100,7 @@ async def test_an_episode_goes_on_over_a_push(room: Room, checkpoint: Checkpoint
     assert sorted(set(drawn)) == [0, 1] and drawn == sorted(drawn)
 
 
-async def test_a_group_that_is_too_old_ends_in_the_engine_too(room: Room) -> None:
+async def test_a_group_that_is_too_old_ends_in_the_engine_too(room: NewHall) -> None:
     desk = (await room("examples.agents.openai_calculator:run", rollout={"max_staleness": 0})).desk
     await desk.task(sampling=Sampling(temperature=1.0, max_new_tokens=1800, min_new_tokens=1700))
     await until(lambda: desk.client.generating == 2, "both rollouts in the engine", 240)

@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,21 +13,16 @@ from openai import AsyncOpenAI, AuthenticationError, BadRequestError, ConflictEr
 from openai.types.chat import ChatCompletion
 
 from services.gateway.chat_tokens import TOOL
-from shared.bus.registry import Registry
-from shared.runtime.cancellation import cancelled
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
+from shared.runtime.embedded_servers import free_port
 from shared.runtime.own_address import LOOPBACK
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample
 from shared.sessions.session import SessionEnded, Turn
-from shared.sessions.session_store import SessionStore
 from shared.sessions.trajectories import trajectories
-from tests.integration.engine.bench import Bench, NewBench
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
+from tests.integration.engine.hall import CHUNK, NewHall
 from tests.integration.engine.reference import log_probs
-from tests.integration.engine.source import Source
 from tests.support.gateways import Played, ready_gateway, started_gateway
-from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -40,66 +33,6 @@ SPECIAL = {0, 1, 2, 3}
 
 END = 1
 """The token that ends a turn of these models."""
-
-CHUNK = 24
-"""Tokens after which a turn is recorded here."""
-
-
-class Hall:
-    """A replica on a real engine, and gateways before it."""
-
-    def __init__(self, desk: Bench, directory: Path, environment: dict[str, str]) -> None:
-        self.desk, self.directory, self.environment = desk, directory, environment
-        self.registry = Registry(desk.service.bus, desk.service.run)
-        self.sessions = SessionStore(desk.service.store, desk.service.run)
-        self.processes: list[ServiceProcess] = []
-        self.urls: list[str] = []
-
-    async def start(self) -> str:
-        number = len(self.processes)
-        process = started_gateway(number, self.directory, self.environment)
-        self.processes.append(process)
-        self.urls.append(await ready_gateway(self.registry, number, process))
-        return self.urls[-1]
-
-    async def session(self, **fields: Any) -> Played:
-        return await Played.opened(self.sessions, **fields)
-
-    async def pushed(self, checkpoint: Checkpoint, version: int) -> None:
-        source = Source(self.desk, checkpoint.model, version)
-        await source.prepare()
-        await source.commit((await source.receive()).digest)
-        source.leave()
-
-
-@pytest.fixture
-async def hall(
-    new_bench: NewBench, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
-) -> AsyncIterator[Callable[..., Any]]:
-    made: list[Hall] = []
-    beating: list[asyncio.Task[None]] = []
-
-    async def make(**sections: dict[str, Any]) -> Hall:
-        gateway = {"gateway_replicas": 1, "gateway_checkpoint_tokens": CHUNK, "gateway_wait": 20.0}
-        desk = await new_bench(gateway=gateway | sections.pop("gateway", {}), **sections)
-        environment = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name}
-
-        async def beat() -> None:
-            while True:
-                await desk.service.announce()
-                await asyncio.sleep(desk.service.heartbeat)
-
-        beating.append(asyncio.create_task(beat()))
-        made.append(Hall(desk, tmp_path, environment))
-        await made[-1].start()
-        return made[-1]
-
-    yield make
-    for one in made:
-        for process in one.processes:
-            process.__exit__()
-        await one.desk.replica.proxy.close()
-    await cancelled(beating)
 
 
 def exact(turn: Turn, *models: Checkpoint, endless: bool = False) -> None:
@@ -115,7 +48,7 @@ async def said(client: AsyncOpenAI, messages: list[Any], **options: Any) -> Chat
     return await client.chat.completions.create(model="0", messages=messages, **options)
 
 
-async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: NewHall, checkpoint: Checkpoints) -> None:
     """Three turns by the `openai` SDK, one of them after a push, one streamed; then the same in a session of its own key."""
     room = await hall()
     played = await room.session()
@@ -124,7 +57,7 @@ async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: Call
         assert (await client.models.list()).data[0].id == "0"
         first = await said(client, messages, logprobs=True)
         messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
-        await room.pushed(checkpoint(1), 1)
+        await room.pushed(checkpoint(1).model, 1)
         second = await said(client, messages, extra_body={"min_version": 1})
         messages += [second.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "thanks"}]
         with pytest.raises(ConflictError, match="version 1, older than the 7"):
@@ -157,7 +90,7 @@ async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: Call
     assert trained == sum(len(turn.completion) for turn in turns)
 
 
-async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(hall: NewHall, checkpoint: Checkpoints) -> None:
     """A push aborts the turn in its middle, then the gateway is killed −9: its client's retry goes on elsewhere from what was recorded."""
     room = await hall(rollout={"in_flight_on_push": "abort", "max_staleness": 9})
     other = await room.start()
@@ -174,7 +107,7 @@ async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(ha
     async with played.client(room.urls[0], max_retries=0) as client, played.client(other) as elsewhere:
         asking = asyncio.create_task(said(client, question, extra_headers=named))
         await until(lambda: drawn(CHUNK, 0), "the first tokens", 120)
-        await room.pushed(checkpoint(1), 1)
+        await room.pushed(checkpoint(1).model, 1)
         before = await until(lambda: drawn(3 * CHUNK, 1), "tokens of the new version", 120)
         room.processes[0].kill()
         with pytest.raises(Exception, match="onnection"):
@@ -190,7 +123,7 @@ async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(ha
     exact(turn, checkpoint(0), checkpoint(1), endless=True)
 
 
-async def test_what_a_client_may_not_is_refused_in_its_own_form(hall: Callable[..., Any]) -> None:
+async def test_what_a_client_may_not_is_refused_in_its_own_form(hall: NewHall) -> None:
     room = await hall()
     one, other = await room.session(), await room.session(deadline=time.time() - 1)
     question = [{"role": "user", "content": "x"}]
@@ -225,7 +158,7 @@ async def test_what_a_client_may_not_is_refused_in_its_own_form(hall: Callable[.
     assert list((await one.log()).turns) == [turn.request]
 
 
-async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: NewHall, checkpoint: Checkpoints) -> None:
     """The wire of token-in clients; and the replica's door serves gateways alone."""
     room = await hall()
     played = await room.session()
@@ -270,9 +203,7 @@ async def played_to_its_end(played: Played, url: str, turns: int, number: int) -
 
 
 @pytest.mark.parametrize(("count", "kills"), [(10, 1), pytest.param(200, 5, marks=[pytest.mark.extra, pytest.mark.timeout(3600)])])
-async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(
-    hall: Callable[..., Any], checkpoint: Checkpoints, count: int, kills: int
-) -> None:
+async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(hall: NewHall, checkpoint: Checkpoints, count: int, kills: int) -> None:
     """Ordinary clients while weights are pushed; a tenth of them are gone in the middle; the gateway is killed −9 and started again."""
     room = await hall(rollout={"max_staleness": 99, "in_flight_on_push": "abort"})
     host, port = LOOPBACK, free_port()
@@ -289,7 +220,7 @@ async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(
 
     for kill in range(kills):
         await until(lambda kill=kill: some_turns((kill + 1) * count * 2 // (kills + 1)), "turns", 300, pause=0.5)
-        await room.pushed(checkpoint(1 + kill % 2), kill + 1)
+        await room.pushed(checkpoint(1 + kill % 2).model, kill + 1)
         for task in gone[kill::kills]:
             task.cancel()
         process.kill()
@@ -311,7 +242,7 @@ async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(
     await until(lambda: room.desk.client.generating == 0, "an engine without requests of clients that are gone", 60)
 
 
-async def test_the_other_formats_carry_their_sessions_on_too(hall: Callable[..., Any], checkpoint: Checkpoints) -> None:
+async def test_the_other_formats_carry_their_sessions_on_too(hall: NewHall, checkpoint: Checkpoints) -> None:
     """Anthropic's SDK, then OpenAI's responses: two turns each, the second one streamed, recorded as one trajectory."""
     room = await hall()
     claude, played = await room.session(), await room.session()

@@ -18,9 +18,8 @@ import pytest
 
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.hall import NewHall
 from tests.integration.engine.reference import log_probs
-from tests.integration.engine.test_agents import Room, room  # noqa: F401
-from tests.integration.engine.test_gateway import hall  # noqa: F401
 from tests.support.service_process import ROOT
 
 PYTHON, TASKSET = os.environ.get("VERIFIERS_PYTHON", ""), os.environ.get("VERIFIERS_TASKSET", "")
@@ -35,7 +34,7 @@ pytestmark = [
 ]
 
 
-async def test_an_environment_plays_as_it_is(room: Room, checkpoint: Checkpoints, tmp_path: Path) -> None:  # noqa: F811
+async def test_an_environment_plays_as_it_is(room: NewHall, checkpoint: Checkpoints, tmp_path: Path) -> None:
     listed = await asyncio.create_subprocess_exec(PYTHON, str(SERVE), "tasks", *ENVIRONMENT, "--count", "2", stdout=asyncio.subprocess.PIPE)
     rows = [json.loads(line) for line in (await listed.communicate())[0].splitlines()]
     assert len(rows) == 2

@@ -1,11 +1,14 @@
 """``myxo audit``, ``summary`` and ``status`` on a ledger written by hand: on a given NATS server, and on a stopped run's own store."""
 
 import asyncio
+import gzip
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,7 @@ from shared.schema.ledger import (
     BatchTrained,
     CheckpointDurable,
     EvalEnded,
+    GroupDead,
     GroupsAdmitted,
     GroupsScored,
     LedgerRecord,
@@ -168,6 +172,47 @@ def test_the_audit_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunCo
     code, out, _ = myxo.run("audit", "test", "--dir", config.run.dir, "--json")
     report = json.loads(out)
     assert (code, report["ok"], report["violations"], report["steps"], report["trained"]) == (0, True, [], 2, 4)
+
+
+def test_the_trace_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunConfig], tmp_path: Path) -> None:
+    config = stopped_run([*records()[:5], GroupDead(group=group_id(3), reason="broken", at=BEGIN + 3), *records()[6:8]])
+    assert myxo.run("trace", config.run.root)[0] == 0
+    events = json.loads(gzip.decompress((config.run.root / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert myxo.run("trace", config.run.root, "-o", tmp_path / "trace.json")[0] == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == events
+    slices = slices_of(events)
+    assert slices[group_id(0)] == [
+        ("generating", 0, 2), ("in batch", 2, 3), ("training", 3, 5), ("group", 0, 5),
+    ]  # fmt: skip
+    assert slices[group_id(2)] == [("outstanding", 0, 5), ("group", 0, 5)]
+    assert slices[group_id(3)] == [("outstanding", 0, 3), ("group", 0, 3)]
+    [step] = [event for event in events if event["ph"] == "X"]
+    assert (step["name"], step["dur"], step["args"]["agreement_abs_diff"]) == ("step 0", 2_000_000, 1.0)
+    assert {event["name"] for event in events if event["ph"] == "i"} == {"restarted", "joined"}
+    counters = [event["args"] for event in events if event["ph"] == "C"]
+    assert counters[-1] == {"outstanding": 1, "ready": 0, "in batch": 0}
+
+
+def test_a_trace_that_cannot_be_written(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:
+    code, _, err = myxo.run("trace", stopped_run(records()).run.root, "-o", "/nowhere/trace.json")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--output" in err
+
+
+def slices_of(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str, float, float]]]:
+    """The slices of each group, (name, begin, end) in seconds of the run, in the order of their ends; each is closed by its own name."""
+    found, stacks = defaultdict(list), defaultdict(list)
+    for event in events:
+        if event.get("cat") == "groups" and event["ph"] in "be":
+            at, stack = event["ts"] / 1e6 - BEGIN, stacks[event["id"]]
+            if event["ph"] == "b":
+                stack.append((event["name"], at))
+            else:
+                name, began = stack.pop()
+                assert name == event["name"]
+                found[event["id"]].append((name, began, at))
+    assert not any(stacks.values())
+    return found
 
 
 def changed_by_one_token(told: Attestation) -> dict[str, Attestation]:

@@ -75,6 +75,7 @@ async def test_a_key_opens_its_own_session_alone(sessions: SessionStore) -> None
     (one, key), (other, other_key) = session("s1"), session("s2")
     await sessions.open(one)
     await sessions.open(other)
+    await sessions.make_draw_key()
     secret, others_secret = key.rpartition("-")[2], other_key.rpartition("-")[2]
     assert (await sessions.find(key)).session.id == "s1"
     for wrong in (
@@ -83,9 +84,13 @@ async def test_a_key_opens_its_own_session_alone(sessions: SessionStore) -> None
         "sk-myxo-s1-",
         f"sk-myxo-s1-{secret}x",
         f"sk-myxo-s1-{secret[:-1]}",
+        f"sk-myxo-.draw-key-{secret}",
+        f"sk-myxo-s*-{secret}",
+        f"sk-myxo-s1\n-{secret}",
+        f"sk-myxo-../s1-{secret}",
     ):
         with pytest.raises(SessionUnknown):
-            await sessions.find(f"sk-myxo-{wrong}")
+            await sessions.find(wrong)
 
 
 async def test_two_gateways_end_one_turn_once(sessions: SessionStore) -> None:

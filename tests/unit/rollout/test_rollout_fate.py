@@ -1,10 +1,13 @@
 """When a rollout is tried again, when alone, when it is lost, and when its group is."""
 
+import numpy as np
 import pytest
 
-from services.rollout.rollout_fate import DISRUPTIVE_TRIES, TRIES, GroupLosses, RolloutFailures
+from services.rollout.rollout_fate import DISRUPTIVE_TRIES, TRIES, GroupProgress, RolloutFailures
+from shared.config.rollout_section import RolloutSection
 from shared.hooks import HookFailed
 from shared.runtime.errors import DeadlineExceeded
+from shared.schema.messages import Sampling, Task
 
 RAISED = HookFailed("field", "a:b", "ValueError: no")
 BLOCKED = HookFailed("field", "a:b", "it held up its process", disruptive=True)
@@ -39,10 +42,51 @@ def test_what_cost_others_their_process_is_tried_alone_and_less_often() -> None:
 
 
 def test_a_group_does_without_rollouts_down_to_the_fewest() -> None:
-    late, losses = DeadlineExceeded("it", "them", 1.0, "it is lost"), GroupLosses(5, 3)
-    losses.lose(RAISED)
-    losses.lose(late)
+    late, progress = DeadlineExceeded("it", "them", 1.0, "it is lost"), GroupProgress(5, 3)
+    progress.lose(RAISED)
+    progress.lose(late)
     with pytest.raises(DeadlineExceeded):
-        losses.lose(late)
+        progress.lose(late)
     with pytest.raises(HookFailed):
-        GroupLosses(1, 1).lose(RAISED)
+        GroupProgress(1, 1).lose(RAISED)
+
+
+def test_a_group_is_complete_with_those_that_end_first() -> None:
+    progress = GroupProgress(2, 1, surplus=2)
+    assert list(progress.begun) == [0, 1, 2, 3]
+    progress.end(3)
+    assert not progress.complete and progress.aborted == 0
+    progress.end(1)
+    assert progress.complete and progress.kept == {1, 3} and progress.aborted == 2
+    progress.end(0)
+    assert progress.kept == {1, 3} and progress.aborted == 2, "what ended too late is aborted as well"
+
+
+def test_failures_are_replaced_by_surplus_rollouts_before_they_are_tried_again() -> None:
+    progress = GroupProgress(2, 1, surplus=1)
+    with pytest.raises(HookFailed):
+        progress.check_needed(RAISED)
+    progress.lose(RAISED)
+    progress.check_needed(RAISED)
+    progress.end(0)
+    progress.end(1)
+    assert progress.complete and progress.aborted == 0, "a failure is none of the aborted ones"
+
+
+@pytest.mark.parametrize(("group", "begun"), [("g00000001", 5), ("eval.heldout.0.1", 3)])
+def test_held_out_prompts_have_no_surplus(group: str, begun: int) -> None:
+    settings = RolloutSection(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=3, surplus_rollouts=2)
+    task = Task(
+        group=group,
+        n=3,
+        prompt="1",
+        prompt_tokens=np.array([1], np.int32),
+        environment="math",
+        sampling=Sampling(temperature=1.0, max_new_tokens=1),
+        min_version=0,
+    )
+    progress = GroupProgress.of(task, settings)
+    assert len(progress.begun) == begun
+    if begun == task.n:
+        with pytest.raises(HookFailed):
+            progress.lose(RAISED)

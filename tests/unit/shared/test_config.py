@@ -49,6 +49,12 @@ MUTABLE = {
     "engine_start_timeout",
     "generate_timeout",
     "agent_concurrency",
+    "agent_cpus",
+    "agent_memory_bytes",
+    "agent_network",
+    "agent_processes",
+    "agent_runtime",
+    "agent_service",
     "agent_timeout",
     "agent_tries",
     "agent_workers",
@@ -310,6 +316,7 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "gateway.gateway_replicas",
             "agents ask the model through a gateway; use at least 1",
         ),
+        ({"rollout": {"agent_service": "serve"}}, "rollout.agent_service", "no agent of this run speaks to it"),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
         (
             {"rollout": {"missing_log_probs": "recompute"}},
@@ -320,6 +327,16 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             {"rollout": {"missing_log_probs": "recompute", "max_staleness": 0}, "algorithm": {"use_tis": True}},
             "rollout.missing_log_probs",
             "algorithm.use_tis = true reads them; the trainer's own stand in for them with max_staleness = 0",
+        ),
+        (
+            {"rollout": {"surplus_rollouts": 1}},
+            "rollout.surplus_rollouts",
+            "aborted one by one only where agents, episodes or custom_generate_function_path make them; use over_sampling_batch_size",
+        ),
+        (
+            {"rollout": {"surplus_rollouts": 4096, "agent": "my.agents:run"}},
+            "rollout.surplus_rollouts",
+            "with n_samples_per_prompt = 2 at most",
         ),
         ({"rollout": {"min_rollouts": 3}}, "rollout.min_rollouts", "a group has n_samples_per_prompt = 2 rollouts"),
         (

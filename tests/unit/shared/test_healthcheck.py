@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,16 @@ async def test_the_probe_asks_the_address_that_the_service_was_given(app: FastAP
         assert (await probe(address))[0] == 0
 
 
+async def test_private_is_the_address_that_the_runs_machines_reach(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several networks the one of the bus alone, for the service and for its probe."""
+    monkeypatch.setenv("MYXO_HOST", "127.0.0.7")
+    before = listening_sockets(os.getpid())
+    async with http_endpoints.serving(app, parsed("private:0")) as address:
+        assert {f"{found.address}:{found.port}" for found in listening_sockets(os.getpid()) - before} == {address}
+        assert address.startswith("127.0.0.7:")
+        assert (await probe(f"private:{address.rpartition(':')[2]}"))[0] == 0
+
+
 async def test_it_is_loopback_where_nobody_says_otherwise(app: FastAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's address, then the environment's, which wins; what listens is that address alone."""
     monkeypatch.delenv("MYXO_HTTP", raising=False)
@@ -92,3 +103,10 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_addresses_are_written_as_they_are_read(text: str, wildcard: bool) -> None:
     assert str(parsed(text)) == text
     assert parsed(text).wildcard == wildcard
+
+
+def test_an_answers_body_does_not_wait_for_its_heads_acknowledgement() -> None:
+    """Head and body are two writes: where the kernel collects small ones, the second one waits 40 ms."""
+    listener = http_endpoints._listener(HttpAddress("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

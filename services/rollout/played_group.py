@@ -1,0 +1,32 @@
+"""Plays the rollouts of a group that something of the user's makes, and says what became of them."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from services.rollout.in_flight import Stopped
+from services.rollout.rollout_fate import GroupProgress
+from shared.runtime.cancellation import cancelled
+from shared.schema.sample import Sample
+
+
+class PlayedGroup(NamedTuple):
+    """What became of a group's rollouts: samples, in the rollouts' order; why they were ``stopped``, if they were; ``aborted``: how many
+    surplus ones were, since the others had ended."""
+
+    samples: list[Sample]
+    stopped: Stopped | None
+    aborted: int = 0
+
+
+async def until_complete(playing: Sequence[Coroutine[Any, Any, None]], progress: GroupProgress) -> None:
+    """Runs a group's rollouts until it is complete, or all have come to an end; the others are cancelled. Raises what one of them does."""
+    running = [asyncio.create_task(one) for one in playing]
+    left = set(running)
+    try:
+        while left and not progress.complete:
+            ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for one in ended:
+                one.result()
+    finally:
+        await cancelled(running)
