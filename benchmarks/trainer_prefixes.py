@@ -3,7 +3,7 @@
 ``python -m benchmarks.trainer_prefixes [--json FILE] [--steps N] [--write]`` trains the same micro-batches both ways, by the default
 objective, on a CPU in float32 or, where there is a GPU, in bfloat16 with a model of Qwen3-1.7B's shape. ``--write`` puts the figures of
 RESULTS into the docs. Every case says how many tokens its sequences have, how many of them are computed, the median seconds of a step
-both ways (taken alternately), and the largest difference of a trained token's log-prob.
+both ways (taken alternately; on a CPU those of its thread), and the largest difference of a trained token's log-prob.
 
 - ``groups``: eight samples of each prompt, which is as long as a response.
 - ``short prompts``: eight samples of each prompt, of 14 tokens before up to 20, as the quick start has them.
@@ -152,16 +152,17 @@ def compared(actor: Any, case: Callable[[Draw, int], list[tuple[list[int], int]]
     advantages = [torch.full((len(one.response),), float(generator.normal())) for one in samples]
     packed = packed.with_fields(advantages=spread(samples, advantages, "advantages"))
     found = shared_prefixes(packed.tokens.numpy(), packed.cu_seqlens.tolist())
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     loss, seconds = PolicyLoss(AlgorithmSection()), {"apart": [], "shared": []}
     log_probs = {}
     for number in range(steps + 1):
         for way, least in (("apart", None), ("shared", 0.0)):
             actor.model.least_saved = least
-            began = time.perf_counter()
+            began = clock()
             result = actor.train_step([packed], loss)  # which reads its loss from the device, and so waits for it
             assert result.skipped is None, result.skipped
             if number:  # the first warms up
-                seconds[way].append(time.perf_counter() - began)
+                seconds[way].append(clock() - began)
             elif way not in log_probs:
                 log_probs[way] = actor.log_probs([packed])[0].cpu() * packed.loss_mask
     apart, shared = (statistics.median(seconds[way]) for way in ("apart", "shared"))
