@@ -42,7 +42,7 @@ ENGINE_MARKS = ("cpu_launcher.py", "gpu_launcher.py", "sglang")
 
 @dataclass(frozen=True)
 class Machine:
-    """What the measurements run on. ``device``: of the engines. ``gpus``: how many they share, in turn. ``sglang``: the engines' own flags."""
+    """What the measurements run on. ``device``: of the engines. ``gpus``: how many they share, in turn. ``sglang``: further flags."""
 
     device: str
     gpus: int
