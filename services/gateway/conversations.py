@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from services.gateway.wire.request_body import shallow
 from shared.sessions.session import Turn
 
 Messages = Sequence[Mapping[str, Any]]
@@ -46,8 +47,8 @@ def _told(message: Mapping[str, Any]) -> dict[str, Any]:
 def _object(arguments: Any) -> Any:
     """Returns the arguments of a call as an object where they are one: some clients write their text anew."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+        return shallow(json.loads(arguments)) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -69,6 +69,8 @@ def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_
     anew = {**CALLS, "tool_calls": [chat_call("c9", "add", json.dumps({"b": 2, "a": 2}))]}
     broken = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a": 2')]}
     found = {name: digests([*ASKED, message], [])[-1] for name, message in (("thought", thought), ("anew", anew), ("broken", broken))}
+    deep = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a":' * 5000 + "1" + "}" * 5000)]}
+    assert digests([deep], []), "what cannot be read is text"
     assert found["thought"] == found["anew"] == digests([*ASKED, CALLS], [])[-1] != found["broken"]
 
 
