@@ -44,15 +44,20 @@ def examine_gpus(_: Path) -> Iterator[Diagnosis]:
         found = "none: trainer and engines compute on this machine's CPUs, which is for small models"
         yield Diagnosis("gpus", "note" if shutil.which("nvidia-smi") else "ok", found, _hidden() if shutil.which("nvidia-smi") else "")
         return
-    text, failure = told_by(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
+    gpus, failure = read_gpus()
     if failure:
         mend = "install NVIDIA's driver; in a container: docker run --gpus all, with the NVIDIA Container Toolkit on the host"
         yield Diagnosis("gpus", "fault", f"/dev shows {shown}, and {failure}", mend)
         return
-    gpus = [_gpu(line) for line in text.splitlines() if line.count(",") == len(QUERY) - 1]
     for gpu in gpus:
         yield from _of_gpu(gpu)
     yield from _of_driver(gpus)
+
+
+def read_gpus() -> tuple[list[Gpu], str]:
+    """Returns the GPUs as nvidia-smi tells of them, and why it tells nothing, where that is so."""
+    text, failure = told_by(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
+    return [_gpu(line) for line in text.splitlines() if line.count(",") == len(QUERY) - 1], failure
 
 
 def examine_nccl(_: Path) -> Iterator[Diagnosis]:

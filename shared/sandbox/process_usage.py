@@ -94,3 +94,14 @@ def filled(work: str) -> int:
         sockets = int(file.readline().split()[2])
     entries = sum(each.f_files - each.f_ffree for each in found)
     return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in found) + entries * ENTRY_BYTES + sockets * SOCKET_BYTES
+
+
+def refused_memory() -> int:
+    """Returns how many processes of its container the kernel has killed for want of memory, by either version of control groups."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control") if FIRST else ():
+        try:
+            with open(path, "rb", 0) as file:
+                return sum(int(line.split()[1]) for line in file.read().splitlines() if line.startswith(b"oom_kill "))
+        except OSError:
+            continue
+    return 0

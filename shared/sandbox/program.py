@@ -15,6 +15,9 @@ _REFUSED_MEMORY = (b"MemoryError", b"std::bad_alloc", b"Cannot allocate memory")
 _LAST_WORDS = 4096
 
 
+SandboxKind = Literal["bwrap", "docker", "podman", "none"]
+
+
 @dataclass(frozen=True)
 class SandboxLimits:
     """The limits of one program, with every process that it starts.
@@ -37,12 +40,13 @@ class SandboxLimits:
 class SandboxSettings:
     """What a sandbox is made of.
 
-    kind: ``bwrap``, or ``none``, which isolates nothing and has to be asked for. packages: this environment's packages can be imported.
-    paths: files and folders that are read-only inside, where they are outside. devices: device files, such as a GPU's. lease_s: the seconds
-    after which a sandbox ends that nobody asks anything.
+    kind: ``bwrap``; ``docker`` or ``podman``, in a container of ``image``; or ``none``, which isolates nothing and has to be asked for.
+    packages: the packages of this environment, or of the image, can be imported. paths: files and folders that are read-only inside, where
+    they are outside. devices: device files, such as a GPU's. lease_s: the seconds after which a sandbox ends that nobody asks anything.
     """
 
-    kind: Literal["bwrap", "none"] = "bwrap"
+    kind: SandboxKind = "bwrap"
+    image: str = ""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     packages: bool = False
     paths: tuple[Path, ...] = ()

@@ -1,8 +1,8 @@
 """The first process of a sandbox: runs one program after the other, measures each and ends it with all that it has started.
 
-Inside bubblewrap it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and lets one
-``kill`` of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or writes
-its memory.
+Inside bubblewrap, or a container, it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and
+lets one ``kill`` of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or
+writes its memory.
 
 It speaks over its standard input and output. Out, once: `READY`. In: the length of a request in four bytes, and the request in Python's
 marshal format, which is written by `shared.sandbox.sandbox` alone; then the program's standard input, which goes from pipe to pipe and
@@ -27,7 +27,7 @@ import sys
 import time
 import types
 
-from shared.sandbox.process_usage import FIRST, exact, filled, kill_all, processes, usage_of
+from shared.sandbox.process_usage import FIRST, exact, filled, kill_all, processes, refused_memory, usage_of
 
 READY = b"R"
 HEAD = struct.Struct("<BiiddQ?III")
@@ -43,7 +43,7 @@ MEMORY_SLACK = 64 << 20
 """What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves."""
 
 _CHUNK = 1 << 16
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 4, 36, 38, 22, 2
 _STDIN, _REPORT = 0, 3
 _ASIDE = 100
 
@@ -106,7 +106,7 @@ class Run:
         self.stdin = int(request["stdin"])
         self.streams: dict[int, bytearray] = {}
         self.status, self.wait_status, self.truncated = OK, 0, False
-        self.cpu_s, self.memory, self.ended = 0.0, 0, False
+        self.cpu_s, self.memory, self.ended, self.refused = 0.0, 0, False, refused_memory()
 
     def answer(self) -> bytes:
         """Runs the program to its end and returns the answer."""
@@ -128,6 +128,8 @@ class Run:
             return self.status, -1, -1
         if os.WIFSIGNALED(self.wait_status):
             number = os.WTERMSIG(self.wait_status)
+            if number == _signal.SIGKILL and refused_memory() > self.refused:
+                return MEMORY, -1, number
             return (CPU_TIME if number == _signal.SIGXCPU else SIGNAL), -1, number
         code = os.WEXITSTATUS(self.wait_status)
         return (EXIT_CODE if code else OK), code, -1
@@ -269,6 +271,7 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
             _signal.signal(number, _signal.SIG_DFL)
         _limit(request["limits"])
         os.chdir(work)
+        _filter(request["syscalls"], libc)
         if request["command"]:
             _execute(request["command"])
         code = _python(request["sources"], work)
@@ -282,6 +285,19 @@ def _become(user: int) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+
+
+def _filter(syscalls: bytes, libc: ctypes.CDLL) -> None:
+    """Takes system calls from the process and all that it starts, where nobody has before; seccomp(2)."""
+    if not syscalls:
+        return
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # of the container's processes the supervisor is the last to be killed for want of memory
+    code = ctypes.create_string_buffer(syscalls, len(syscalls))
+    program = struct.pack("HxxxxxxP", len(syscalls) // 8, ctypes.addressof(code))
+    for option in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _SECCOMP_FILTER, program)):
+        if libc.prctl(*option, 0, 0):
+            raise OSError("the filter of system calls was refused")
 
 
 def _limit(limits: dict) -> None:  # type: ignore[type-arg]
