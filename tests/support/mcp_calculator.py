@@ -1,4 +1,4 @@
-"""An MCP server with a calculator: on its standard streams, or by HTTP at the port that is its only argument; ``many``: of 1,000 tools more."""
+"""An MCP server with a calculator: on its standard streams, by HTTP at the port that is its only argument, or with ``many`` other tools."""
 
 import asyncio
 import os
