@@ -127,7 +127,8 @@ async def new_bench(
     made: list[Bench] = []
 
     async def make(instance: str = "rollout-1", **sections: dict[str, Any]) -> Bench:
-        config = run_config(tmp_path, run={"name": run_name}, model={"hf_checkpoint": str(checkpoint(0).path)}, **sections)
+        sections.setdefault("model", {"hf_checkpoint": str(checkpoint(0).path)})
+        config = run_config(tmp_path, run={"name": run_name}, **sections)
         await runs.create(bus, config, valkey.url)
         service = Service("rollout", instance, run_name, bus, config, valkey.url)
         rollout = Rollout(service)
