@@ -112,8 +112,8 @@ def _bins_of_rank(
     pieces: list[list[int]], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
 ) -> list[list[int]] | None:
     """Returns ``count`` micro-batches of a rank's samples, in pieces that stay whole; None where they do not fit."""
-    sizes = [[sum(values[i] for i in piece) for piece in pieces] for values in (lengths, costs)]
-    placed = _within_budget(*sizes, count, budget)
+    tokens, dear = [sum(lengths[i] for i in piece) for piece in pieces], [sum(costs[i] for i in piece) for piece in pieces]
+    placed = _within_budget(tokens, dear, count, budget)
     return None if placed is None else [sorted(i for piece in members for i in pieces[piece]) for members in placed]
 
 
