@@ -39,14 +39,18 @@ def guessed(rows: Sequence[Mapping[str, Any]], where: str, rm_type: str | None =
     if input_key is None:
         raise ConfigError("DATA", where, f"no key of its rows ({', '.join(keys)}) is a usual name of a prompt: {', '.join(USUAL_PROMPTS)}")
     label_key = next((key for key in USUAL_LABELS if key in keys and key != input_key), None)
-    reason = "as it was said"
-    if rm_type is None:
-        labels = [] if label_key is None else [row[label_key] for row in rows]
-        if not labels or (found := _reward_of(labels)) is None:
-            told = "there is no key of answers" if label_key is None else f"the answers under {label_key!r} are of no known kind"
-            raise ConfigError("--rm-type", None, f"{told}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
-        rm_type, reason = found
-    return Columns(input_key, label_key, isinstance(rows[0][input_key], list), rm_type, reason)
+    found = (rm_type, "as it was said") if rm_type is not None else _reward(rows, label_key)
+    return Columns(input_key, label_key, isinstance(rows[0][input_key], list), *found)
+
+
+def _reward(rows: Sequence[Mapping[str, Any]], label_key: str | None) -> tuple[str, str]:
+    """Returns the reward that fits the rows' answers, and why. Raises ConfigError."""
+    told = "there is no key of answers"
+    if label_key is not None:
+        if (found := _reward_of([row[label_key] for row in rows])) is not None:
+            return found
+        told = f"the answers under {label_key!r} are of no known kind"
+    raise ConfigError("--rm-type", None, f"{told}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
 
 
 def _is_prompt(value: Any) -> bool:
