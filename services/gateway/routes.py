@@ -5,7 +5,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
@@ -68,7 +70,7 @@ class Api:
         """Returns the app with all endpoints."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, wire in CHAT_FORMATS.items():
-            app.add_api_route(path, self._refusing(wire.house, self._chat(path, wire)), methods=["POST"])
+            app.router.add_route(path, self._refusing(wire.house, self._chat(path, wire)), methods=["POST"])
         routes: list[tuple[str, str, House, Callable[[Request], Awaitable[Response]]]] = [
             ("POST", "/v1/messages/count_tokens", "anthropic", self._count),
             ("POST", "/inference/v1/generate", "openai", self._generate),
@@ -78,7 +80,7 @@ class Api:
             ("POST", "/v1/session/end", "openai", self._end),
         ]
         for method, path, house, route in routes:
-            app.add_api_route(path, self._refusing(house, route), methods=[method])
+            app.router.add_route(path, self._refusing(house, route), methods=[method])
         app.add_exception_handler(HTTPException, self._unserved)
         app.add_exception_handler(Exception, self._unserved)
         return app
@@ -126,7 +128,7 @@ class Api:
             self._check_model(asked.model)
             turn, headers = asyncio.create_task(self.turns.chat(log, asked)), _told(log, asked)
             if not asked.stream:
-                return JSONResponse(wire.answer(asked, await self._awaited(request, turn)), headers=headers)
+                return _answered(wire.answer(asked, await self._awaited(request, turn)), headers)
             await asyncio.wait([turn], timeout=SILENT_SECONDS)
             if turn.done():
                 turn.result()  # refused before anything was sent
@@ -160,7 +162,7 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        return JSONResponse(token_generate.answer(asked, await self._awaited(request, turn)), headers=_told(log, asked))
+        return _answered(token_generate.answer(asked, await self._awaited(request, turn)), _told(log, asked))
 
     async def _count(self, request: Request) -> Response:
         log, body = await self._opened(request)
@@ -230,6 +232,10 @@ class Api:
             return await self.sessions.find(key)
         except SessionUnknown as error:
             raise TurnRefused(401, str(error), code="invalid_api_key") from None
+
+
+def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:
+    return Response(orjson.dumps(answer), media_type="application/json", headers=headers)
 
 
 def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:

@@ -119,7 +119,7 @@ class Turns:
             check_tokens(int(asked.prompt.max()), self._replicas.vocabulary, asked.place)
             prompt = TurnPrompt(asked.prompt, log.extended(asked.prompt))
             turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, None)
-        return self._answer(turn, ParsedTurn("", "", ()), [])
+        return self._answer(turn, ParsedTurn("", "", ()), [], spelled=False)
 
     async def count(self, log: SessionLog, asked: ChatTurn) -> int:
         """Returns how many tokens the prompt of a turn would have. Raises TurnRefused."""
@@ -148,7 +148,9 @@ class Turns:
 
     def _made(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Carries on the turn that the conversation goes on from, where that can be done with its very ids; else renders it anew."""
-        found = continued(log.turns.values(), asked.messages, asked.tools)
+        found = continued(
+            log.turns.values(), asked.messages, asked.tools, lambda turn: self._chat_tokens.parse(turn, asked.tools).reasoning
+        )
         if found is not None:
             turn, further = found
             if (bridged := self._chat_tokens.bridge(turn, further, asked.tools)) is not None:
@@ -312,9 +314,10 @@ class Turns:
         parsed = self._chat_tokens.parse(turn, asked.tools)
         if asked.tool_choice == "none" or not asked.tools:
             parsed = replace(parsed, content=parsed.content + "".join(call.text for call in parsed.calls), calls=())
-        return self._answer(turn, parsed, [*log.session.sampling.stop, *asked.sampling.stop])
+        return self._answer(turn, parsed, [*log.session.sampling.stop, *asked.sampling.stop], spelled=asked.logprobs)
 
-    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str]) -> TurnResult:
+    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> TurnResult:
+        """Returns an answer; ``spelled``: with the text of each token."""
         called = [call for call in parsed.calls if call.ok]
         malformed = [call for call in parsed.calls if not call.ok]
         content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), stops if turn.finish == "stop" else ())
@@ -335,7 +338,7 @@ class Turns:
                 prompt=turn.prompt,
                 completion=turn.completion,
                 logprobs=turn.log_probs,
-                texts=self._chat_tokens.tokenizer.pieces(turn.completion),
+                texts=self._chat_tokens.tokenizer.pieces(turn.completion) if spelled else (),
             ),
         )
 

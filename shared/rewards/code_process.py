@@ -3,7 +3,7 @@
 Executed inside, in a fork of the sandbox's first process; `ScriptCase` sends it. The tests come over standard input and are read after the
 code has its own process: they are nowhere in its memory. What the tests call of the code runs there, and what crosses is values of
 Python's plain types, compared where the tests are: an ``__eq__`` of the code's own is asked only between two of its objects. Anything else
-crosses as a `Reference`, whose calls, attributes and items are the owner's. What the code changes in a list, dictionary or set that it was
+crosses as a `Remote`, whose calls, attributes and items are the owner's. What the code changes in a list, dictionary or set that it was
 given is changed in the tests' one as well, and what it prints is printed by the tests. The tests' process alone can say how they went, and
 is not dumpable: the code finds neither its memory nor its descriptors.
 
@@ -77,7 +77,7 @@ _OF_VALUES = {
 }
 
 
-class Reference:
+class Remote:
     """An object of the other process."""
 
     def __init__(self, peer: Peer, number: int) -> None:
@@ -85,15 +85,15 @@ class Reference:
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
-    def forwarded(self: Reference, *given: Any, **named: Any) -> Any:
+    def forwarded(self: Remote, *given: Any, **named: Any) -> Any:
         return self._peer.ask(name, self, *given, **named)  # type: ignore[attr-defined]
 
     return forwarded
 
 
 def _between(name: str, operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def between(self: Reference, other: Any) -> Any:
-        if type(other) is Reference:
+    def between(self: Remote, other: Any) -> Any:
+        if type(other) is Remote:
             return self._peer.ask(name, self, other)  # type: ignore[attr-defined]
         try:
             return operation(_value(self), other)
@@ -105,23 +105,23 @@ def _between(name: str, operation: Callable[[Any, Any], Any]) -> Callable[..., A
     return between
 
 
-async def _awaiting(reference: Reference) -> Any:
+async def _awaiting(reference: Remote) -> Any:
     return reference._peer.ask("await", reference)  # type: ignore[attr-defined]
 
 
-def _value(reference: Reference) -> Any:
+def _value(reference: Remote) -> Any:
     return reference._peer.ask("value", reference)  # type: ignore[attr-defined]
 
 
 for _name in _OWNERS:
-    setattr(Reference, _name, _forwarded(_name))
+    setattr(Remote, _name, _forwarded(_name))
 for _name, _operation in _BETWEEN.items():
-    setattr(Reference, _name, _between(_name, _operation))
+    setattr(Remote, _name, _between(_name, _operation))
 for _name in _REFLECTED:
     _operation = _BETWEEN[f"__{_name}__"]
-    setattr(Reference, f"__r{_name}__", lambda self, other, _operation=_operation: _operation(other, _value(self)))
+    setattr(Remote, f"__r{_name}__", lambda self, other, _operation=_operation: _operation(other, _value(self)))
 for _name, _operation in _OF_VALUES.items():
-    setattr(Reference, _name, lambda self, *given, _operation=_operation: _operation(_value(self), *given))
+    setattr(Remote, _name, lambda self, *given, _operation=_operation: _operation(_value(self), *given))
 
 
 def _plain(owned: Any) -> Any:
@@ -223,16 +223,12 @@ class Peer:
             if _SCALARS.issuperset(map(type, members)):
                 return "plain", sent
             return kind.__name__, [self._encoded(member) for member in (sent.items() if kind is dict else sent)]
-        if kind is Reference:
+        if kind is Remote:
             return "returned", sent._number
-        if kind is types.ModuleType and not (getattr(sent, "__file__", None) or "").startswith(os.getcwd()):
-            return "module", sent.__name__
-        if isinstance(sent, type) and issubclass(sent, BaseException):
-            return "error", _names(sent)
-        if isinstance(sent, type) and sent in _TYPES:
-            return "type", sent.__name__
         if (found := _WRITTEN.get((kind.__module__, kind.__name__))) is not None:
             return "written", (kind.__module__, kind.__name__, found[0](sent))
+        if (named := _named(sent, kind)) is not None:
+            return named
         self._owned.append(sent)
         return "coroutine" if kind is types.CoroutineType else "owned", len(self._owned) - 1
 
@@ -246,9 +242,9 @@ class Peer:
         if word in _MADE:
             return _MADE[word](map(self._decoded, held))
         if word == "owned":
-            return Reference(self, held)
+            return Remote(self, held)
         if word == "coroutine":
-            return _awaiting(Reference(self, held))
+            return _awaiting(Remote(self, held))
         if word == "returned":
             return self._owned[held]
         if word == "module":
@@ -277,6 +273,17 @@ class Peer:
         if where:
             error.add_note(where)
         return error
+
+
+def _named(sent: Any, kind: type[Any]) -> tuple[str, Any] | None:
+    """Returns what stands for an object that both ends have under its name."""
+    if kind is types.ModuleType and not (getattr(sent, "__file__", None) or "").startswith(os.getcwd()):
+        return "module", sent.__name__
+    if not isinstance(sent, type):
+        return None
+    if issubclass(sent, BaseException):
+        return "error", _names(sent)
+    return ("type", sent.__name__) if sent in _TYPES else None
 
 
 def _names(kind: type[BaseException]) -> tuple[str, ...]:

@@ -105,7 +105,8 @@ class TurnUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
-    """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings."""
+    """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings,
+    where the answer tells log-probs."""
 
     prompt: NDArray[np.int32]
     completion: NDArray[np.int32]
