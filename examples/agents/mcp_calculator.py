@@ -1,6 +1,6 @@
 """The calculator as an MCP server on its standard streams, for the agent that comes with Myxo.
 
---agent shared.agents.mcp_agent:play --agent-options '{"servers": {"calculator": [".venv/bin/python", "-m", "examples.agents.mcp_calculator"]}}'
+--agent shared.agents.mcp_agent:play --agent-options '{"servers": {"calculator": ["python", "-m", "examples.agents.mcp_calculator"]}}'
 """
 
 from mcp.server import MCPServer
