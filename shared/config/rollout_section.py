@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
+from shared.runtime.container_runtime import Runtime
 from shared.schema.limits import MAX_SAMPLES, ROLE
 from shared.schema.overlong import OverlongPolicy
 
@@ -70,6 +71,7 @@ class RolloutSection(Section):
         ),
         Rule("agent_command", lambda rollout, given: given and rollout.agent, "only one of agent and agent_command can generate"),
         Rule(("agent_command", "agent_service"), lambda _, given: given and not given[0], "a program, then its arguments"),
+        Rule("agent_network", lambda _, given: given in ("host", "none"), "a network of its own, with the gateways on it: not the host's"),
         Rule(
             "min_rollouts",
             lambda rollout, given: given is not None and given > rollout.n_samples_per_prompt,
@@ -155,6 +157,26 @@ class RolloutSection(Section):
         default=[],
         description="names of those that play a rollout together, each with a key and a reward of its own, compared within its role",
     )
+    agent_image: str | None = Field(
+        default=None,
+        pattern=r"^[^-\s]\S*$",
+        description="image of the containers in which agent_command runs, each rollout in one of its own; default: none, it runs as the "
+        "rollout service does",
+    )
+    agent_runtime: Runtime = Field(
+        default="docker", description="command line that runs these containers, where rollout services run", **MUTABLE
+    )
+    agent_network: str = Field(
+        default="myxo-agents",
+        pattern=r"^[A-Za-z0-9][\w.-]*$",
+        description="network that these containers are on, and no other: one on which they reach gateways",
+        **MUTABLE,
+    )
+    agent_memory_bytes: int = Field(
+        default=1 << 30, ge=16 << 20, description="bytes of memory of each of these containers, with what lies in its /tmp", **MUTABLE
+    )
+    agent_cpus: float = Field(default=1.0, gt=0, description="processors of each of these containers", **MUTABLE)
+    agent_processes: int = Field(default=256, ge=4, description="processes and threads of each of these containers at once", **MUTABLE)
     agent_options: dict[str, Any] = Field(default={}, description="what an agent is told besides its task, as options of its data")
     agent_service: Command = Field(
         default=[],
