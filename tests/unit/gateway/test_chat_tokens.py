@@ -13,6 +13,10 @@ from shared.sessions.session import Turn
 from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer
 
 ASK = [{"role": "user", "content": "What is 2 + 2?"}]
+DEEP: dict[str, object] = {}
+for _ in range(200):
+    DEEP = {"b": DEEP}
+
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "4"}
 
 
@@ -64,6 +68,8 @@ def test_what_somebody_else_said_for_the_model_is_not_carried_on(chat: ChatToken
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2,}}\n</tool_call>', "invalid_json"),
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2', "unclosed_block"),
         ('<tool_call>\n{"arguments": {"a": 2}}\n</tool_call>', "missing_name"),
+        ('<tool_call>\n{"name": 5, "arguments": {"a": 2}}\n</tool_call>', "invalid_name"),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": ' + '{"c": ' * 3000 + "1" + "}" * 3002 + "\n</tool_call>", "unreadable"),
     ],
 )
 def test_a_malformed_call_has_its_text_and_its_status(chat: ChatTokens, text: str, status: str) -> None:
@@ -104,11 +110,13 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
         ('{"a": NaN}', "invalid_arguments"),
         ("[1]", "invalid_arguments"),
         ("add 1", "invalid_arguments"),
+        ({"a": DEEP}, "invalid_arguments"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "invalid_arguments"),
     ],
 )
 def test_a_calls_arguments_are_an_object_that_every_format_can_carry(arguments: object, status: str) -> None:
-    assert call_status("ok", arguments) == status
-    assert call_status("unclosed_block", arguments) == "unclosed_block"
+    assert call_status("ok", "add", arguments) == status
+    assert call_status("unclosed_block", "add", arguments) == "unclosed_block"
 
 
 def test_the_texts_that_are_remembered_have_a_bound(tmp_path: Path) -> None:
