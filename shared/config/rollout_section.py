@@ -188,7 +188,12 @@ class RolloutSection(Section):
     agent_tries: int = Field(
         default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE
     )
-    agent_workers: int = Field(default=2, gt=0, description="processes for agent in a rollout service, each with many rollouts", **MUTABLE)
+    agent_workers: int | None = Field(
+        default=None,
+        gt=0,
+        description="processes for agent in a rollout service, each with many rollouts; default: half of the cores among all replicas",
+        **MUTABLE,
+    )
     agent_concurrency: int | None = Field(
         default=None,
         gt=0,
