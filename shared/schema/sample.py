@@ -149,13 +149,13 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
-        if not isinstance(self.role, str) or (self.role and not re.match(ROLE, self.role)):
-            return f"role is {str(self.role)[:80]!r}; expected 1 to 64 letters, digits, '-' and '_'"
         if (problem := self._given_problem()) is not None:
             return problem
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
 
     def _given_problem(self) -> str | None:
+        if not isinstance(self.role, str) or (self.role and not re.match(ROLE, self.role)):
+            return f"role is {str(self.role)[:80]!r}; expected 1 to 64 letters, digits, '-' and '_'"
         if type(self.label_json) is not bool or (self.label_json and not _is_json(self.label)):
             return f"label_json is {str(self.label_json)[:80]!r} and label {str(self.label)[:80]!r}; expected JSON text where it is true"
         for name in ("metadata", "attributes"):
