@@ -102,6 +102,8 @@ class RunConfig(Section):
         yield from self._groups_from_outside()
         if self.has_agents and not self.gateways:
             yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
+        if self.rollout.agent_roles and not (self.rollout.agent or self.rollout.agent_command):
+            yield "rollout.agent_roles: no agent plays the rollouts; use agent or agent_command"
         if self.rollout.agent_service and not self.has_agents:
             yield "rollout.agent_service: no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does"
         yield from self._one_generator()

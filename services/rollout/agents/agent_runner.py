@@ -105,7 +105,7 @@ class AgentRunner:
 
     async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
         assert self._pool is not None
-        request = {"verb": "play", "field": program.field, "path": program.function, **given}
+        request = {"verb": "play", "field": program.field, "path": program.function, "of": program.roles, **given}
         try:
             answer = await self._pool.ask(request, "an agent", program.path, self._timeout_s, once=True, alone=alone)
         except WorkerGone as gone:

@@ -317,6 +317,9 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "gateway.gateway_replicas",
             "agents ask the model through a gateway; use at least 1",
         ),
+        ({"rollout": {"agent_roles": ["left"]}}, "rollout.agent_roles", "no agent plays the rollouts"),
+        ({"rollout": {"agent": "my:run", "agent_roles": ["left", "left"]}}, "rollout.agent_roles", "a name stands there twice"),
+        ({"rollout": {"agent": "my:run", "agent_roles": ["the left"]}}, "rollout.agent_roles.0", "pattern"),
         ({"rollout": {"agent_service": "serve"}}, "rollout.agent_service", "no agent of this run speaks to it"),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
         (
