@@ -8,7 +8,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from shared.runtime.cancellation import cancelled
+from shared.schema.messages import Sampling
 from tests.integration.engine.hall import NewHall
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -95,6 +98,22 @@ async def test_what_is_not_served_is_told_and_nobody_else_waits_for_it(hall: New
         length = (await one.log()).length
         assert [(await ask("/v1/session/end", {"reward": reward}))[0] for reward in (1.0, 2.0, 1.0)] == [200, 409, 200]
         assert (await one.log()).length == length
+
+
+async def test_nothing_is_drawn_for_a_client_that_is_gone(hall: NewHall) -> None:
+    """Before a streamed answer has begun, and before any other has come."""
+    room = await hall(gateway={"gateway_checkpoint_tokens": 2000})
+    endless = Sampling(temperature=1.0, max_new_tokens=1900, min_new_tokens=1900)
+    clients = [await room.session(sampling=endless) for _ in range(2)]
+    async with aiohttp.ClientSession() as http:
+        asks = [Asker(http, room.urls[0], played.key) for played in clients]
+        body = {name: value for name, value in ASKED.items() if name != "max_tokens"}
+        asking = [asyncio.create_task(ask(CHAT, body | {"stream": stream})) for ask, stream in zip(asks, (True, False), strict=True)]
+        await until(lambda: room.desk.client.generating == 2, "both turns in the engine", 240)
+        await cancelled(asking)
+        await until(lambda: room.desk.client.generating == 0, "an engine that draws for nobody", 60)
+    for played in clients:
+        assert not (await played.log()).turns, "what was begun has not been drawn to its end"
 
 
 async def test_what_an_engine_refuses_is_not_asked_for_again(hall: NewHall) -> None:
