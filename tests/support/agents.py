@@ -199,6 +199,22 @@ async def over_a_push(data: dict[str, Any], base_url: str, api_key: str) -> None
                 await asyncio.sleep(0.05)
 
 
+async def duel(data: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Two roles play against each other, each by its own key; the left one wins rollout 0. What it gives says the metadata's ``duel``."""
+    note(data, base_url, api_key)
+    assert next(iter(data["roles"].values())) == api_key
+    for role, key in data["roles"].items():
+        async with played(base_url, key) as session:
+            first = await session.turn(ASKED, SAID)
+            if role == "left":
+                await session.turn(TOOL, SAID_THEN, parent=first)
+            elif data["metadata"].get("duel") == "ends":
+                await session.end(0.5)
+    won = 1.0 if data["rollout"] == 0 else -1.0
+    by_role = {"left": won, "right": {"reward": -won, "moves": 1.0}}
+    return {"shared": won, "half": {"left": won}, "scored": {"left": won, "right": None}}.get(data["metadata"].get("duel"), by_role)
+
+
 async def three_turns(data: dict[str, Any], base_url: str, api_key: str) -> float:
     """Over the gateway: three turns, each by weights that are no older than those of the turn before. One in ten is gone in the middle."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=40) as client:
