@@ -70,7 +70,7 @@ else
 	@echo "myxo: TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the build for CPUs ($(CPU_SIZE))"
 endif
 	@$(PIP) install --no-compile -c constraints.txt -e '.[all]' $(SHOWN)
-	@$(PIP) install --no-compile --no-deps -c constraints.txt sglang xgrammar $(SHOWN)
+	@$(PIP) install --no-compile --no-deps -c constraints.txt sglang xgrammar reasoning_gym $(SHOWN)
 	@rm -rf $(VENV)/engine-site
 	@$(PIP) install --no-compile --no-deps -c constraints.txt --target $(VENV)/engine-site torchvision $(SHOWN)
 	@echo "$(TORCH_INDEX)" > $@
