@@ -1,5 +1,7 @@
 """Messages become ids and come back; a conversation that goes on keeps the very ids that were sampled."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +131,12 @@ def test_the_texts_that_are_remembered_have_a_bound(tmp_path: Path) -> None:
     assert again is encoded.of("abcd"), "the one that was asked for least lately was forgotten"
     np.testing.assert_array_equal(encoded.of("a text of more"), tokenizer.encode("a text of more"))
     assert encoded.characters == 0
+
+
+def test_threads_that_make_one_text_into_tokens_at_once_count_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, both = Tokenizer(write_qwen3_tokenizer(tmp_path)), threading.Barrier(2)
+    encode, encoded = tokenizer.encode, EncodedTexts(tokenizer, most=10)
+    monkeypatch.setattr(tokenizer, "encode", lambda text: (encode(text), both.wait(30))[0])
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(encoded.of, ["abcd", "abcd"])
+    assert one.tolist() == other.tolist() and encoded.characters == 4
