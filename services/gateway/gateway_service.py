@@ -49,7 +49,7 @@ async def serve(service: Service) -> None:
         async with http_endpoints.serving(app, _address(service)) as address:
             service.engine, service.state = f"http://{address}", "ready"
             await service.announce()
-            async with service.background(replicas.keep(), _count(service, api)):
+            async with service.background(replicas.keep(), turns.watch.keep(), _count(service, api)):
                 await service.stopping.wait()
     finally:
         await door.close()

@@ -21,6 +21,7 @@ from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
 from services.gateway.conversations import continued, digests
 from services.gateway.draw_client import DrawClient, ReplicaFailed
 from services.gateway.replicas import Replicas
+from services.gateway.session_watch import SessionWatch
 from services.gateway.turn_sampling import check_tokens, drawn_sampling
 from services.gateway.wire.request import (
     CalledTool,
@@ -76,7 +77,7 @@ class TurnPrompt:
 
 
 class Turns:
-    """The turns of this gateway. ``holder``: its name in sessions' records."""
+    """The turns of this gateway. ``holder``: its name in sessions' records. ``watch``: ends those of sessions that have ended."""
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class Turns:
     ) -> None:
         self._sessions, self._replicas, self._door, self._chat_tokens = sessions, replicas, door, chat
         self._model, self._holder, self._limits = model, holder, limits
+        self.watch = SessionWatch(sessions)
         self._log = structlog.get_logger()
 
     def noted(self, asked: ChatTurn) -> ChatTurn:
@@ -149,13 +151,15 @@ class Turns:
         seconds = min(self._limits.gateway_turn_timeout, log.session.deadline - time.time())
         sampling = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids)
         try:
-            async with asyncio.timeout(max(seconds, 0.1)):
+            async with self.watch.turn(log, max(seconds, 0.1)):
                 begun = await self._begun(log, request, prompt)
                 if isinstance(begun, Turn):
                     return begun
                 async with self._held(log, request):
                     return await self._drawn(log, begun, sampling, max(min_version, log.session.min_version), chat)
         except TimeoutError:
+            if log.ended is not None:
+                raise _over(log) from None
             raise TurnRefused(503, f"the turn did not end within {seconds:.0f} s", code="turn_timeout") from None
         except SessionOver:
             raise _over(log) from None

@@ -6,6 +6,7 @@ record twice, after a connection that broke, changes nothing (`shared.sessions.s
 
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
 
 from shared.bus.subjects import Subjects
@@ -80,6 +81,14 @@ class SessionStore:
     async def refresh(self, log: SessionLog) -> None:
         """Reads what has been appended to a session's log since. Raises SessionUnknown where it has expired."""
         await self._catch_up(log, f"session {log.session.id}", "LLEN")
+
+    async def refresh_all(self, logs: Collection[SessionLog]) -> None:
+        """Reads what has been appended to several logs since, in one round trip. One that has expired stays as it is."""
+        asked = [(log, log.length) for log in logs]
+        if asked:
+            commands = [("LRANGE", self._names.session_key(log.session.id), start, -1) for log, start in asked]
+            for (log, start), found in zip(asked, await self._command("the sessions of turns", *commands), strict=True):
+                log.apply(map(Message.decode, found[log.length - start :]))  # another task may have folded some of them meanwhile
 
     async def begin(self, log: SessionLog, turn: TurnBegun) -> Turn | PendingTurn:
         """Begins a turn, or takes it over where the lease of who drew it has run out.

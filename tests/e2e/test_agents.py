@@ -10,7 +10,7 @@ from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 900
 
-AGENT = ("--agent", "examples.agents.openai_calculator:run", "--eval-interval", "5")
+AGENT = ("--agent", "examples.agents.openai_calculator:run", "--surplus-rollouts", "1", "--eval-interval", "5")
 
 
 @pytest.mark.extra
