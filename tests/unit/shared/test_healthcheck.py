@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,10 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_addresses_are_written_as_they_are_read(text: str, wildcard: bool) -> None:
     assert str(parsed(text)) == text
     assert parsed(text).wildcard == wildcard
+
+
+def test_an_answers_body_does_not_wait_for_its_heads_acknowledgement() -> None:
+    """Head and body are two writes: where the kernel collects small ones, the second one waits 40 ms."""
+    listener = http_endpoints._listener(HttpAddress("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()[:2]), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -1,0 +1,174 @@
+"""Tokens per second of conversations: by the engine alone, by a replica's door, and through a gateway.
+
+In each way as many sessions at once have as many turns, of the same prompts, further messages and answers of the same number of tokens; the
+ways take turns, and the engine forgets its prefixes before each.
+"""
+
+import asyncio
+import random
+import string
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from benchmarks.agents.site import Site, median_of, used_between
+from benchmarks.agents.speakers import FORMATS, Said, Speaker, TokenSpeaker, asked
+from services.gateway.draw_client import DrawClient
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.generation import GenerationRequest
+from shared.schema.messages import Sampling
+from shared.sessions.draw import DrawRequest
+from shared.sessions.session import Session, new_key
+
+SESSION_SECONDS = 3600.0
+
+Draw = Callable[[list[int]], Awaitable[list[int]]]
+"""Draws what follows token ids."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Conversations: ``sessions`` at once, each of ``turns``; ``opening`` and ``further``: tokens that are said; ``drawn``: answered."""
+
+    sessions: int
+    turns: int
+    opening: int
+    further: int
+    drawn: int
+
+    @property
+    def tokens(self) -> int:
+        """Returns how many are drawn in all."""
+        return self.sessions * self.turns * self.drawn
+
+    @property
+    def sampling(self) -> Sampling:
+        """Returns how they are drawn: none ends earlier."""
+        return Sampling(temperature=1.0, max_new_tokens=self.drawn, min_new_tokens=self.drawn)
+
+    def texts(self, number: int) -> list[str]:
+        """Returns what the user of a conversation says, turn by turn: the same at each call."""
+        letters = random.Random(number)
+        sizes = [self.opening, *[self.further] * (self.turns - 1)]
+        return ["".join(letters.choices(string.ascii_letters, k=size)) for size in sizes]
+
+
+async def opened(site: Site, load: Load) -> str:
+    """Opens a session; returns its key."""
+    name = uuid.uuid4().hex
+    key, digest = new_key(name)
+    deadline = time.time() + SESSION_SECONDS
+    session = Session(id=name, group="g00000001", rollout=0, attempt=0, key_digest=digest, deadline=deadline, sampling=load.sampling)
+    await site.sessions.open(session)
+    return key
+
+
+async def through_gateways(site: Site, load: Load, kind: type[Speaker], *, apart: bool = False) -> list[Said]:
+    """Holds all conversations through the gateways. ``apart``: each turn is a session of its own, and any replica's."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def held(number: int) -> list[Said]:
+            speaker, key, said = kind(load.drawn, True), await opened(site, load), []
+            for text in load.texts(number):
+                speaker.say(text)
+                said.append(await asked(http, site.urls[number % len(site.urls)], key, speaker))
+                key = await opened(site, load) if apart else key
+            return said
+
+        return [one for some in await asyncio.gather(*map(held, range(load.sessions))) for one in some]
+
+
+async def by_tokens(load: Load, draw: Draw) -> None:
+    """Holds all conversations by token ids."""
+
+    async def held(number: int) -> None:
+        speaker = TokenSpeaker(load.drawn, True)
+        for text in load.texts(number):
+            speaker.say(text)
+            speaker.tokens += await draw(speaker.tokens)
+
+    await asyncio.gather(*map(held, range(load.sessions)))
+
+
+def engine_draw(engine: EngineClient, load: Load) -> Draw:
+    """Draws from the engine itself, as the rollout service does."""
+
+    async def draw(tokens: list[int]) -> list[int]:
+        [found] = await engine.generate_group([GenerationRequest(np.asarray(tokens, np.int32), load.drawn)], load.sampling)
+        assert len(found.tokens) == load.drawn, found.finish
+        return list(map(int, found.tokens))
+
+    return draw
+
+
+def door_draw(door: DrawClient, url: str, load: Load) -> Draw:
+    """Draws at a replica's door, as gateways do."""
+
+    async def draw(tokens: list[int]) -> list[int]:
+        ids = np.asarray(tokens, np.int32)
+        found = await door.draw(url, DrawRequest(request=uuid.uuid4().hex, input_ids=ids, sampling=load.sampling, seconds=600))
+        return list(map(int, found.completion))
+
+    return draw
+
+
+async def compared(site: Site, url: str, load: Load, repetitions: int) -> dict[str, Any]:
+    """Returns the tokens per second of each way, and the ratios to the engine alone: medians over repetitions, and all of them."""
+    engine, door = await site.engine(0), DrawClient(site.sessions)
+    ways: dict[str, Callable[[], Awaitable[Any]]] = {
+        "engine": lambda: by_tokens(load, engine_draw(engine, load)),
+        "door": lambda: by_tokens(load, door_draw(door, url, load)),
+        "gateway, token ids": lambda: through_gateways(site, load, FORMATS["generate"]),
+        "gateway, chat": lambda: through_gateways(site, load, FORMATS["chat"]),
+    }
+    paces: dict[str, list[float]] = {name: [] for name in ways}
+    used: dict[str, dict[str, float]] = {}
+    try:
+        for repetition in range(-1, repetitions):  # the first is a warm-up
+            order = list(ways)
+            for name in order if repetition % 2 else reversed(order):
+                await engine.transport.post("/flush_cache", None, 30, "nothing is measured")
+                before, begun = site.cpu(), time.monotonic()
+                await ways[name]()
+                if repetition >= 0:
+                    paces[name].append(load.tokens / (time.monotonic() - begun))
+                    used[name] = used_between(before, site.cpu())
+    finally:
+        await engine.close()
+        await door.close()
+    ratios = {name: [own / alone for own, alone in zip(paces[name], paces["engine"], strict=True)] for name in ways if name != "engine"}
+    return {
+        "load": vars(load),
+        "tokens_per_s": {name: round(median_of(found), 1) for name, found in paces.items()},
+        "every_repetition": {name: [round(one, 1) for one in found] for name, found in paces.items()},
+        "ratio_to_engine": {name: round(median_of(found), 3) for name, found in ratios.items()},
+        "every_ratio": {name: [round(one, 3) for one in found] for name, found in ratios.items()},
+        "cpu_s": used,
+    }
+
+
+async def prefilled(site: Site, load: Load, repetitions: int, *, apart: bool) -> dict[str, Any]:
+    """Returns the tokens per second of conversations in tokens, and how many tokens of prompts the engines had to compute."""
+    paces, computed, prompts = [], [], []
+    for repetition in range(-1, repetitions):
+        for number in range(site.replicas):
+            engine = await site.engine(number)
+            await engine.transport.post("/flush_cache", None, 30, "nothing is measured")
+            await engine.close()
+        begun = time.monotonic()
+        said = await through_gateways(site, load, FORMATS["generate"], apart=apart)
+        if repetition >= 0:
+            paces.append(load.tokens / (time.monotonic() - begun))
+            computed.append(sum(one.prompt - one.cached for one in said))
+            prompts.append(sum(one.prompt for one in said))
+    return {
+        "tokens_per_s": round(median_of(paces), 1),
+        "every_repetition": [round(one, 1) for one in paces],
+        "prompt_tokens": round(median_of(prompts)),
+        "prefill_tokens": round(median_of(computed)),
+    }
