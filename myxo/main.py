@@ -15,9 +15,11 @@ from shared.runtime import exit_codes, telemetry
 from shared.runtime.command_line import Parser, complain, ended
 
 COMMANDS = {
+    "init": ("init:declare", "write a first config for a model and a file of prompts"),
     "up": ("up:declare_up", "run a config's run on this machine"),
     "train": ("train:declare", "run a run on this machine from flags alone, slime's and Megatron's among them"),
     "submit": ("up:declare_submit", "put a config's run on an external bus"),
+    "doctor": ("doctor:declare", "what is wrong with this machine, and the command that mends it"),
     "eval": ("evaluate:declare", "evaluate a version of a run after the fact"),
     "status": ("status:declare_status", "how a run stands: services, steps, queues"),
     "logs": ("logs:declare", "what the services of a run on this machine logged"),

@@ -75,13 +75,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=120, metavar="N", help="of each figure of overhead, about (default 120)")
     parser.add_argument("--at-once", type=int, default=8, metavar="N", help="conversations at once of overhead's second figure (default 8)")
     parser.add_argument("--repetitions", type=int, default=5, metavar="N", help="of pace; of prefixes half as many (default 5)")
+    parser.add_argument("--sglang", nargs="*", type=_flag, default=[], metavar="FLAG=VALUE", help="flags of the engines")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser
 
 
+def _flag(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text}: FLAG=VALUE, as in attention-backend=triton")
+    return name, value
+
+
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of the parts that are asked for, and what they were measured on."""
-    machine = Machine(options.device, options.gpus, options.dtype or ("float32" if options.device == "cpu" else "bfloat16"))
+    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    machine = Machine(options.device, options.gpus, dtype, dict(options.sglang))
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mx-") as name:
         directory = Path(name)

@@ -3,9 +3,9 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,12 @@ ENGINE_MARKS = ("cpu_launcher.py", "gpu_launcher.py", "sglang")
 
 @dataclass(frozen=True)
 class Machine:
-    """What the measurements run on. ``device``: of the engines. ``gpus``: how many they share, in turn."""
+    """What the measurements run on. ``device``: of the engines. ``gpus``: how many they share, in turn. ``sglang``: further flags."""
 
     device: str
     gpus: int
     dtype: str
+    sglang: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, replica: int) -> dict[str, str]:
         """Returns the variables of a replica's process."""
@@ -57,7 +58,7 @@ class Machine:
         flags: dict[str, Any] = {"disable-radix-cache": not prefixes, "dtype": self.dtype}
         if self.device == "cuda":
             flags["mem-fraction-static"] = round(MEMORY_SHARE / -(-replicas // self.gpus), 2)
-        return flags
+        return {**flags, **self.sglang}
 
 
 class Site:

@@ -11,6 +11,9 @@ from shared.runtime.http_address import HTTP_VARIABLE
 SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "gateway", "trainer")}
 """The module that `python -m` runs for each service."""
 
+AGENTS = "agents"
+"""The server of the user's that agents speak to (`rollout.agent_service`)."""
+
 TRAINERS = ("trainer", "critic")
 """The services that hold the training state: they are stopped before those that they need."""
 
@@ -20,17 +23,21 @@ CRITIC = ("services.trainer", "critic")
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """A service to start: ``service`` is the kind, ``instance`` the id, ``environment`` goes on top of this process's own."""
+    """A service to start: ``service`` is the kind, ``instance`` the id, ``environment`` goes on top of this process's own.
+
+    ``foreign``: it is the user's, so that it has no status in the registry, and may start processes of its own.
+    """
 
     service: str
     instance: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    foreign: bool = False
 
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
-    """Returns one trainer, its critic where there is one, and as many buffers, reward and rollout services and gateways as the config asks
-    for.
+    """Returns one trainer, its critic where there is one, as many buffers, reward and rollout services and gateways as the config asks
+    for, and the agents' server, where there is one.
 
     Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU.
 
@@ -56,4 +63,6 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
                 environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
             module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
             specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
+    if config.rollout.agent_service:
+        specs.append(ServiceSpec(AGENTS, f"{AGENTS}-0", tuple(config.rollout.agent_service), {"PYTHONUNBUFFERED": "1"}, foreign=True))
     return specs

@@ -71,7 +71,7 @@ class SupervisedService:
         ready, lived = self.ready and self.due is None, now - self.child.started_s
         due_in = None if self.due is None else max(0.0, self.due - now)
         life = (self.child.pid, self.restarts, ready, lived, self.child.started_at)
-        return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, self.last_code, self.last_error)
+        return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, self.last_code, self.last_error, self.spec.foreign)
 
 
 class Supervisor:
@@ -157,8 +157,9 @@ class Supervisor:
             return StopReason(instance, True, 1, child.last_lines(1), self._logs(instance))
         words = "" if from_outside(code) or code == 0 else failure_summary.of_log(child.last_lines(REASON_LINES))
         service.last_error = f"{cause(code)}: {words}" if words else cause(code)
-        wait = service.backoff.died(now - child.started_s, service.ready)
-        self._log.warning("service_died", died=instance, reason=service.last_error, lived=round(now - child.started_s, 1), restart_in=wait)
+        lived = now - child.started_s
+        wait = service.backoff.died(lived, service.ready or (service.spec.foreign and lived >= service.backoff.healthy))
+        self._log.warning("service_died", died=instance, reason=service.last_error, lived=round(lived, 1), restart_in=wait)
         if not excused and service.same.died(code, words, steps):
             same = service.same.count >= MOST_SAME
             deaths = service.same.count if same else service.same.deaths
@@ -179,4 +180,4 @@ class Supervisor:
 
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:
-    return ChildProcess(spec.instance, spec.command, log_path, {**os.environ, **spec.environment})
+    return ChildProcess(spec.instance, spec.command, log_path, {**os.environ, **spec.environment}, watchdog=spec.foreign)

@@ -73,6 +73,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     reward_checks.check_rewards,
     agent_checks.check_commands,
+    agent_checks.check_gateways,
     ingest_checks.check_ingest,
     reward_checks.check_sandbox,
     package_checks.check_engine_packages,

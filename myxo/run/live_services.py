@@ -14,7 +14,7 @@ class InstanceStatus:
     """One service process as its launcher knows it.
 
     ``lived``: seconds; ``started_at``: seconds since the epoch; ``due_in``: seconds to its next start, None while it runs;
-    ``last_error``: the error that the life before ended with.
+    ``last_error``: the error that the life before ended with; ``foreign``: it is the user's, and publishes no status.
     """
 
     service: str
@@ -27,6 +27,7 @@ class InstanceStatus:
     due_in: float | None
     last_code: int | None
     last_error: str = ""
+    foreign: bool = False
 
 
 def present(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> list[ServiceStatus]:

@@ -219,7 +219,7 @@ def _own_line(instance: InstanceStatus, status: ServiceStatus | None) -> Instanc
     """Returns the line of a process of this launcher."""
     if status is not None and instance.due_in is None:
         return _line(status, instance.restarts)
-    state, detail = "starting", ""
+    state, detail = "running" if instance.foreign else "starting", ""
     if instance.due_in is not None:
         state, detail = "down", f"{cause(instance.last_code)}, again in {instance.due_in:.0f} s"
     return InstanceLine(instance.service, instance.instance, state, -1, instance.restarts, detail)

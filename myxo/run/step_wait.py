@@ -36,7 +36,7 @@ def _restart(instances: Sequence[InstanceStatus]) -> str | None:
 
 def _start(instances: Sequence[InstanceStatus], alive: Sequence[ServiceStatus]) -> str | None:
     names = {status.instance for status in alive}
-    absent = [instance for instance in instances if instance.instance not in names]
+    absent = [instance for instance in instances if instance.instance not in names and not instance.foreign]
     if not absent:
         return None
     return f"{', '.join(instance.instance for instance in absent)} to start ({max(instance.lived for instance in absent):.0f} s so far)"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import orjson
 import structlog
 from numpy.typing import NDArray
 
@@ -120,14 +121,25 @@ class ChatTokens:
             return None
         return next((parser for mark, parser in PARSERS.items() if mark in template), None)
 
-    def render(self, messages: Messages, tools: Messages) -> NDArray[np.int32]:
-        """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it."""
+    def text_bytes(self, messages: Messages, tools: Messages) -> int:
+        """Returns the length of the text that a conversation is rendered from."""
+        shown = len(orjson.dumps(tools)) if tools and self.shows_tools else 0
+        texts = [text for message in messages for text in (message["content"], message.get("reasoning_content", ""))]
+        texts += [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
+        return shown + sum(len(text.encode()) for text in texts)
+
+    def render(self, messages: Messages, tools: Messages, place: str = "messages") -> NDArray[np.int32]:
+        """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it.
+
+        Args:
+            place: the body's field with the conversation.
+        """
         if not self.has_template:
             raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
         try:
             found = self._renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True)
         except (ConfigError, ValueError, TypeError, KeyError, AssertionError) as error:
-            raise TurnRefused(400, f"the model's chat template refuses them: {str(error)[:300]}", field="messages") from None
+            raise TurnRefused(400, f"the model's chat template refuses them: {str(error)[:300]}", field=place) from None
         return np.asarray(found, np.int32)
 
     def bridge(self, turn: Turn, messages: Messages, tools: Messages) -> NDArray[np.int32] | None:

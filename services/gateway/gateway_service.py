@@ -22,6 +22,9 @@ from shared.sessions.session_store import SessionStore
 ADDRESS_VARIABLE = "MYXO_GATEWAY"
 """The environment variable with this gateway's own address, host:port, which wins over the run's."""
 
+URL_VARIABLE = "MYXO_GATEWAY_URL"
+"""The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network."""
+
 COUNT_SECONDS = 1.0
 """The interval at which the gauges are set."""
 
@@ -29,7 +32,8 @@ COUNT_SECONDS = 1.0
 async def serve(service: Service) -> None:
     """Serves until asked to stop.
 
-    Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, or no key for groups from outside.
+    Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, a URL that is none, or no key for groups
+    from outside.
     """
     config, section = service.config, service.config.gateway
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), config.data.apply_chat_template_kwargs)
@@ -47,7 +51,7 @@ async def serve(service: Service) -> None:
         add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
     try:
         async with http_endpoints.serving(app, _address(service)) as address:
-            service.engine, service.state = f"http://{address}", "ready"
+            service.engine, service.state = gateway_url(address), "ready"
             await service.announce()
             async with service.background(replicas.keep(), turns.watch.keep(), _count(service, api)):
                 await service.stopping.wait()
@@ -59,13 +63,18 @@ def _address(service: Service) -> HttpAddress:
     """Returns where this gateway listens: where the environment says, else, as instance ``gateway-2``, two ports after the first."""
     section, given = service.config.gateway, os.environ.get(ADDRESS_VARIABLE)
     if given:
-        try:
-            return http_address.parsed(given)
-        except ConfigError as error:
-            raise ConfigError(ADDRESS_VARIABLE, given, error.expected) from None
+        return http_address.parsed(given, ADDRESS_VARIABLE)
     number = re.search(r"-(\d+)$", service.instance)
     first = HttpAddress(section.gateway_host, section.gateway_port)
     return first.next(int(number[1])) if number and section.gateway_port else first
+
+
+def gateway_url(address: str) -> str:
+    """Returns the URL that agents are told: the environment's, else that of the address."""
+    given = os.environ.get(URL_VARIABLE) or f"http://{address}"
+    if not re.fullmatch(r"https?://[^/?#\s]+/?", given):
+        raise ConfigError(URL_VARIABLE, given, "http://host:port or https://host, without a path")
+    return given.removesuffix("/")
 
 
 async def _count(service: Service, api: Api) -> None:

@@ -1,9 +1,36 @@
 """A checkpoint's tokenizer with the methods by which the `renderers` package asks for it."""
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.data.tokenizer import Tokenizer
+
+KEPT_CHARACTERS = 16 << 20
+"""Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message."""
+
+
+class EncodedTexts:
+    """The ids of texts; of those that were asked for last they are remembered."""
+
+    def __init__(self, tokenizer: Tokenizer, most: int = KEPT_CHARACTERS) -> None:
+        self._tokenizer, self._most = tokenizer, most
+        self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
+        self.characters = 0
+
+    def of(self, text: str) -> NDArray[np.int32]:
+        """Returns a text's ids: int32 [T], not to be changed."""
+        if (found := self._ids.get(text)) is not None:
+            self._ids.move_to_end(text)
+            return found
+        self._ids[text] = ids = self._tokenizer.encode(text)
+        self.characters += len(text)
+        while self.characters > self._most:
+            self.characters -= len(self._ids.popitem(last=False)[0])
+        return ids
 
 
 class RendererTokenizer:
@@ -13,12 +40,12 @@ class RendererTokenizer:
     unk_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
-        self._tokenizer, self._variables = tokenizer, dict(variables)
+        self._tokenizer, self._variables, self._encoded = tokenizer, dict(variables), EncodedTexts(tokenizer)
         self.eos_token_id = tokenizer.eos_id
         self.all_special_tokens = tokenizer.special_tokens
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text)]
+        return self._encoded.of(text).tolist()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -35,4 +62,5 @@ class RendererTokenizer:
         for option in ("tokenize", "return_dict"):
             variables.pop(option, None)
         given = {**self._variables, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return self.encode(self._tokenizer.render([dict(message) for message in messages], given))
+        text = self._tokenizer.render([dict(message) for message in messages], given)
+        return self._tokenizer.encode(text).tolist()

@@ -17,7 +17,7 @@ import structlog
 
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.bus.bus_errors import TRANSIENT
-from shared.bus.registry import Registry
+from shared.bus.registry import ASLEEP, Registry
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
@@ -112,6 +112,7 @@ class Replicas:
     def __init__(self, registry: Registry, most: int) -> None:
         self._registry, self._most = registry, most
         self.known: list[DrawTarget] = []
+        self._asleep = False
         self._limits: dict[str, DrawLimit] = {}
         self._avoided: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -121,7 +122,8 @@ class Replicas:
         log = structlog.get_logger()
         while True:
             try:
-                self.known = targets(await self._registry.alive("rollout"))
+                statuses = await self._registry.alive("rollout")
+                self.known, self._asleep = targets(statuses), any(one.state == ASLEEP for one in statuses)
                 self._wake()
             except (MyxoError, *TRANSIENT) as error:  # the view of before is the best there is
                 log.warning("registry_not_read", error=str(error) or type(error).__name__)
@@ -151,14 +153,14 @@ class Replicas:
         """Waits until there is a replica. Raises TurnRefused after so many seconds."""
         end = time.monotonic() + seconds
         while not self.known:
-            await self._change(end, 0)
+            end = await self._change(end, 0)
 
     @asynccontextmanager
     async def place(self, session: str, min_version: int, seconds: float) -> AsyncIterator[tuple[DrawTarget, DrawLimit]]:
         """Takes a place at a replica for a draw; waits for one for so many seconds. Raises TurnRefused."""
         end = time.monotonic() + seconds
         while (found := self._choice(session, min_version)) is None:
-            await self._change(end, min_version)
+            end = await self._change(end, min_version)
         limit = self._limit(found.instance)
         limit.running += 1
         try:
@@ -180,9 +182,13 @@ class Replicas:
     def _limit(self, instance: str) -> DrawLimit:
         return self._limits.setdefault(instance, DrawLimit(self._most))
 
-    async def _change(self, end: float, min_version: int) -> None:
-        """Waits for a change of the replicas. Raises TurnRefused at ``end``, monotonic."""
-        left = end - time.monotonic()
+    async def _change(self, end: float, min_version: int) -> float:
+        """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer.
+
+        Raises TurnRefused at ``end``.
+        """
+        began, asleep = time.monotonic(), self._asleep
+        left = REFRESH_SECONDS if asleep else end - began
         if left <= 0:
             self.check_version(min_version)
             if not self.known:
@@ -191,6 +197,7 @@ class Replicas:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left):
                 await self._changed.wait()
+        return end + (time.monotonic() - began) * asleep
 
     def _wake(self) -> None:
         self._changed.set()

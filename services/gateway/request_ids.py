@@ -1,7 +1,8 @@
 """Decides by which id a request's turn is known: asked again for the same, it is the same turn. It is pure.
 
-A client may name its requests (`Idempotency-Key` or `X-Request-Id`). The houses' own SDKs do not, but they count the repetitions of a
-request in `X-Stainless-Retry-Count`: one that is repeated is the newest request of the session with the very same body.
+A client may name its requests (`Idempotency-Key` or `X-Request-Id`); another body under the same name is another request. The houses' own
+SDKs do not, but they count the repetitions of a request in `X-Stainless-Retry-Count`: one that is repeated is the newest request of the
+session with the very same body.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ def request_id(log: SessionLog, prefix: str, path: str, headers: Mapping[str, st
     """Returns the id of a request's turn. ``prefix``: how the format's ids begin. ``headers``: by names in lower case."""
     for name in NAMES:
         if given := headers.get(name):
-            return prefix + _digest(log.session.id, given)
+            return prefix + _digest(log.session.id, given, path, body)
     base = f"{prefix}{_digest(path, body)}"
     if headers.get(RETRY_HEADER, "0") not in ("", "0"):
         known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]

@@ -4,10 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
+from starlette.exceptions import HTTPException
 
 from services.gateway.bounded_body import bounded_body
 from services.gateway.replicas import Replicas
@@ -66,7 +70,7 @@ class Api:
         """Returns the app with all endpoints."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, wire in CHAT_FORMATS.items():
-            app.add_api_route(path, self._refusing(wire.house, self._chat(path, wire)), methods=["POST"])
+            app.router.add_route(path, self._refusing(wire.house, self._chat(path, wire)), methods=["POST"])
         routes: list[tuple[str, str, House, Callable[[Request], Awaitable[Response]]]] = [
             ("POST", "/v1/messages/count_tokens", "anthropic", self._count),
             ("POST", "/inference/v1/generate", "openai", self._generate),
@@ -76,8 +80,20 @@ class Api:
             ("POST", "/v1/session/end", "openai", self._end),
         ]
         for method, path, house, route in routes:
-            app.add_api_route(path, self._refusing(house, route), methods=[method])
+            app.router.add_route(path, self._refusing(house, route), methods=[method])
+        app.add_exception_handler(HTTPException, self._unserved)
+        app.add_exception_handler(Exception, self._unserved)
         return app
+
+    async def _unserved(self, request: Request, error: Exception) -> Response:
+        """Answers for paths and methods that are not served, and for errors of this gateway's own, which the server logs."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        house: House = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            return self._refusal(TurnRefused(500, "the gateway failed", code="internal_error"), house)
+        return self._refusal(
+            TurnRefused(404 if status == HTTPStatus.NOT_FOUND else 405, f"{request.method} {request.url.path[:200]} is not served"), house
+        )
 
     def _refusing(self, house: House, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Returns a route that tells refusals in its house's form, and has a bounded number of requests in hand."""
@@ -112,7 +128,7 @@ class Api:
             self._check_model(asked.model)
             turn, headers = asyncio.create_task(self.turns.chat(log, asked)), _told(log, asked)
             if not asked.stream:
-                return JSONResponse(wire.answer(asked, await self._awaited(request, turn)), headers=headers)
+                return _answered(wire.answer(asked, await self._awaited(request, turn)), headers)
             await asyncio.wait([turn], timeout=SILENT_SECONDS)
             if turn.done():
                 turn.result()  # refused before anything was sent
@@ -146,12 +162,13 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        return JSONResponse(token_generate.answer(asked, await self._awaited(request, turn)), headers=_told(log, asked))
+        return _answered(token_generate.answer(asked, await self._awaited(request, turn)), _told(log, asked))
 
     async def _count(self, request: Request) -> Response:
         log, body = await self._opened(request)
-        asked = anthropic_messages.parse_count(body, "count")
-        return JSONResponse(anthropic_messages.count_answer(self.turns.count(log, asked)))
+        asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
+        self._check_model(asked.model)
+        return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=formats.answer_headers(asked))
 
     async def _awaited(self, request: Request, turn: "asyncio.Task[TurnResult]") -> TurnResult:
         """Returns a turn's result; ends the turn where its client is gone, so that the engine draws for nobody."""
@@ -198,7 +215,7 @@ class Api:
             end = SessionEnded(at=time.time(), reward=asked.reward, reason=asked.reason)
         except ValidationError as error:
             raise TurnRefused(400, str(error.errors()[0]["msg"]), field="reward") from None
-        found = (await self.sessions.end(log.session.id, end)).ended
+        found = log.ended or (await self.sessions.end(log.session.id, end)).ended  # of one that has ended the log does not grow
         assert found is not None
         if found.reward != asked.reward:
             raise TurnRefused(409, f"the session has ended before, with reward {found.reward}", code="session_ended")
@@ -215,6 +232,10 @@ class Api:
             return await self.sessions.find(key)
         except SessionUnknown as error:
             raise TurnRefused(401, str(error), code="invalid_api_key") from None
+
+
+def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:
+    return Response(orjson.dumps(answer), media_type="application/json", headers=headers)
 
 
 def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:

@@ -19,17 +19,20 @@ def kept_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:
     return (*([] if session.evaluation else given), *(["seed"] if asked.seed is not None else []))
 
 
-def drawn_sampling(session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int]) -> Sampling:
+def drawn_sampling(
+    session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int], place: str = "messages"
+) -> Sampling:
     """Returns how a turn is drawn.
 
     Args:
         prompt: tokens of the prompt. context: the most tokens of prompt and completion. stop_ids: tokens that end a turn of this model.
+        place: the body's field with the prompt.
 
     Raises TurnRefused where the prompt leaves no room for a token.
     """
     task = session.sampling
     if prompt >= context:
-        raise overlong_prompt(prompt, context - 1)
+        raise overlong_prompt(prompt, context - 1, place)
     given = {name: value for name in _DISTRIBUTION if (value := getattr(asked, name)) is not None}
     fields = given if session.evaluation else {}
     most = min(asked.max_tokens or task.max_new_tokens, task.max_new_tokens, context - prompt)
@@ -45,8 +48,7 @@ def drawn_sampling(session: Session, asked: RequestedSampling, prompt: int, cont
     )
 
 
-def check_tokens(prompt_least: int, prompt_most: int, vocabulary: int) -> None:
-    """Raises TurnRefused where a prompt holds an id that is no token of the model's."""
-    for token in (prompt_least, prompt_most):
-        if not 0 <= token < vocabulary:
-            raise TurnRefused(400, f"token id {token} is not in [0, {vocabulary})", field="token_ids", code="invalid_token")
+def check_tokens(largest: int, vocabulary: int, field: str) -> None:
+    """Raises TurnRefused where of ids from 0 to ``largest`` not all are tokens of the model's. ``field``: where they stand."""
+    if largest >= vocabulary:
+        raise TurnRefused(400, f"token id {largest} is not in [0, {vocabulary})", field=field, code="invalid_token")

@@ -34,7 +34,7 @@ from services.gateway.wire.request import (
     TurnUsage,
     assistant_message,
 )
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt
 from shared.config.gateway_section import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Sampling
@@ -62,6 +62,10 @@ HELD_SECONDS = 0.2
 
 PAUSE_SECONDS = 0.2
 """The pause after a replica failed, or an engine aborted a draw: the push that caused it is still in progress."""
+
+
+LONG_BYTES = 1 << 15
+"""The text from which on a prompt is made in another thread: a millisecond and more of work."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class Turns:
         """Returns the next message of a conversation. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)
         if turn is None:
-            await self._check(log, asked.min_version)
-            prompt = self._prompt(log, asked)
+            await self._check(log, asked)
+            prompt = await self._prompt(log, asked)
             turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, asked)
         return self._result(turn, log, asked)
 
@@ -113,34 +117,45 @@ class Turns:
         """Returns the tokens that follow a prompt. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)
         if turn is None:
-            await self._check(log, asked.min_version)
-            check_tokens(int(asked.prompt.min()), int(asked.prompt.max()), self._replicas.vocabulary)
+            await self._check(log, asked)
+            check_tokens(int(asked.prompt.max()), self._replicas.vocabulary, asked.place)
             prompt = TurnPrompt(asked.prompt, log.extended(asked.prompt))
             turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, None)
-        return self._answer(turn, ParsedTurn("", "", ()), [])
+        return self._answer(turn, ParsedTurn("", "", ()), [], spelled=False)
 
-    def count(self, log: SessionLog, asked: ChatTurn) -> int:
+    async def count(self, log: SessionLog, asked: ChatTurn) -> int:
         """Returns how many tokens the prompt of a turn would have. Raises TurnRefused."""
-        return len(self._prompt(log, asked).tokens)
+        await self._replicas.present(self._limits.gateway_wait)
+        return len((await self._prompt(log, asked)).tokens)
 
     # --- before it is drawn
 
-    async def _check(self, log: SessionLog, min_version: int) -> None:
+    async def _check(self, log: SessionLog, asked: ChatTurn | TokenTurn) -> None:
         if log.ended is not None:
             raise _over(log)
         if time.time() > log.session.deadline:
             raise TurnRefused(410, "the session's deadline has passed", code="session_ended")
         await self._replicas.present(self._limits.gateway_wait)
-        self._replicas.check_version(min_version)
+        self._replicas.check_version(asked.min_version)
+        check_tokens(max(asked.sampling.stop_token_ids, default=0), self._replicas.vocabulary, "stop_token_ids")
 
-    def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
+    async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
+        """Returns a turn's prompt; other requests do not wait while a long one is made. Raises TurnRefused."""
+        length = self._chat_tokens.text_bytes(asked.messages, asked.tools)
+        if length > self._replicas.context * self._chat_tokens.tokenizer.longest_token:
+            raise overlong_prompt(length, self._replicas.context - 1, asked.place, "bytes of text")
+        if length < LONG_BYTES:
+            return self._made(log, asked)
+        return await asyncio.to_thread(self._made, log, asked)
+
+    def _made(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Carries on the turn that the conversation goes on from, where that can be done with its very ids; else renders it anew."""
         found = continued(log.turns.values(), asked.messages, asked.tools)
         if found is not None:
             turn, further = found
             if (bridged := self._chat_tokens.bridge(turn, further, asked.tools)) is not None:
                 return TurnPrompt(bridged, turn)
-        tokens = self._chat_tokens.render(asked.messages, asked.tools)
+        tokens = self._chat_tokens.render(asked.messages, asked.tools, asked.place)
         return TurnPrompt(tokens, log.extended(tokens))
 
     # --- drawing
@@ -149,7 +164,8 @@ class Turns:
         self, log: SessionLog, request: str, prompt: TurnPrompt, asked: RequestedSampling, min_version: int, chat: ChatTurn | None
     ) -> Turn:
         seconds = min(self._limits.gateway_turn_timeout, log.session.deadline - time.time())
-        sampling = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids)
+        place = "token_ids" if chat is None else chat.place
+        sampling = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids, place)
         try:
             async with self.watch.turn(log, max(seconds, 0.1)):
                 begun = await self._begun(log, request, prompt)
@@ -300,9 +316,10 @@ class Turns:
         parsed = self._chat_tokens.parse(turn, asked.tools)
         if asked.tool_choice == "none" or not asked.tools:
             parsed = replace(parsed, content=parsed.content + "".join(call.text for call in parsed.calls), calls=())
-        return self._answer(turn, parsed, [*log.session.sampling.stop, *asked.sampling.stop])
+        return self._answer(turn, parsed, [*log.session.sampling.stop, *asked.sampling.stop], spelled=asked.logprobs)
 
-    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str]) -> TurnResult:
+    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> TurnResult:
+        """Returns an answer; ``spelled``: with the text of each token."""
         called = [call for call in parsed.calls if call.ok]
         malformed = [call for call in parsed.calls if not call.ok]
         content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), stops if turn.finish == "stop" else ())
@@ -323,7 +340,7 @@ class Turns:
                 prompt=turn.prompt,
                 completion=turn.completion,
                 logprobs=turn.log_probs,
-                texts=self._chat_tokens.tokenizer.pieces(turn.completion),
+                texts=self._chat_tokens.tokenizer.pieces(turn.completion) if spelled else (),
             ),
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import ClientError, ClientResponse, web
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_errors import InvalidRequest
+from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine.generation import GenerationRequest
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
 from services.rollout.in_flight import Requests
@@ -153,6 +153,9 @@ class EngineProxy:
             return _refusal(denied.status, denied.reason)
         except (InvalidRequest, BadMessage) as error:
             return _refusal(HTTPStatus.BAD_REQUEST, str(error))
+        except EngineError as error:  # what an engine finds wrong with a request, another one would, too
+            wrong = error.status == HTTPStatus.BAD_REQUEST
+            return _refusal(HTTPStatus.BAD_REQUEST if wrong else HTTPStatus.BAD_GATEWAY, error.reason if wrong else str(error))
         except TimeoutError:
             return _refusal(HTTPStatus.GATEWAY_TIMEOUT, f"the engine gave no complete answer within {self._generate_s:g} s")
         except (MyxoError, ClientError) as error:

@@ -6,7 +6,7 @@ pure state, without an engine, a bus or a clock.
 
 from dataclasses import dataclass
 
-from shared.bus.registry import CATCHING_UP
+from shared.bus.registry import ASLEEP, CATCHING_UP
 
 NO_WEIGHTS = -1
 """The version of a replica that holds no verified weights."""
@@ -51,7 +51,7 @@ class ServedVersion:
         if not self.engine_is_up:
             return "starting"
         if self.asleep:
-            return "asleep"
+            return ASLEEP
         if self.catching_up:
             return CATCHING_UP
         if self.target is not None:

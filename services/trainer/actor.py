@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from services.trainer import flops
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.checkpoint_writer import Save, SaveFailed
@@ -22,7 +23,9 @@ from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.optimizer import Optimizer
+from services.trainer.megatron.packed_sequences import prefixes_of
 from services.trainer.megatron.passes import LossFunction
+from services.trainer.megatron.prefix_sharing import least_saved
 from services.trainer.megatron.runtime import deadline, together
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
@@ -90,6 +93,7 @@ class Actor:
         if initialized is not None:
             initialized()
         megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
+        least = least_saved(trainer.prefix_sharing, megatron)
         chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head)
         if settings.lora is not None:
             lora.attach(chunks, megatron, architecture, settings.lora, trainer.seed)
@@ -99,7 +103,9 @@ class Actor:
             with together(f"loading {hf_dir}"):
                 load_hf(chunks, megatron, architecture, hf_dir)
         wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.megatron.ddp)
-        model = MegatronModel(architecture, megatron, settings.layout, wrapped, settings.value_head, settings.lora, settings.freezing)
+        model = MegatronModel(
+            architecture, megatron, settings.layout, wrapped, settings.value_head, settings.lora, settings.freezing, least
+        )
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)
         return cls(settings, hf_dir, model, optimizer)
@@ -132,6 +138,11 @@ class Actor:
         """
         with deadline("the computation of values"):
             return passes.values(self.model, batches)
+
+    def shared_work(self, batches: Sequence[PackedBatch]) -> flops.Work:
+        """Returns what these micro-batches have in common that is computed once instead of for each sequence; no collective."""
+        found = [prefixes_of(batch, self.model.least_saved) for batch in batches]
+        return flops.work([length for each in found if each is not None for length in each.shared.tolist()])
 
     def train_step(
         self,

@@ -7,6 +7,7 @@ forward pass (the backward pass has two products for each), whatever is computed
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,29 +32,47 @@ PEAKS = (
 """Dense bfloat16 products a second by device name, from the vendors' data sheets; the first that matches counts."""
 
 
-def forward(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False) -> float:
+class Work(NamedTuple):
+    """What operations are counted from: tokens, and pairs of a query and a key that it sees."""
+
+    tokens: float = 0.0
+    pairs: float = 0.0
+
+
+NOTHING = Work()
+
+
+def work(lengths: Sequence[int], shared: Work = NOTHING) -> Work:
+    """Returns the work of sequences of these lengths, which do not attend to one another, less what is ``shared``."""
+    tokens = np.asarray(lengths, np.float64)
+    return Work(float(tokens.sum()) - shared.tokens, float((tokens * (tokens + 1) / 2).sum()) - shared.pairs)
+
+
+def forward(architecture: Architecture, lengths: Sequence[int], *, shared: Work = NOTHING, value_head: bool = False) -> float:
     """Returns the operations of one forward pass.
 
     Args:
-        lengths: tokens of each sequence; sequences do not attend to one another. value_head: a critic, without the vocabulary.
+        lengths: tokens of each sequence. shared: of their work, what is computed once for several and counted more often in ``lengths``.
+        value_head: a critic, without the vocabulary.
     """
-    pairs = float(np.sum([length * (length + 1) / 2 for length in lengths], dtype=np.float64))
-    return _weights(architecture, lengths, value_head) + pairs * architecture.num_layers * _attention(architecture)
+    tokens, pairs = work(lengths, shared)
+    return _weights(architecture, tokens, value_head) + pairs * architecture.num_layers * _attention(architecture)
 
 
-def training(architecture: Architecture, lengths: Sequence[int], *, value_head: bool = False, adapters: bool = False) -> float:
+def training(
+    architecture: Architecture, lengths: Sequence[int], *, shared: Work = NOTHING, value_head: bool = False, adapters: bool = False
+) -> float:
     """Returns the operations of one forward and backward pass.
 
     Args:
         adapters: only LoRA's adapters train, so that the weights have no gradients. The adapters' own few operations are not counted.
     """
-    whole = 3 * forward(architecture, lengths, value_head=value_head)
-    return whole - _weights(architecture, lengths, value_head) if adapters else whole
+    whole = 3 * forward(architecture, lengths, shared=shared, value_head=value_head)
+    return whole - _weights(architecture, work(lengths, shared).tokens, value_head) if adapters else whole
 
 
-def _weights(a: Architecture, lengths: Sequence[int], value_head: bool) -> float:
+def _weights(a: Architecture, tokens: float, value_head: bool) -> float:
     """Returns the operations of one forward pass in products with weights."""
-    tokens = float(np.sum(lengths, dtype=np.float64))
     layers = sum(_mlp(a, layer) for layer in range(a.num_layers)) + a.num_layers * _projections(a)
     return tokens * (layers + 2.0 * a.hidden_size * (1 if value_head else a.vocab_size))
 

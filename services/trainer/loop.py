@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+import numpy as np
 from torch import Tensor
 
 from services.trainer import dumps
@@ -20,6 +21,7 @@ from services.trainer.batches import TrainBatch
 from services.trainer.colocation import ColocationScheduler
 from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
 from services.trainer.control_client import ControlClient, StopAsked
+from services.trainer.flops import Work
 from services.trainer.loss_inputs import LossInputs, old_log_probs
 from services.trainer.megatron import runtime
 from services.trainer.megatron.frozen_weights import FrozenWeights
@@ -125,6 +127,7 @@ class Trainer(RoleWorker):
             with runtime.together(f"the data of step {batch.step}, postprocessed"):
                 prepared = postprocessed(self._custom, prepared)
         means = token_means(prepared.packed, runtime.sum_over_data_parallel)
+        shared = Work(*runtime.sum_over_data_parallel(np.array(self._actor.shared_work(prepared.packed))).tolist())
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
             need_entropy = self._objective.entropy_coef != 0.0
@@ -133,7 +136,7 @@ class Trainer(RoleWorker):
         optimized, ended = time.monotonic() - optimizing, time.time()
         self._inspect(prepared, results)
         if self._metrics is not None and results:
-            self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means)
+            self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means, shared=shared)
         self._finished(batch, started, ended, attestation)
 
     def _finished(self, batch: Batch, started: float, ended: float, attestation: Attestation) -> None:

@@ -21,6 +21,7 @@ from services.trainer.log_hook import RolloutLog
 from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
+from services.trainer.megatron.prefix_sharing import obstacle
 from services.trainer.megatron_hooks import MegatronHooks
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions
@@ -82,6 +83,7 @@ class RoleWorker:
         self._hooks = MegatronHooks(self._custom)
         settings = TrainerSettings.from_run(config, role)
         self._actor = Actor.create(settings, model_directory(config, role), initialized=self._hooks.initialized)
+        self._log_prefix_sharing()
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
         limits = SampleLimits(self._actor.architecture.vocab_size, log_probs_reader=config.log_probs_reader)
@@ -106,6 +108,12 @@ class RoleWorker:
             self._exchange.close()
         self._store.close()
         self._actor.close()
+
+    def _log_prefix_sharing(self) -> None:
+        """Tells once why beginnings are not shared, where nobody has asked for that."""
+        setting, reason = self._config.trainer.prefix_sharing, obstacle(self._actor.model.config)
+        if self._control is not None and setting != "off" and reason is not None:
+            self._log.info("prefix_sharing_off", reason=reason)
 
     # --- commands and batches
 

@@ -7,6 +7,7 @@ that is closed before says that nobody waits for it any more.
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +21,16 @@ from shared.environment.protocol import MAX_ANSWER, words
 from shared.runtime.errors import MyxoError
 from shared.runtime.untrusted_files import parse_json
 
-CONNECT_TRIES, CONNECT_SECONDS = 5, 5.0
-"""A service that cannot be connected to is tried again, with growing pauses: it may be starting anew."""
+CONNECT_SECONDS, LONGEST_PAUSE_S = 5.0, 2.0
+"""A service that cannot be connected to is tried again, with pauses that grow up to this one: it may be starting."""
 
 
 class HttpOptions(BaseModel):
-    """``agent_options``. url: where rollouts are posted; the service is sent further options as they are."""
+    """``agent_options``. url: where rollouts are posted. start_seconds: how long a service that cannot be connected to is waited for.
+    The service is sent further options as they are."""
 
     url: str = Field(pattern=r"^https?://[^/]+")
+    start_seconds: float = Field(default=120.0, ge=0)
 
 
 class AgentServiceFailed(MyxoError):
@@ -40,10 +43,11 @@ class AgentServiceFailed(MyxoError):
 
 async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
     """Has a service play one rollout, and returns the reward that it gives. Raises ConfigError for wrong options, AgentServiceFailed."""
-    url = options_of(data, HttpOptions).url
+    options = options_of(data, HttpOptions)
+    url = options.url
     asked = {"data": dict(data), "base_url": base_url, "api_key": api_key}
     async with open_session(1, CONNECT_SECONDS) as session:
-        status, body = await _answer(session, url, json.dumps(asked, ensure_ascii=False).encode())
+        status, body = await _answer(session, url, json.dumps(asked, ensure_ascii=False).encode(), options.start_seconds)
     if len(body) > MAX_ANSWER:
         raise AgentServiceFailed(url, f"answered with more than {MAX_ANSWER} bytes")
     try:
@@ -60,16 +64,17 @@ async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
     return answer["reward"]
 
 
-async def _answer(session: aiohttp.ClientSession, url: str, body: bytes) -> tuple[int, bytes]:
+async def _answer(session: aiohttp.ClientSession, url: str, body: bytes, start_seconds: float) -> tuple[int, bytes]:
     """Returns status and body of the answer, of which one byte over the limit is read at most."""
-    for number in range(CONNECT_TRIES):
+    pause, end = 0.25, time.monotonic() + start_seconds
+    while True:
         try:
             async with session.post(url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False) as response:
                 return response.status, await read_body(response)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:  # it has not been sent
-            if number == CONNECT_TRIES - 1:
-                raise AgentServiceFailed(url, f"cannot be reached: {words(error)}") from None
-            await asyncio.sleep(2**number / 4)
+            if time.monotonic() + pause > end:
+                raise AgentServiceFailed(url, f"cannot be reached within {start_seconds:g} s: {words(error)}") from None
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
         except (BlockedAddress, aiohttp.ClientError, ValueError) as error:
             raise AgentServiceFailed(url, words(error) or type(error).__name__) from None
-    raise AssertionError("the last try returns or raises")

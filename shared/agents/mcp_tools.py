@@ -2,21 +2,49 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent, Tool
 from openai.types.chat import ChatCompletionToolUnionParam
 from openai.types.shared_params import FunctionDefinition
+from pydantic import BaseModel, ConfigDict, Field
 
-from shared.runtime.errors import MyxoError
+from shared.agents.tool_calls import arguments_of, shortened
+from shared.runtime.errors import ConfigError, MyxoError
 
-Server = str | Sequence[str]
-"""The URL of a server that runs, or the command line of one that is started for each rollout and speaks on its standard streams."""
+
+class HttpServer(BaseModel):
+    """A server that runs. headers: of each request to it. key_variable: the environment variable that holds its key, which is sent as
+    ``Authorization: Bearer``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str = Field(pattern=r"^https?://[^/]+")
+    headers: dict[str, str] = {}
+    key_variable: str | None = None
+
+    def all_headers(self) -> dict[str, str]:
+        """Returns the headers with the key. Raises ConfigError where the variable is not set."""
+        if self.key_variable is None:
+            return self.headers
+        if not (key := os.environ.get(self.key_variable)):
+            raise ConfigError("rollout.agent_options.servers", self.key_variable, "no such environment variable is set where agents run")
+        return {**self.headers, "Authorization": f"Bearer {key}"}
+
+
+Server = str | HttpServer | Sequence[str]
+"""The URL of a server that runs, also with headers, or the command line of one that is started for each rollout and speaks on its standard
+streams."""
 
 MOST_TOOLS = 512
 """Tools of one server."""
+
+LONGEST_RESULT = 20_000
+"""The most characters of a result, by default: of a longer one the model reads the beginning and the end."""
 
 
 class McpServerFailed(MyxoError):
@@ -34,8 +62,8 @@ class McpTools:
         offered: the tools as ``tools`` of a chat request.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, characters: int) -> None:
+        self._seconds, self._characters = seconds, characters
         self._owners: dict[str, tuple[str, Client]] = {}
         self.offered: list[ChatCompletionToolUnionParam] = []
 
@@ -59,15 +87,13 @@ class McpTools:
         if name not in self._owners:
             return f"error: there is no tool {name}; the tools are {', '.join(self._owners)}"
         try:
-            given = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            return f"error: the arguments are no JSON: {error}"
-        if not isinstance(given, dict):
-            return "error: the arguments must be a JSON object"
+            given = arguments_of(arguments)
+        except ValueError as error:
+            return f"error: {error}"
         server, client = self._owners[name]
         try:
             async with asyncio.timeout(self._seconds):
-                return text_of(await client.call_tool(name, given))
+                return shortened(text_of(await client.call_tool(name, given)), self._characters)
         except TimeoutError:
             raise McpServerFailed(server, f"tool {name} did not answer within {self._seconds:g} s") from None
         except MCPError as error:
@@ -79,15 +105,15 @@ class McpTools:
 
 
 @asynccontextmanager
-async def open_tools(servers: Mapping[str, Server], seconds: float) -> AsyncIterator[McpTools]:
+async def open_tools(servers: Mapping[str, Server], seconds: float, characters: int = LONGEST_RESULT) -> AsyncIterator[McpTools]:
     """Connects to servers, and ends those that were started for it afterwards.
 
     Args:
-        servers: by name. seconds: for a server to connect and list its tools, and for each call.
+        servers: by name. seconds: for a server to connect and list its tools, and for each call. characters: the most of a result.
 
-    Raises McpServerFailed.
+    Raises McpServerFailed, and ConfigError for a key that is not there.
     """
-    tools = McpTools(seconds)
+    tools = McpTools(seconds, characters)
     try:
         async with AsyncExitStack() as opened:
             for name, server in servers.items():
@@ -107,7 +133,13 @@ def text_of(result: CallToolResult) -> str:
 
 
 async def _connect(name: str, server: Server, tools: McpTools, opened: AsyncExitStack, seconds: float) -> None:
-    client = Client(server if isinstance(server, str) else StdioServerParameters(command=server[0], args=list(server[1:])))
+    if isinstance(server, str):
+        client = Client(server)
+    elif isinstance(server, HttpServer):
+        connection = await opened.enter_async_context(create_mcp_http_client(headers=server.all_headers()))
+        client = Client(streamable_http_client(server.url, http_client=connection))
+    else:
+        client = Client(StdioServerParameters(command=server[0], args=list(server[1:])))
     try:
         async with asyncio.timeout(seconds):
             await opened.enter_async_context(client)
@@ -122,12 +154,13 @@ async def _connect(name: str, server: Server, tools: McpTools, opened: AsyncExit
 
 async def _listed(client: Client) -> list[Tool]:
     tools, cursor = list[Tool](), None
-    while len(tools) < MOST_TOOLS:
+    while True:
         page = await client.list_tools(cursor=cursor)
         tools += page.tools
+        if len(tools) > MOST_TOOLS:
+            raise ValueError(f"lists more than {MOST_TOOLS} tools, which no model can be offered")
         if (cursor := page.next_cursor) is None:
-            break
-    return tools[:MOST_TOOLS]
+            return tools
 
 
 def _innermost(error: BaseException) -> BaseException:

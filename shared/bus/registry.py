@@ -21,6 +21,9 @@ STANDBY = "standby"
 CATCHING_UP = "catching up"
 """The state of a replica that is getting its weights from a peer or from disk: the trainer offers it none."""
 
+ASLEEP = "asleep"
+"""The state of a replica while a trainer computes on its GPUs: whoever waits for it may go on waiting."""
+
 BROKEN_SNAPSHOT = "broken_snapshot"
 """A gauge of a replica: the version that it could not load from disk (-1: none). The trainer then writes a whole snapshot."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
+from shared.runtime.container_runtime import Runtime
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.overlong import OverlongPolicy
 
@@ -59,7 +60,8 @@ class RolloutSection(Section):
             "only one of agent, agent_command, custom_generate_function_path and rollout_function_path can generate",
         ),
         Rule("agent_command", lambda rollout, given: given and rollout.agent, "only one of agent and agent_command can generate"),
-        Rule("agent_command", lambda _, given: given and not given[0], "a program, then its arguments"),
+        Rule(("agent_command", "agent_service"), lambda _, given: given and not given[0], "a program, then its arguments"),
+        Rule("agent_network", lambda _, given: given in ("host", "none"), "a network of its own, with the gateways on it: not the host's"),
         Rule(
             "min_rollouts",
             lambda rollout, given: given is not None and given > rollout.n_samples_per_prompt,
@@ -141,7 +143,33 @@ class RolloutSection(Section):
         description="command line, as text or a list, of an agent in place of a function: data on its standard input; base URL and key in "
         "OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY; the reward is the last line that it prints",
     )
+    agent_image: str | None = Field(
+        default=None,
+        pattern=r"^[^-\s]\S*$",
+        description="image of the containers in which agent_command runs, each rollout in one of its own; default: none, it runs as the "
+        "rollout service does",
+    )
+    agent_runtime: Runtime = Field(
+        default="docker", description="command line that runs these containers, where rollout services run", **MUTABLE
+    )
+    agent_network: str = Field(
+        default="myxo-agents",
+        pattern=r"^[A-Za-z0-9][\w.-]*$",
+        description="network that these containers are on, and no other: one on which they reach gateways",
+        **MUTABLE,
+    )
+    agent_memory_bytes: int = Field(
+        default=1 << 30, ge=16 << 20, description="bytes of memory of each of these containers, with what lies in its /tmp", **MUTABLE
+    )
+    agent_cpus: float = Field(default=1.0, gt=0, description="processors of each of these containers", **MUTABLE)
+    agent_processes: int = Field(default=256, ge=4, description="processes and threads of each of these containers at once", **MUTABLE)
     agent_options: dict[str, Any] = Field(default={}, description="what an agent is told besides its task, as options of its data")
+    agent_service: Command = Field(
+        default=[],
+        description="command line of a server that agents speak to, such as one at agent_options.url: `myxo up` starts it beside the run, "
+        "and anew where it dies",
+        **MUTABLE,
+    )
     agent_timeout: float = Field(default=600, gt=0, description="seconds for one rollout of an agent", **MUTABLE)
     agent_tries: int = Field(
         default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE

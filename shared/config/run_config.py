@@ -98,6 +98,8 @@ class RunConfig(Section):
         yield from self._groups_from_outside()
         if self.has_agents and not self.gateways:
             yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
+        if self.rollout.agent_service and not self.has_agents:
+            yield "rollout.agent_service: no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does"
         yield from self._one_generator()
         if self.rollout.surplus_rollouts and not self._plays_rollouts:
             yield (

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
 from shared.config.section import MUTABLE, Section
-from shared.sandbox.program import SandboxLimits, SandboxSettings
+from shared.sandbox.program import SandboxKind, SandboxLimits, SandboxSettings
 
 _NEVER = ("/proc", "/sys", "/dev", "/run")
 
@@ -15,10 +14,13 @@ _NEVER = ("/proc", "/sys", "/dev", "/run")
 class SandboxSection(Section):
     """Where code runs that a model wrote, and within which limits; each holds for one program with all that it starts."""
 
-    sandbox: Literal["bwrap", "none"] = Field(
+    sandbox: SandboxKind = Field(
         default="bwrap",
-        description="bwrap: isolated by bubblewrap, and where that cannot be, nothing runs; none: as the service itself, with its files "
-        "and its network, which is for code that you trust",
+        description="bwrap: isolated by bubblewrap; docker or podman: in a container of sandbox_image; where that cannot be, nothing runs. "
+        "none: as the service itself, with its files and its network, which is for code that you trust",
+    )
+    sandbox_image: str | None = Field(
+        default=None, pattern=r"^[^-\s]\S*$", description="image of these containers: one with python3, which is there already"
     )
     sandbox_wall_time: float = Field(default=10, gt=0, description="seconds by the clock", **MUTABLE)
     sandbox_cpu_time: float = Field(default=3, gt=0, description="seconds of processor time, of all processes together", **MUTABLE)
@@ -43,7 +45,13 @@ class SandboxSection(Section):
     sandbox_paths: list[Path] = Field(default=[], description="files and folders that can be read inside, under the same path")
 
     def _misfits(self) -> Iterator[str]:
+        contained = self.sandbox in ("docker", "podman")
+        if contained != (self.sandbox_image is not None):
+            expected = "required: an image with python3" if contained else "belongs to sandbox = docker or podman"
+            yield f"sandbox.sandbox_image: {expected}, with sandbox = {self.sandbox}"
         for path in self.sandbox_paths:
+            if contained and "," in str(path):
+                yield f"sandbox.sandbox_paths: {path}: {self.sandbox} takes no path with a comma"
             if str(path) == "/" or str(path).startswith(_NEVER):
                 yield f"sandbox.sandbox_paths: {path}: would show what a sandbox hides; name the folder that is needed"
 
@@ -57,4 +65,6 @@ class SandboxSection(Section):
             output_bytes=self.sandbox_output_bytes,
             disk_bytes=self.sandbox_disk_bytes,
         )
-        return SandboxSettings(self.sandbox, limits, packages=self.sandbox_packages, paths=tuple(self.sandbox_paths))
+        return SandboxSettings(
+            self.sandbox, self.sandbox_image or "", limits, packages=self.sandbox_packages, paths=tuple(self.sandbox_paths)
+        )

@@ -88,6 +88,11 @@ class TrainerSection(Section):
     deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
     train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
     max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch, times context_parallel_size")
+    prefix_sharing: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="compute what sequences of a micro-batch begin with alike once: auto where that is exact and saves 10 % of the tokens, "
+        "on wherever it saves any",
+    )
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
     global_batch_size: int | None = Field(
         default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"

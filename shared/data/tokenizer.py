@@ -54,6 +54,11 @@ class Tokenizer:
         """Returns the text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
         return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Returns the most bytes of text that one token stands for."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token by its text; None where there is none."""
         found = self._tokenizer.token_to_id(token)

@@ -1,17 +1,21 @@
 """Tests of generated code: what a label says, what of it is run in a sandbox, and what counts as passed.
 
 Expected outputs and values stay outside: inside runs what gives them, so that no program sees what it is compared with. What is more than
-one comparison (a test function, several statements) runs in the program's own interpreter and says that it came to its end; the word for it
-is drawn for each run.
+one comparison (a test function, several statements) runs inside too, in a process that the program cannot look into
+(`shared.rewards.code_process`), and says that it came to its end.
 """
 
 import ast
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
+from shared.rewards import code_process
 from shared.sandbox.program import REPORT, Program, ProgramResult
 
 _FENCE = re.compile(r"^```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -50,10 +54,10 @@ class OutputCase:
     stdin: str
     expected: str
 
-    def program(self, code: str, word: str) -> Program:
+    def program(self, code: str) -> Program:
         return Program(sources=(code,), stdin=self.stdin.encode())
 
-    def passed(self, result: ProgramResult, word: str) -> bool:
+    def passed(self, result: ProgramResult) -> bool:
         """Returns whether the program ended with exit code 0 and printed what it should."""
         return result.ok and _lines(result.stdout.decode(errors="replace")) == _lines(self.expected)
 
@@ -67,17 +71,14 @@ class ValueCase:
     setup: str = ""
     as_json: bool = False
 
-    def program(self, code: str, word: str) -> Program:
-        asked = f"{_PLAIN}\nimport os as _myxo_os\n_myxo_os.write({REPORT}, ({word!r} + repr(_myxo_plain({self.expression}))).encode())"
+    def program(self, code: str) -> Program:
+        asked = f"{_PLAIN}\nimport os as _myxo_os\n_myxo_os.write({REPORT}, repr(_myxo_plain({self.expression})).encode())"
         return Program(sources=(_AS_MODULE, code, self.setup, asked))
 
-    def passed(self, result: ProgramResult, word: str) -> bool:
+    def passed(self, result: ProgramResult) -> bool:
         """Returns whether the value is the expected one."""
-        text = result.report.decode(errors="replace")
-        if not text.startswith(word):
-            return False
         try:
-            found = ast.literal_eval(text.removeprefix(word))
+            found = ast.literal_eval(result.report.decode(errors="replace"))
             return bool(_listed(found) == _listed(self.expected) if self.as_json else found == self.expected)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # what the program makes of it is no value
             return False
@@ -85,16 +86,27 @@ class ValueCase:
 
 @dataclass(frozen=True)
 class ScriptCase:
-    """A test that has to come to its end."""
+    """A test that has to come to its end. entry: the function that it tests. together: it runs in the code's own interpreter, where code
+    that looks for the test finds it and can change what it says."""
 
     code: str
+    entry: str = ""
+    together: bool = False
 
-    def program(self, code: str, word: str) -> Program:
-        return Program(sources=(_AS_MODULE, code, self.code, f"__import__('os').write({REPORT}, {word.encode()!r})"))
+    def program(self, code: str) -> Program:
+        if self.together:
+            return Program(sources=(_AS_MODULE, code, self.code, f"__import__('os').write({REPORT}, {code_process.PASSED!r})"))
+        return Program(sources=(_code_process(), f"run({code!r}, {self.entry!r})"), stdin=self.code.encode(errors="replace"))
 
-    def passed(self, result: ProgramResult, word: str) -> bool:
+    def passed(self, result: ProgramResult) -> bool:
         """Returns whether it did."""
-        return result.ok and result.report == word.encode()
+        return result.ok and result.report == code_process.PASSED
+
+
+@cache
+def _code_process() -> CodeType:
+    source = Path(code_process.__file__).read_text()
+    return compile(source, "tests.py", "exec", dont_inherit=True)
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -132,7 +144,9 @@ def cases_of(label: Any) -> list[Case]:
     elif isinstance(label, list):
         found = [case for item in label for case in _item_cases(item, "")]
     elif isinstance(label, dict):
-        found = list(_object_cases(label))
+        entry, together = str(label.get("entry_point") or ""), bool(label.get("together"))
+        cases = _object_cases(label)
+        found = [replace(case, entry=entry, together=together) if isinstance(case, ScriptCase) else case for case in cases]
     else:
         raise ValueError(f"{EXPECTED}; found {str(label)[:80]!r}")
     if not found:

@@ -3,7 +3,6 @@
 docs/sandbox.md says which tests a label may hold, and what keeps a response from passing them without solving them.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,10 +69,10 @@ class CaseOutcome(NamedTuple):
 
 def run_tests(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> list[CaseOutcome]:
     """Runs tests on code, one after the other. After one that reached a limit the others are not run, and are missing."""
-    outcomes, word = list[CaseOutcome](), secrets.token_hex(16)
+    outcomes = list[CaseOutcome]()
     for case in cases:
-        result = sandbox.run(case.program(code, word))
-        outcomes.append(CaseOutcome(case.passed(result, word), result))
+        result = sandbox.run(case.program(code))
+        outcomes.append(CaseOutcome(case.passed(result), result))
         if result.status in _OVER or _never_runs(result):
             break
     return outcomes

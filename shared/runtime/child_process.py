@@ -21,6 +21,7 @@ from pathlib import Path
 
 from shared.runtime import failure_summary
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.parent_watchdog import kill_descendants
 
 WATCHDOG = Path(__file__).with_name("parent_watchdog.py")
 
@@ -124,8 +125,10 @@ class ChildProcess:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kills the whole group without waiting."""
+        """Kills the whole group without waiting, and under a watchdog what has left the group."""
         if self.members():
+            if self._lifeline >= 0:
+                kill_descendants(self.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 

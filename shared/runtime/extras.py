@@ -10,9 +10,6 @@ def check(config: RunConfig) -> None:
     """Raises ConfigError naming the field and the extra that brings what it needs."""
     if config.monitoring.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("monitoring.use_wandb", True, "W&B is not installed: pip install 'myxo[wandb]', or leave it out")
-    if config.gateways and importlib.util.find_spec("renderers") is None:
-        expected = "gateways need the package renderers: pip install 'myxo[gateway]', or 0 where they run on other machines"
-        raise ConfigError("gateway.gateway_replicas", config.gateways, expected)
     debug = config.debug
     if debug.record_memory_history and debug.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
         raise ConfigError("debug.memory_recorder", "memray", "memray is not installed: pip install memray, or take torch, for CUDA")

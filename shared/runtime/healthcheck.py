@@ -15,6 +15,10 @@ def main() -> int:
     """Asks the address of the command line, else ``/healthz`` at that of ``MYXO_HTTP``. Returns the exit code."""
     host, _, port = os.environ.get("MYXO_HTTP", "").rpartition(":")
     own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    if own == "private":
+        from shared.runtime.own_address import own_address
+
+        own = own_address()
     address = sys.argv[1] if len(sys.argv) > 1 else f"{own}:{port}/healthz"
     try:
         with urllib.request.urlopen(f"http://{address}", timeout=SECONDS) as answer:

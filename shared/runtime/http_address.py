@@ -11,7 +11,7 @@ LAST_PORT = 65535
 
 
 class HttpAddress(NamedTuple):
-    """``host``: a name or an address, IPv6 without brackets. ``port``: 0 for any free one."""
+    """``host``: a name or an address, IPv6 without brackets, or ``private``: `shared.runtime.own_address`. ``port``: 0 for any free one."""
 
     host: str
     port: int
@@ -39,12 +39,12 @@ def chosen_by() -> str:
     return HTTP_VARIABLE if os.environ.get(HTTP_VARIABLE) else "monitoring.http_host"
 
 
-def parsed(text: str) -> HttpAddress:
-    """Returns the address in ``MYXO_HTTP``. Raises ConfigError where it is none."""
+def parsed(text: str, field: str = HTTP_VARIABLE) -> HttpAddress:
+    """Returns the address in a text. ``field``: where it stands. Raises ConfigError where it is none."""
     host, colon, port = text.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > LAST_PORT:
-        raise ConfigError(HTTP_VARIABLE, text, "host:port, such as 127.0.0.1:9464; port 0: any free one")
+        raise ConfigError(field, text, "host:port, such as 127.0.0.1:9464; port 0: any free one")
     return HttpAddress(host, int(port))
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from shared.runtime.errors import ConfigError
 from shared.runtime.failures import background
 from shared.runtime.http_address import HttpAddress, chosen_by
-from shared.runtime.own_address import own_address
+from shared.runtime.own_address import PRIVATE, own_address
 
 
 def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegistry) -> FastAPI:
@@ -36,6 +36,8 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI, address: HttpAddress) -> AsyncIterator[str]:
     """Serves ``app`` while the body runs; yields the ``host:port`` that others reach it by. Raises ConfigError where it cannot."""
+    if address.host == PRIVATE:
+        address = HttpAddress(own_address(), address.port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
     with _listener(address) as listener:
         async with background(server._serve([listener])):  # not `serve`: the service handles signals itself

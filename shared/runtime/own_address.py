@@ -17,6 +17,9 @@ from shared.runtime.server_urls import nats_url
 HOST_VARIABLE = "MYXO_HOST"
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 
+PRIVATE = "private"
+"""In the place of an address to listen at: `own_address`, of whatever networks the process is on."""
+
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 """The interface of that address, by which gloo and NCCL know it."""
 

@@ -7,10 +7,14 @@ the watchdog then removes the directory SCRATCH ("" for none) and kills its whol
 used because ``PR_SET_PDEATHSIG`` follows the parent's *thread* and does not reach children of the command. The other way round the command
 gets ``PR_SET_PDEATHSIG``, so that it dies should the watchdog be killed.
 
+Processes that leave the group (daemons, which have sessions of their own) become the watchdog's children when their parents end
+(PR_SET_CHILD_SUBREAPER): they go with the command, too.
+
 The watchdog ends as its command does: with its exit code or by its signal. It passes SIGTERM and SIGINT on. It uses the standard library
 only and is started with ``-I -S``: it is there in 15 ms and takes about 8 MB.
 """
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -19,13 +23,38 @@ import subprocess
 import sys
 import threading
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+
+MOST_SWEEPS = 100
+"""How often descendants are looked for: those that fork faster than they are killed are not waited for."""
 
 
-def _die_with_watchdog() -> None:
-    """Runs in the child before exec. It works on Linux only; elsewhere the pipe alone holds."""
+def _ask_kernel(option: int, value: int) -> None:
+    """Sets an attribute of the calling process. It works on Linux only; elsewhere the pipe alone holds."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
+
+
+def kill_descendants(root: int) -> None:
+    """Kills all living processes below a process, and not itself. It reads ``/proc/*/stat``, fields 3 and 4 (proc(5))."""
+    for _ in range(MOST_SWEEPS):
+        parents = {}
+        for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
+            try:
+                with open(f"/proc/{name}/stat") as stat:
+                    state, parent = stat.read().rpartition(")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):  # it ended while being looked at
+                continue
+            parents[int(name)] = (int(parent), state)
+        below = {root}
+        while further := {pid for pid, (parent, _) in parents.items() if parent in below} - below:
+            below |= further
+        living = [pid for pid in below - {root} if parents[pid][1] != "Z"]
+        if not living:
+            return
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _kill_group_when_parent_ends(lifeline: int, scratch: str) -> None:
@@ -34,21 +63,27 @@ def _kill_group_when_parent_ends(lifeline: int, scratch: str) -> None:
             pass
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
+        kill_descendants(os.getpid())
     finally:  # whatever happens to this thread: without it nothing would end the command
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main(lifeline: int, scratch: str, command: list[str]) -> int:
     """Runs ``command`` to its end and returns its exit code."""
+    _ask_kernel(PR_SET_CHILD_SUBREAPER, 1)
     # no thread is running yet, so preexec_fn is safe here
-    child = subprocess.Popen(command, preexec_fn=_die_with_watchdog)
+    child = subprocess.Popen(command, preexec_fn=lambda: _ask_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)).pid
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # whoever holds the other ends is to see when the command has closed its own
         os.dup2(nothing, descriptor)
     for passed_on in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(passed_on, lambda number, _frame: child.send_signal(number))
+        signal.signal(passed_on, lambda number, _frame: os.kill(child, number))
     threading.Thread(target=_kill_group_when_parent_ends, args=(lifeline, scratch), daemon=True).start()
-    status = child.wait()
+    ended, status = os.wait()
+    while ended != child:  # an orphan
+        ended, status = os.wait()
+    status = os.waitstatus_to_exitcode(status)
+    kill_descendants(os.getpid())
     if status < 0:
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)

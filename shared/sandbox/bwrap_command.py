@@ -64,7 +64,7 @@ def environment(settings: SandboxSettings, work: str) -> dict[str, str]:
     variables = {
         "PATH": f"{Path(interpreter()).parent}:/usr/local/bin:/usr/bin:/bin",
         "HOME": work,
-        "TMPDIR": TEMPORARY if settings.kind == "bwrap" else work,
+        "TMPDIR": work if settings.kind == "none" else TEMPORARY,
         "LANG": "C.UTF-8",
         "PYTHONUTF8": "1",
         "PYTHONHASHSEED": "0",

@@ -5,10 +5,10 @@ is: it is the model's to mend, and costs its rollout nothing.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shared.agents.tool_calls import arguments_of, shortened
 from shared.rewards.unit_test_cases import Case
 from shared.rewards.unit_tests import CaseOutcome, run_tests
 from shared.sandbox.program import Program, ProgramResult, SandboxSettings
@@ -70,7 +70,7 @@ class CodingTools:
 
     async def call(self, name: str, arguments: str) -> str:
         """Returns the answer to a call. ``arguments``: JSON text, as the model wrote it. Raises SandboxUnavailable and SandboxGone."""
-        return _shortened(await asyncio.to_thread(self._answer, name, arguments))
+        return shortened(await asyncio.to_thread(self._answer, name, arguments), LONGEST_ANSWER)
 
     async def passed(self) -> float:
         """Returns the share of the tests that `SOLUTION` passes as it is now; 0 where there is none."""
@@ -129,12 +129,8 @@ def _checked(name: str) -> str:
 
 def _fields(name: str, arguments: str) -> dict[str, str]:
     """Returns the arguments of a call. Raises ValueError for what does not fit its schema."""
-    try:
-        given = json.loads(arguments or "{}")
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"the arguments are no JSON: {error}") from None
-    properties = _TOOLS[name][1]
-    if not isinstance(given, dict) or any(field not in properties for field in given):
+    given, properties = arguments_of(arguments), _TOOLS[name][1]
+    if any(field not in properties for field in given):
         raise ValueError(f"expected an object with {', '.join(properties) or 'no fields'}")
     for field in properties:
         if field not in given and field not in _OPTIONAL:
@@ -154,10 +150,3 @@ def _told(result: ProgramResult) -> str:
 def _output(result: ProgramResult) -> str:
     text = "".join(part.decode(errors="replace") for part in (result.stdout, result.stderr))
     return text + ("\n(cut off)" if result.truncated else "")
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= LONGEST_ANSWER:
-        return text
-    half = LONGEST_ANSWER // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"

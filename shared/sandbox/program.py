@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Literal
 
 Status = Literal["ok", "exit_code", "signal", "wall_time", "cpu_time", "memory", "processes", "output"]
@@ -12,6 +13,9 @@ STATUSES: tuple[Status, ...] = ("ok", "exit_code", "signal", "wall_time", "cpu_t
 
 _REFUSED_MEMORY = (b"MemoryError", b"std::bad_alloc", b"Cannot allocate memory")
 _LAST_WORDS = 4096
+
+
+SandboxKind = Literal["bwrap", "docker", "podman", "none"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,13 @@ class SandboxLimits:
 class SandboxSettings:
     """What a sandbox is made of.
 
-    kind: ``bwrap``, or ``none``, which isolates nothing and has to be asked for. packages: this environment's packages can be imported.
-    paths: files and folders that are read-only inside, where they are outside. devices: device files, such as a GPU's. lease_s: the seconds
-    after which a sandbox ends that nobody asks anything.
+    kind: ``bwrap``; ``docker`` or ``podman``, in a container of ``image``; or ``none``, which isolates nothing and has to be asked for.
+    packages: the packages of this environment, or of the image, can be imported. paths: files and folders that are read-only inside, where
+    they are outside. devices: device files, such as a GPU's. lease_s: the seconds after which a sandbox ends that nobody asks anything.
     """
 
-    kind: Literal["bwrap", "none"] = "bwrap"
+    kind: SandboxKind = "bwrap"
+    image: str = ""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     packages: bool = False
     paths: tuple[Path, ...] = ()
@@ -53,12 +58,13 @@ class SandboxSettings:
 class Program:
     """What is to run.
 
-    command: a program and its arguments; or else sources: Python, executed one after the other in one namespace, in a fork of an
-    interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard input.
+    command: a program and its arguments; or else sources: Python, as text or compiled, executed one after the other in one namespace, in a
+    fork of an interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard input; it is nowhere
+    in a program's memory before that reads it.
     """
 
     command: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
+    sources: tuple[str | CodeType, ...] = ()
     stdin: bytes = b""
 
 

@@ -1,11 +1,12 @@
 """The first process of a sandbox: runs one program after the other, measures each and ends it with all that it has started.
 
-Inside bubblewrap it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and lets one
-``kill`` of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or writes
-its memory.
+Inside bubblewrap, or a container, it has process id 1. The kernel then keeps signals of the programs from it, ends everything with it, and
+lets one ``kill`` of it reach everything else, whatever session or process group that is in. It is not dumpable, so that no program reads or
+writes its memory.
 
 It speaks over its standard input and output. Out, once: `READY`. In: the length of a request in four bytes, and the request in Python's
-marshal format, which is written by `shared.sandbox.sandbox` alone. Out: a `HEAD`, and the bytes of standard output, standard error and
+marshal format, which is written by `shared.sandbox.sandbox` alone; then the program's standard input, which goes from pipe to pipe and
+never through this process's memory, of which each program is a fork. Out: a `HEAD`, and the bytes of standard output, standard error and
 report. It ends when its standard input does, which is when the process that started it has ended, or when it was asked nothing for the
 lease's seconds.
 
@@ -26,6 +27,8 @@ import sys
 import time
 import types
 
+from shared.sandbox.process_usage import FIRST, exact, filled, kill_all, processes, refused_memory, usage_of
+
 READY = b"R"
 HEAD = struct.Struct("<BiiddQ?III")
 """Number of the status in `shared.sandbox.program.STATUSES`, exit code, signal (-1: none), wall and processor seconds, bytes of memory,
@@ -39,16 +42,10 @@ TICK_S = 0.01
 MEMORY_SLACK = 64 << 20
 """What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves."""
 
-ENTRY_BYTES, SOCKET_BYTES = 2 << 10, 208 << 10
-"""What the kernel keeps for a file of any size, and at most for data that nobody has read from a local socket."""
-
 _CHUNK = 1 << 16
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 4, 36, 38, 22, 2
 _STDIN, _REPORT = 0, 3
 _ASIDE = 100
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_FIRST = os.getpid() == 1
 
 
 def main(lease_s: float, work: str, user: int) -> None:
@@ -75,7 +72,7 @@ def main(lease_s: float, work: str, user: int) -> None:
 def leave(work: str) -> None:
     """Ends the sandbox. Without bubblewrap the work folder lies on the disk, and is removed."""
     kill_all()
-    if not _FIRST:
+    if not FIRST:
         import shutil
 
         shutil.rmtree(work, ignore_errors=True)
@@ -84,9 +81,7 @@ def leave(work: str) -> None:
 
 def _request(lease_s: float) -> dict | None:  # type: ignore[type-arg]
     """Returns the next request; None where the lease ran out, or nobody is there any more."""
-    waiting = select.poll()
-    waiting.register(_STDIN, select.POLLIN)
-    if not waiting.poll(lease_s * 1000):
+    if not _readable(lease_s):
         return None
     data, size = bytearray(), 4
     while len(data) < size:
@@ -97,15 +92,21 @@ def _request(lease_s: float) -> dict | None:  # type: ignore[type-arg]
     return marshal.loads(memoryview(data)[4:])
 
 
+def _readable(seconds: float) -> bool:
+    waiting = select.poll()
+    waiting.register(_STDIN, select.POLLIN)
+    return bool(waiting.poll(seconds * 1000))
+
+
 class Run:
     """One program, from its start to the end of all that it has started."""
 
     def __init__(self, request: dict, work: str, libc: ctypes.CDLL) -> None:  # type: ignore[type-arg]
         self.request, self.work, self.libc, self.limits = request, work, libc, request["limits"]
-        self.stdin = memoryview(request["stdin"])
+        self.stdin = int(request["stdin"])
         self.streams: dict[int, bytearray] = {}
         self.status, self.wait_status, self.truncated = OK, 0, False
-        self.cpu_s, self.memory, self.ended = 0.0, 0, False
+        self.cpu_s, self.memory, self.ended, self.refused = 0.0, 0, False, refused_memory()
 
     def answer(self) -> bytes:
         """Runs the program to its end and returns the answer."""
@@ -118,8 +119,7 @@ class Run:
             while descriptor in self._open and self._read(descriptor):
                 pass
             os.close(descriptor)
-        if self._input >= 0:
-            os.close(self._input)
+        self._drop_input()
         taken = time.monotonic() - self.began, self.cpu_s, self.memory, self.truncated
         return HEAD.pack(*self._ending(), *taken, *map(len, self.streams.values())) + b"".join(self.streams.values())
 
@@ -128,6 +128,8 @@ class Run:
             return self.status, -1, -1
         if os.WIFSIGNALED(self.wait_status):
             number = os.WTERMSIG(self.wait_status)
+            if number == _signal.SIGKILL and refused_memory() > self.refused:
+                return MEMORY, -1, number
             return (CPU_TIME if number == _signal.SIGXCPU else SIGNAL), -1, number
         code = os.WEXITSTATUS(self.wait_status)
         return (EXIT_CODE if code else OK), code, -1
@@ -142,14 +144,14 @@ class Run:
         for end in ends:
             os.close(end)
         self._poll = select.poll()
-        self._open, self._polled = set[int](), set[int]()
+        self._open = set[int]()
         for read, _ in outputs:
             os.set_blocking(read, False)
             self.streams[read] = bytearray()
             self._open.add(read)
             self._poll.register(read, select.POLLIN)
         os.set_blocking(self._input, False)
-        self._poll.register(_STDIN, 0)  # who asked is gone: POLLHUP
+        self._poll.register(self._input, 0)
         self._main = os.pidfd_open(self.pid)
         self._poll.register(self._main, select.POLLIN)
         self._write()
@@ -164,7 +166,7 @@ class Run:
                 if descriptor in self.streams and self._read(descriptor) is False:
                     self._poll.unregister(descriptor)
                     self._open.discard(descriptor)
-                if descriptor == self._input:
+                if descriptor == self._input or (descriptor == _STDIN and event & select.POLLIN):
                     self._write()
             self._reap(os.WNOHANG)
             now = time.monotonic()
@@ -190,20 +192,33 @@ class Run:
         return bool(data)
 
     def _write(self) -> None:
-        """Writes as much of the standard input as the program takes, and closes it after the last of it."""
+        """Hands on as much of the standard input as there is and the program takes, and closes its pipe after the last of it."""
         try:
             while self.stdin:
-                self.stdin = self.stdin[os.write(self._input, self.stdin[:_CHUNK]) :]
+                if not (count := os.splice(_STDIN, self._input, self.stdin)):
+                    leave(self.work)
+                self.stdin -= count
         except BlockingIOError:
-            self._poll.register(self._input, select.POLLOUT)
-            self._polled.add(self._input)
+            full = bool(_readable(0))
+            self._poll.register(_STDIN, 0 if full else select.POLLIN)
+            self._poll.register(self._input, select.POLLOUT if full else 0)
             return
         except BrokenPipeError:
             pass
-        if self._input in self._polled:
-            self._poll.unregister(self._input)
+        self._poll.register(_STDIN, 0)  # without an event POLLHUP remains: who asked is gone
+        self._poll.unregister(self._input)
         os.close(self._input)
         self._input = -1
+
+    def _drop_input(self) -> None:
+        """Drops the standard input that the program has not read."""
+        if self._input >= 0:
+            os.close(self._input)
+        if self.stdin:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            while self.stdin and (count := os.splice(_STDIN, nowhere, self.stdin)):
+                self.stdin -= count
+            os.close(nowhere)
 
     def _reap(self, options: int) -> None:
         """Takes note of every process that has ended; without WNOHANG, until none is left."""
@@ -221,7 +236,7 @@ class Run:
 
     def _look(self) -> None:
         """Compares what the living processes have taken with the limits."""
-        count, cpu_s, memory = 0, self.cpu_s, _filled(self.work)
+        count, cpu_s, memory = 0, self.cpu_s, filled(self.work)
         pids = processes()
         if len(pids) > self.limits["processes"]:  # at once: they get more while one looks at each
             self.status = PROCESSES
@@ -230,7 +245,7 @@ class Run:
             threads, used, seconds = usage_of(pid)
             count, memory, cpu_s = count + threads, memory + used, cpu_s + seconds
         if memory > self.limits["memory_bytes"]:
-            memory = _exact(pids) + _filled(self.work)
+            memory = exact(pids) + filled(self.work)
         self.memory = max(self.memory, memory)
         if count > self.limits["processes"]:
             self.status = PROCESSES
@@ -238,86 +253,6 @@ class Run:
             self.status = MEMORY
         elif cpu_s > self.limits["cpu_s"]:
             self.status = CPU_TIME
-
-
-def processes() -> list[int]:
-    """Returns all other processes of the sandbox; without bubblewrap, what the supervisor and its descendants have started."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    if _FIRST:
-        return [pid for pid in pids if pid != 1]
-    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
-    found, new = set[int](), {os.getpid()}
-    while new := {pid for pid, parent in parents.items() if parent in new} - found:
-        found |= new
-    return list(found)
-
-
-def kill_all() -> None:
-    """Kills every process of the sandbox but this one."""
-    if _FIRST:
-        _kill(-1)
-        return
-    while living := [pid for pid in processes() if (fields := _stat(pid)) and fields[0] != b"Z"]:
-        for pid in living:
-            _kill(pid)
-        time.sleep(0.001)
-
-
-def _kill(pid: int) -> None:
-    try:  # noqa: SIM105 (contextlib takes long to import)
-        os.kill(pid, _signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def _stat(pid: int) -> list[bytes]:
-    """Returns the fields of ``/proc/PID/stat`` from the third on (proc(5)): state, parent, …; none where the process has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb", 0) as file:
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        return []
-
-
-def usage_of(pid: int) -> tuple[int, int, float]:
-    """Returns a process's threads, its bytes of memory but for files, and its processor seconds with those of its dead children."""
-    fields = _stat(pid)
-    if not fields:
-        return 0, 0, 0.0
-    return (
-        int(fields[17]),
-        _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", b"VmPTE:") or 0,
-        sum(map(int, fields[11:15])) / _TICKS_PER_S,
-    )
-
-
-def _sum(path: str, *names: bytes) -> int | None:
-    """Returns the sum of a file's lines of these names, which are in kB, in bytes; None where it cannot be read."""
-    try:
-        with open(path, "rb", 0) as file:
-            return sum(int(line.split()[1]) << 10 for line in file.read().splitlines() if line.startswith(names))
-    except OSError:  # it has ended, or does not let itself be looked at
-        return None
-
-
-def _exact(pids: list[int]) -> int:
-    """Returns the bytes of processes' memory, each page once although several share it. It takes the kernel much longer to say."""
-    total = 0
-    for pid in pids:
-        shared = _sum(f"/proc/{pid}/smaps_rollup", b"Pss_Anon:", b"Pss_Shmem:")
-        total += usage_of(pid)[1] if shared is None else shared + (_sum(f"/proc/{pid}/status", b"VmPTE:") or 0)
-    return total
-
-
-def _filled(work: str) -> int:
-    """Returns the bytes of memory that belong to no process: the two folders with their entries, and what sockets may hold unread."""
-    if not _FIRST:
-        return 0
-    found = [os.statvfs(folder) for folder in (work, "/tmp")]
-    with open("/proc/net/sockstat", "rb", 0) as file:
-        sockets = int(file.readline().split()[2])
-    entries = sum(each.f_files - each.f_ffree for each in found)
-    return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in found) + entries * ENTRY_BYTES + sockets * SOCKET_BYTES
 
 
 def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) -> None:  # type: ignore[type-arg]
@@ -336,6 +271,7 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
             _signal.signal(number, _signal.SIG_DFL)
         _limit(request["limits"])
         os.chdir(work)
+        _filter(request["syscalls"], libc)
         if request["command"]:
             _execute(request["command"])
         code = _python(request["sources"], work)
@@ -351,6 +287,19 @@ def _become(user: int) -> None:
         os.setresuid(user, user, user)
 
 
+def _filter(syscalls: bytes, libc: ctypes.CDLL) -> None:
+    """Takes system calls from the process and all that it starts, where nobody has before; seccomp(2)."""
+    if not syscalls:
+        return
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # of the container's processes the supervisor is the last to be killed for want of memory
+    code = ctypes.create_string_buffer(syscalls, len(syscalls))
+    program = struct.pack("HxxxxxxP", len(syscalls) // 8, ctypes.addressof(code))
+    for option in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _SECCOMP_FILTER, program)):
+        if libc.prctl(*option, 0, 0):
+            raise OSError("the filter of system calls was refused")
+
+
 def _limit(limits: dict) -> None:  # type: ignore[type-arg]
     """Sets the kernel's own limits of each process. That of memory is for what a process can write to, not for what it maps: runtimes of
     languages and GPUs reserve many times what they use."""
@@ -361,7 +310,7 @@ def _limit(limits: dict) -> None:  # type: ignore[type-arg]
         resource.RLIMIT_NOFILE: limits["open_files"],
         **dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), 0),
     }
-    if _FIRST and _kernel() >= (5, 14):
+    if FIRST and _kernel() >= (5, 14):
         wanted[resource.RLIMIT_NPROC] = limits["processes"] + 1  # before, the kernel counted the user's processes outside as well
     for number, value in wanted.items():
         _, hard = resource.getrlimit(number)
@@ -386,7 +335,7 @@ def _execute(command: list[str]) -> None:
         os._exit(127)
 
 
-def _python(sources: list[str], work: str) -> int:
+def _python(sources: list[str | types.CodeType], work: str) -> int:
     """Executes sources as the program ``main.py`` of the work folder. Returns the exit code."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(__file__=f"{work}/main.py", __builtins__=__builtins__)
@@ -395,7 +344,7 @@ def _python(sources: list[str], work: str) -> int:
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
         for source in sources:
-            exec(compile(source, "main.py", "exec"), main_module.__dict__)
+            exec(compile(source, "main.py", "exec") if isinstance(source, str) else source, main_module.__dict__)
         code = 0
     except BaseException as error:
         code = _told(error)

@@ -8,6 +8,8 @@ import importlib.util
 import json
 import marshal
 import os
+import re
+import secrets
 import select
 import signal
 import subprocess
@@ -18,8 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from shared.runtime.container_runtime import client_environment, remove_container
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.sandbox import program_supervisor
+from shared.sandbox import process_usage, program_supervisor
 from shared.sandbox.bwrap_command import (
     OUTSIDE,
     PASSWD,
@@ -31,6 +34,7 @@ from shared.sandbox.bwrap_command import (
     interpreter,
     supervisor_command,
 )
+from shared.sandbox.container_command import FIRST_USER, USERS, container_command
 from shared.sandbox.program import STATUSES, Program, ProgramResult, SandboxLimits, SandboxSettings, status_of
 from shared.sandbox.sandbox_remedy import remedy
 from shared.sandbox.syscall_filter import syscall_filter
@@ -42,6 +46,7 @@ GRACE_S = 10.0
 """The seconds beyond a program's own limit that its result may take, on a machine that is busy with other things."""
 
 _CHUNK = 1 << 16
+_HINT = re.compile("(Run|See) 'docker ")
 
 
 class SandboxUnavailable(MyxoError):
@@ -68,7 +73,9 @@ class Sandbox:
         self._lock, self._child, self._pid, self._ready = threading.Lock(), -1, -1, False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._information = -1
-        self._process = self._isolated() if settings.kind == "bwrap" else self._bare()
+        self._container = ""
+        start = {"bwrap": self._isolated, "none": self._bare}.get(settings.kind, self._contained)
+        self._process = start()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
 
@@ -89,7 +96,8 @@ class Sandbox:
         try:
             self._read(len(program_supervisor.READY), time.monotonic() + START_S, "its start")
         except (SandboxGone, DeadlineExceeded) as error:
-            raise SandboxUnavailable(remedy(self._last_words() or str(error))) from None
+            words = self._last_words() or str(error)
+            raise SandboxUnavailable(f"{self.settings.kind}: {words}" if self._container else remedy(words)) from None
         self._open_pid()
         self._ready = True
         return self
@@ -143,6 +151,8 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            if self._container:
+                remove_container(self.settings.kind, self._container)
         if self._process.stderr is not None:
             self._process.stderr.close()
         if self._information >= 0:
@@ -228,14 +238,22 @@ class Sandbox:
 
     def _bare(self) -> "subprocess.Popen[bytes]":
         self._folder = tempfile.TemporaryDirectory(prefix="myxo-unsandboxed-", ignore_cleanup_errors=True)
-        command = supervisor_command(self.settings, str(Path(program_supervisor.__file__)), self._folder.name)
-        return _started(command, environment(self.settings, self._folder.name), ())
+        work, supervisor = Path(self._folder.name, "work"), Path(self._folder.name, "supervisor.pyc")
+        work.mkdir()
+        supervisor.write_bytes(supervisor_code())
+        return _started(supervisor_command(self.settings, str(supervisor), str(work)), environment(self.settings, str(work)), ())
+
+    def _contained(self) -> "subprocess.Popen[bytes]":
+        self._container = f"myxo-sandbox-{secrets.token_hex(16)}"
+        user = FIRST_USER + secrets.randbelow(USERS)
+        return _started(container_command(self.settings, self._container, user, _supervisor_source()), client_environment(), ())
 
     def _asked(self, program: Program, limits: SandboxLimits) -> ProgramResult:
-        request = {"command": list(program.command), "sources": list(program.sources), "stdin": program.stdin, "limits": vars(limits)}
+        request = {"command": list(program.command), "sources": list(program.sources), "stdin": len(program.stdin), "limits": vars(limits)}
+        request["syscalls"] = syscall_filter() if self._container else b""  # bubblewrap has set it for all
         data = marshal.dumps(request)
         end = time.monotonic() + limits.wall_s + GRACE_S
-        self._write(len(data).to_bytes(4, "big") + data, end)
+        self._write(len(data).to_bytes(4, "big") + data + program.stdin, end)
         head = program_supervisor.HEAD.unpack(self._read(program_supervisor.HEAD.size, end, "its result"))
         number, exit_code, ended_by, wall_s, cpu_s, memory, truncated, *lengths = head
         if number >= len(STATUSES) or max(lengths) > limits.output_bytes:
@@ -277,7 +295,8 @@ class Sandbox:
         """Returns the last line that bubblewrap or the supervisor wrote about its own end."""
         if self._process.stderr is None or not _readable(self._process.stderr.fileno(), 0):
             return ""
-        lines = os.read(self._process.stderr.fileno(), _CHUNK).decode(errors="replace").strip().splitlines()
+        text = os.read(self._process.stderr.fileno(), _CHUNK).decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip() and not _HINT.match(line)]
         return lines[-1][:400] if lines else ""
 
 
@@ -320,9 +339,26 @@ def may_not_separate() -> None:
 
 @cache
 def supervisor_code() -> bytes:
-    """Returns the supervisor as a ``.pyc``, which is there sooner than its source. Both interpreters are the same."""
-    source = Path(program_supervisor.__file__).read_text()
-    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(source, "program_supervisor.py", "exec", dont_inherit=True))
+    """Returns the supervisor and the module that it imports as one ``.pyc``, which is there sooner than sources. Both interpreters are the
+    same."""
+    modules = (process_usage, program_supervisor)
+    usage, main = (compile(Path(str(module.__file__)).read_text(), module.__name__, "exec") for module in modules)
+    both = f"""
+import marshal, sys, types
+usage, main = marshal.loads({marshal.dumps((usage, main))!r})
+sys.modules[{process_usage.__name__!r}] = module = types.ModuleType({process_usage.__name__!r})
+exec(usage, module.__dict__)
+exec(main)
+"""
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(both, "supervisor", "exec", dont_inherit=True))
+
+
+@cache
+def _supervisor_source() -> str:
+    """Returns the same as source, for the interpreter of an image, which may be another."""
+    usage, main = (Path(str(module.__file__)).read_text() for module in (process_usage, program_supervisor))
+    name = process_usage.__name__
+    return f"import sys, types\nsys.modules[{name!r}] = types.ModuleType({name!r})\nexec({usage!r}, sys.modules[{name!r}].__dict__)\n{main}"
 
 
 def _readable(descriptor: int, seconds: float, event: int = select.POLLIN) -> bool:

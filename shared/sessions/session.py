@@ -11,6 +11,7 @@ would die with them, and the order of the list settles every race:
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -66,7 +67,9 @@ Spans = Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=MAX_S
 SecretDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """The SHA-256 of a secret, in hexadecimal digits."""
 
-SessionId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$")]
+_SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
+
+SessionId = Annotated[str, StringConstraints(pattern=_SESSION_ID)]
 
 
 class Session(Message):
@@ -284,7 +287,7 @@ def new_key(session: str) -> tuple[str, str]:
 def parts_of_key(key: str) -> tuple[str, str]:
     """Returns the session's id and the secret that a key holds. Raises SessionUnknown for what is no key."""
     session, dash, secret = key.removeprefix(KEY_PREFIX).rpartition("-")
-    if not (key.startswith(KEY_PREFIX) and dash and session and secret and session.isascii()):
+    if not (key.startswith(KEY_PREFIX) and dash and secret and re.fullmatch(_SESSION_ID, session)):
         raise SessionUnknown("this is no key of a session: they begin with " + KEY_PREFIX)
     return session, secret
 

@@ -26,15 +26,15 @@ def flags(steps: int) -> str:
     return f"{FLAGS} --num-rollout {steps}"
 
 
-def run_docker(*arguments: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+def run_docker(*arguments: str, seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, environment = ["docker", *arguments], os.environ | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
 
 
 def example(name: str, *arguments: str, check: bool = True, **variables: str) -> str:
     """``docker compose ARGUMENTS`` for an example environment that joins the stack's network from outside; what it printed."""
-    command = ["docker", "compose", "-p", f"myxo-test-{name}", "-f", str(EXAMPLES / name / "compose.yaml"), *arguments]
-    environment = os.environ | {"MYXO_ENVIRONMENTS_NETWORK": NETWORK} | variables
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
+    command = ["compose", "-p", f"myxo-test-{name}", "-f", str(EXAMPLES / name / "compose.yaml"), *arguments]
+    done = run_docker(*command, seconds=BUILD_SECONDS, **{"MYXO_ENVIRONMENTS_NETWORK": NETWORK} | variables)
     assert not check or done.returncode == 0, f"{name}: {' '.join(arguments)}: {done.stderr}"
     return done.stdout
 

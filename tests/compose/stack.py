@@ -16,7 +16,19 @@ COMPOSE = ROOT / "deploy" / "compose"
 LONG_LIVED = {"nats", "redis", "buffer", "rollout", "reward", "trainer"}
 """The services that stay up while a run goes on."""
 
-TOLD = {"nats": 5, "redis": 5, "router": 5, "submit": 5, "watch": 10, "reward": 15, "buffer": 15, "rollout": 15, "trainer": 15}
+TOLD = {
+    "nats": 5,
+    "redis": 5,
+    "router": 5,
+    "submit": 5,
+    "watch": 10,
+    "reward": 15,
+    "gateway": 15,
+    "agent-door": 5,
+    "buffer": 15,
+    "rollout": 15,
+    "trainer": 15,
+}
 """Service → lines of its log that a failed assertion quotes; those that explain most come last."""
 
 COMMAND_SECONDS = 300

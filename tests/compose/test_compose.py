@@ -4,12 +4,12 @@ The tests are one story in order, over one stack (`stack` in conftest.py): bring
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.compose.conftest import PREPARE, example, flags, run_docker
-from tests.compose.stack import COMPOSE, Stack
+from tests.compose.conftest import example, flags, run_docker
+from tests.compose.stack import Stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3000)]
 
@@ -206,31 +206,6 @@ def test_down_and_up_again_resumes_and_finishes(stack: Stack) -> None:
     verdict = json.loads(stack.compose("run", "--rm", "-T", "myxo", "audit", "compose", "--json"))
     assert verdict["violations"] == [], verdict
     assert (verdict["steps"], verdict["finished"]) == (goal, True)
-
-
-PLAIN = """
-import redis, socket
-try:
-    redis.Redis(host="redis", socket_timeout=10).ping()
-    print("Redis: let in")
-except (redis.exceptions.RedisError, OSError) as error:
-    print("Redis:", error or type(error).__name__)
-link = socket.create_connection(("nats", 4222), 10)
-print("NATS:", "tls_required" in link.recv(4096).decode() and '"tls_required":true')
-"""
-
-
-def test_nats_and_redis_speak_tls_alone(make_stack: Callable[..., Stack], images: None) -> None:
-    stack = make_stack(
-        "myxo-test-tls", "secret", COMPOSE / "compose.tls.yaml", MYXO_PREPARE=PREPARE, MYXO_ENVIRONMENTS_NETWORK="myxo-test-tls"
-    )
-    stack.compose("up", "--detach", "--no-build", "buffer", "reward", "operator", seconds=600)
-    stack.until("buffer and reward at work over TLS", lambda: not {"buffer", "reward"} & stack.unhealthy(), START_SECONDS)
-    said = stack.compose("exec", "-T", "operator", "python", "-c", PLAIN)
-    assert "let in" not in said
-    assert '"tls_required":true' in said
-    logs = stack.compose("logs", "--no-color", "buffer")
-    assert "recovered" in logs, logs
 
 
 @pytest.fixture(scope="module", autouse=True)

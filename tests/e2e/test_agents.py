@@ -1,5 +1,7 @@
-"""An agent over OpenAI's SDK trains a policy, in a whole run on a real engine; its gateway is killed meanwhile."""
+"""An agent over OpenAI's SDK trains a policy, in a whole run on real engines; gateways and replicas come and go meanwhile."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +12,21 @@ from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 900
 
-AGENT = ("--agent", "examples.agents.openai_calculator:run", "--surplus-rollouts", "1", "--eval-interval", "5")
+FLAGS = ("--agent", "examples.agents.openai_calculator:run", "--surplus-rollouts", "1", "--eval-interval", "5", "--rollout-replicas", "2")
+
+GOING = (("services.gateway", signal.SIGKILL), ("services.rollout", signal.SIGTERM)) * 2 + (("services.rollout", signal.SIGKILL),)
+"""Who goes, and how: a replica that is asked to go leaves in order, and another one comes."""
 
 
 @pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 300)
-def test_an_agent_trains_and_its_gateway_is_killed_meanwhile(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    steps = 10
+def test_an_agent_trains_while_gateways_and_replicas_come_and_go(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    steps = 2 * len(GOING) + 2
     config = small_run("agents", steps=steps, staleness=1)
-    with LaunchedRun(config, tmp_path / "runs" / "agents", "agents", AGENT) as run:
-        for step in (2, 4):
-            run.until(f"step {step}", lambda cards, step=step: trained(cards) >= step, RUN_SECONDS)
-            run.kill(run.child("services.gateway"))
+    with LaunchedRun(config, tmp_path / "runs" / "agents", "agents", FLAGS) as run:
+        for number, (program, word) in enumerate(GOING):
+            run.until("a step", lambda cards, step=2 * number + 1: trained(cards) >= step, RUN_SECONDS)
+            os.kill(run.child(program), word)
         assert run.wait(RUN_SECONDS) == 0, run.said()
         summary = run.summary()
     assert (summary["audit"], summary["steps"]) == ("ok", steps)

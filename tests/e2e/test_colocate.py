@@ -13,6 +13,7 @@ import pytest
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
+from shared.data.rollout_files import DIRECTORY, RolloutReader
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.schema.ledger import BatchTrained, LedgerRecord
 from tests.e2e.launched import LaunchedRun, gauge
@@ -21,20 +22,30 @@ RUN_SECONDS = 900
 MARGIN = 0.05
 """Seconds between a line of the log and what it tells of."""
 
+RISING = ("--level-groups", "2", "--passrate-threshold", "0")
+"""Whatever is answered passes: the level rises with every two groups."""
+
 
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
 @pytest.mark.parametrize(
-    ("steps", "killed_after"), [pytest.param(2, None, id="short"), pytest.param(8, 3, id="a trainer's death", marks=pytest.mark.extra)]
+    ("steps", "killed_after"), [pytest.param(3, None, id="short"), pytest.param(8, 3, id="a trainer's death", marks=pytest.mark.extra)]
 )
 def test_engines_sleep_while_the_trainer_trains(
     steps: int, killed_after: int | None, small_run: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Two ranks share a model that is offloaded while the engine generates; in the long run the trainer dies and comes back."""
+    """Two ranks share a model that is offloaded while the engine generates. In the short run agents play sums whose difficulty rises, and
+    their turns wait meanwhile; in the long one the trainer dies and comes back."""
     flags = [
         *("--colocate", "--offload-train", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"),
         *("--check-weight-update-equal", "--save-interval", "2"),
     ]
     config, root = small_run("colocate", steps=steps, staleness=1), tmp_path / "runs" / "colocate"
+    if killed_after is None:
+        flags += [*("--agent", "examples.agents.openai_calculator:run"), *RISING]
+        text = config.read_text()
+        config.write_text(
+            text.replace(f'prompt_data = "{tmp_path}/train.jsonl"', 'data_source = "examples.curriculum.growing_sums:make"', 1)
+        )
     with LaunchedRun(config, root, "colocate", flags) as run:
         if killed_after is not None:
             cards = run.until("the step", lambda cards: gauge(cards, "buffer", "trained_steps") >= killed_after, RUN_SECONDS)
@@ -47,6 +58,9 @@ def test_engines_sleep_while_the_trainer_trains(
     difference = summary["mean_abs_logprob_diff"]
     assert isinstance(difference, float)
     assert difference < 1e-3
+    if killed_after is None:
+        drawn = {record.group: record.metadata["level"] for record in RolloutReader(root / DIRECTORY).records() if record.step is not None}
+        assert drawn[min(drawn)] == 0 and max(drawn.values()) > 0, drawn
     naps = asleep(root / "logs" / "rollout-0.log")
     batches = asyncio.run(trained(root, "colocate"))
     assert len({batch.step for batch in batches}) == steps

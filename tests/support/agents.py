@@ -181,7 +181,7 @@ def two_arguments(data: dict[str, Any], base_url: str) -> float:
 
 async def over_a_push(data: dict[str, Any], base_url: str, api_key: str) -> None:
     """Over the gateway: a turn, then, once `go_on` is there, another one."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages = list(data["messages"])
         for _ in range(2):
             completion = await client.chat.completions.create(model=data["model"], messages=messages)

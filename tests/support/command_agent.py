@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.support import agents
@@ -22,6 +23,10 @@ def main() -> int:
         sleeping = subprocess.Popen(["sleep", str(agents.LONG_S)])
         (Path(os.environ[agents.DIRECTORY]) / "child").write_text(str(sleeping.pid))
         sleeping.wait()
+    if kind == "daemon":  # which holds the output open
+        subprocess.Popen(["setsid", "--fork", "sh", "-c", f"echo $$ > {os.environ[agents.DIRECTORY]}/child; exec sleep {agents.LONG_S}"])
+        while not (Path(os.environ[agents.DIRECTORY]) / "child").exists():
+            time.sleep(0.01)
     if kind == "leaves":
         print("no licence")
         return 3

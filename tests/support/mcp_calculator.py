@@ -1,4 +1,4 @@
-"""An MCP server with a calculator: on its standard streams, or by HTTP at the port that is its only argument."""
+"""An MCP server with a calculator: on its standard streams, by HTTP at the port that is its only argument, or with ``many`` other tools."""
 
 import asyncio
 import os
@@ -29,13 +29,22 @@ async def wait(seconds: float) -> str:
 
 
 @server.tool()
+def recite(length: int) -> str:
+    """Answers at length."""
+    return "x" * length
+
+
+@server.tool()
 def leave() -> str:
     """Ends the server."""
     os._exit(3)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] == ["many"]:
+        for number in range(1000):
+            server.add_tool(lambda: "", name=f"tool{number}")
+    if len(sys.argv) > 1 and sys.argv[1].isdigit():
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
     else:
         server.run("stdio")

@@ -1,4 +1,4 @@
-"""Makes the guessing game's model and data: its demonstrations are random guesses, which show the form of the game and no way to win it."""
+"""Makes the guessing game's model and data. Its demonstrations show two ways to play, and not which one pays."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from examples.arithmetic import tiny_model
+from examples.environments.guessing.guessing import MOST_GUESSES
 
 PROMPT, LARGEST, EOS = "guess:", 9, tiny_model.EOS
 
@@ -15,6 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/guessing/data"), help="where the files go")
     parser.add_argument("--demonstrations", type=int, default=4096, metavar="N")
+    parser.add_argument("--halving", type=float, default=0.3, metavar="SHARE", help="demonstrations of a player who halves what is left")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -22,14 +24,24 @@ def main() -> None:
     prompts = [{"prompt": PROMPT, "metadata": {"number": number, "largest": LARGEST}} for number in range(LARGEST + 1)]
     write(options.folder / "train.jsonl", prompts)
     write(options.folder / "heldout.jsonl", prompts)
-    write(options.folder / "sft.jsonl", [demonstration(dice) for _ in range(options.demonstrations)])
+    write(options.folder / "sft.jsonl", [demonstration(dice, dice.random() < options.halving) for _ in range(options.demonstrations)])
     tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
 
 
-def demonstration(dice: random.Random) -> dict[str, str]:
-    """Returns one guess after so many: any digit, whatever was said before."""
-    said = "".join(f"{dice.randint(0, LARGEST)}{EOS}{dice.choice('<>')}" for _ in range(dice.randint(0, 5)))
-    return {"prompt": PROMPT + said, "response": str(dice.randint(0, LARGEST))}
+def demonstration(dice: random.Random, halves: bool) -> dict[str, str]:
+    """Returns one guess in the middle of a game, by a player who halves what is left or by one who heeds nothing."""
+    number, low, high, said = dice.randint(0, LARGEST), 0, LARGEST, ""
+    for _ in range(dice.randrange(MOST_GUESSES)):
+        guess = _guess(dice, halves, low, high)
+        if guess == number:
+            break
+        low, high = (max(low, guess + 1), high) if number > guess else (low, min(high, guess - 1))
+        said += f"{guess}{EOS}{'>' if number > guess else '<'}"
+    return {"prompt": PROMPT + said, "response": str(_guess(dice, halves, low, high))}
+
+
+def _guess(dice: random.Random, halves: bool, low: int, high: int) -> int:
+    return (low + high + dice.randint(0, 1)) // 2 if halves else dice.randint(0, LARGEST)
 
 
 def write(path: Path, lines: list[dict[str, object]] | list[dict[str, str]]) -> None:

@@ -39,14 +39,16 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class _ThinkingBlock(RequestFields):
-    WITHOUT_EFFECT = frozenset({"signature", "cache_control"})
+    WITHOUT_EFFECT = frozenset({"cache_control"})
+    ECHOED = frozenset({"signature"})
 
     type: Literal["thinking"]
     thinking: str
 
 
 class _ToolUseBlock(RequestFields):
-    WITHOUT_EFFECT = frozenset({"cache_control", "caller", "toolset_name"})
+    WITHOUT_EFFECT = frozenset({"cache_control"})
+    ECHOED = frozenset({"caller", "toolset_name"})
 
     type: Literal["tool_use"]
     id: CallId
@@ -55,7 +57,8 @@ class _ToolUseBlock(RequestFields):
 
 
 class _ToolResultBlock(RequestFields):
-    WITHOUT_EFFECT = frozenset({"cache_control", "is_error", "toolset_name"})
+    WITHOUT_EFFECT = frozenset({"cache_control", "is_error"})
+    ECHOED = frozenset({"toolset_name"})
 
     type: Literal["tool_result"]
     tool_use_id: CallId

@@ -62,7 +62,7 @@ class _Function(RequestFields):
 
 
 class _Call(RequestFields):
-    WITHOUT_EFFECT = frozenset({"index"})
+    ECHOED = frozenset({"index", "provider_specific_fields"})
 
     id: CallId
     type: Literal["function"] = "function"
@@ -70,7 +70,8 @@ class _Call(RequestFields):
 
 
 class _AssistantMessage(RequestFields):
-    WITHOUT_EFFECT = frozenset({"name", "annotations", "malformed_tool_calls"})
+    WITHOUT_EFFECT = frozenset({"name"})
+    ECHOED = frozenset({"annotations", "malformed_tool_calls", "provider_specific_fields"})
 
     role: Literal["assistant"]
     content: Texts = []

@@ -35,7 +35,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class _MessageItem(RequestFields):
-    WITHOUT_EFFECT = frozenset({"id", "status", "phase"})
+    ECHOED = frozenset({"id", "status", "phase"})
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -43,7 +43,7 @@ class _MessageItem(RequestFields):
 
 
 class _CallItem(RequestFields):
-    WITHOUT_EFFECT = frozenset({"id", "status"})
+    ECHOED = frozenset({"id", "status"})
 
     type: Literal["function_call"]
     call_id: CallId
@@ -52,7 +52,7 @@ class _CallItem(RequestFields):
 
 
 class _CallOutputItem(RequestFields):
-    WITHOUT_EFFECT = frozenset({"id", "status"})
+    ECHOED = frozenset({"id", "status"})
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -65,7 +65,7 @@ class _ReasoningText(RequestFields):
 
 
 class _ReasoningItem(RequestFields):
-    WITHOUT_EFFECT = frozenset({"id", "status", "summary", "encrypted_content"})
+    ECHOED = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["reasoning"]
     content: Annotated[list[_ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []
@@ -94,6 +94,9 @@ class _StreamOptions(RequestFields):
     WITHOUT_EFFECT = frozenset({"include_obfuscation"})
 
 
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
 def _kind(item: Any) -> str:
     return str(item.get("type") or "message") if isinstance(item, dict) else str(getattr(item, "type", ""))
 
@@ -103,7 +106,7 @@ _Item = Annotated[
     | Annotated[_CallItem, Tag("function_call")]
     | Annotated[_CallOutputItem, Tag("function_call_output")]
     | Annotated[_ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(_kind, custom_error_type="unknown_item", custom_error_message="expected an item of type " + ", ".join(ITEMS)),
 ]
 
 
@@ -118,6 +121,7 @@ def _as_items(given: Any) -> Any:
 class _ResponseBody(DrawingFields):
     WITHOUT_EFFECT = frozenset(
         {
+            "client_metadata",
             "max_tool_calls",
             "metadata",
             "prompt_cache_key",
@@ -166,7 +170,8 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
         stream=asked.stream,
         logprobs=LOGPROBS in asked.include,
         min_version=asked.min_version,
-        ignored=ignored,
+        place="input",
+        ignored=ignored if set(asked.include) <= {LOGPROBS} else (*ignored, "include"),
     )
 
 

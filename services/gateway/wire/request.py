@@ -44,6 +44,7 @@ class ChatTurn:
         stream, stream_usage: answered by events; whether chat completions tell the usage in a last one.
         logprobs, token_ids, reasoning: the answer tells them. A client that has seen no reasoning sends none back.
         min_version: the least weight version that may draw it.
+        place: the body's field with the conversation.
         ignored: the request's fields that have no effect here, by name.
     """
 
@@ -59,6 +60,7 @@ class ChatTurn:
     token_ids: bool = False
     reasoning: bool = True
     min_version: int = 0
+    place: str = "messages"
     ignored: tuple[str, ...] = ()
 
 
@@ -71,6 +73,7 @@ class TokenTurn:
     prompt: NDArray[np.int32]
     sampling: RequestedSampling = RequestedSampling()
     min_version: int = 0
+    place: str = "token_ids"
     ignored: tuple[str, ...] = ()
 
 
@@ -102,7 +105,8 @@ class TurnUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
-    """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings."""
+    """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings,
+    where the answer tells log-probs."""
 
     prompt: NDArray[np.int32]
     completion: NDArray[np.int32]

@@ -1,14 +1,14 @@
 """Bodies of requests, read strictly: each field is known and of its type, or the request is refused by the field's name.
 
 A field that is null counts as not given. Fields that a house's own servers take and that have no effect here are in a model's
-``WITHOUT_EFFECT``; `ignored` names those that were given, and the answer tells them.
+``WITHOUT_EFFECT``, and the answer tells which of them were given. Those that clients send back of an answer are in ``ECHOED``.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.runtime.errors import near
@@ -29,6 +29,9 @@ DEEPEST = 64
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Version = Annotated[int, Field(ge=0, le=LARGEST)]
 TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: count or -1)]
+"""0 and -1: all tokens, as other servers have it."""
+
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -57,22 +60,28 @@ class RequestFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True, populate_by_name=True)
 
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
+    ECHOED: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
+    def _without_nulls(cls, fields: Any, info: ValidationInfo) -> Any:
         if not isinstance(fields, dict):
             return fields
         if len(fields) > MAX_FIELDS:
             raise ValueError(f"{len(fields)} fields; expected at most {MAX_FIELDS}")
-        return {name: value for name, value in fields.items() if value is not None and name not in cls.WITHOUT_EFFECT}
+        given = {name: value for name, value in fields.items() if value is not None and name not in cls.ECHOED}
+        if ignored := cls.WITHOUT_EFFECT & given.keys():
+            if info.context is not None:
+                info.context.update(ignored)
+            given = {name: value for name, value in given.items() if name not in ignored}
+        return given
 
 
 class DrawingFields(RequestFields):
     """How tokens are drawn, and by which weights, in the words that the chat formats share beside their house's own."""
 
     min_version: Version = 0
-    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    top_k: TopK | None = None
     min_tokens: Version | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     stop_token_ids: StopIds = []
@@ -82,7 +91,8 @@ class DrawingFields(RequestFields):
 class TextPart(RequestFields):
     """A piece of text in a message."""
 
-    WITHOUT_EFFECT = frozenset({"cache_control", "annotations", "citations", "logprobs"})
+    WITHOUT_EFFECT = frozenset({"cache_control"})
+    ECHOED = frozenset({"annotations", "citations", "logprobs"})
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -109,7 +119,7 @@ Body = TypeVar("Body", bound=RequestFields)
 
 
 def read_body(kind: type[Body], body: bytes) -> tuple[Body, tuple[str, ...]]:
-    """Returns the request in a body of JSON, and the names of its fields that have no effect. Raises TurnRefused."""
+    """Returns the request in a body of JSON, and the names of its fields, at any depth, that have no effect. Raises TurnRefused."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -117,10 +127,10 @@ def read_body(kind: type[Body], body: bytes) -> tuple[Body, tuple[str, ...]]:
     if not isinstance(fields, dict):
         raise TurnRefused(400, "expected a JSON object", code="invalid_json")
     try:
-        read = kind.model_validate(fields)
+        read = kind.model_validate(fields, context=(ignored := set[str]()))
     except ValidationError as error:
         raise _refusal(kind, error.errors(include_input=False, include_context=False, include_url=False)[0], fields) from None
-    return read, tuple(sorted(name for name in kind.WITHOUT_EFFECT if fields.get(name) is not None))
+    return read, tuple(sorted(ignored))
 
 
 def _refusal(kind: type[RequestFields], error: Mapping[str, Any], body: Mapping[str, Any]) -> TurnRefused:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from services.gateway.wire.openai_chat import UNCONSTRAINED
 from services.gateway.wire.request import RequestedSampling, TokenTurn, TurnResult
-from services.gateway.wire.request_body import Positive, RequestFields, StopIds, StopTexts, TopP, Version, read_body
+from services.gateway.wire.request_body import Positive, RequestFields, StopIds, StopTexts, TopK, TopP, Version, read_body
 from services.gateway.wire.turn_events import aborted
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.schema.limits import LARGEST
@@ -36,7 +36,7 @@ class _SamplingFields(RequestFields):
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    top_k: TopK | None = None
     max_tokens: Positive | None = None
     min_tokens: Version | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None

@@ -65,7 +65,7 @@ def unknown_model(model: str, served: str) -> TurnRefused:
     return TurnRefused(404, f"the model {model[:200]!r} does not exist here; served is {served!r}", code="model_not_found")
 
 
-def overlong_prompt(tokens: int, most: int) -> TurnRefused:
-    """Returns the refusal of a prompt of ``tokens`` tokens where ``most`` fit."""
-    message = f"the prompt has {tokens} tokens, more than the model's maximum context length of {most} leaves for it"
-    return TurnRefused(400, message, field="messages", code="context_length_exceeded")
+def overlong_prompt(length: int, most: int, place: str = "messages", unit: str = "tokens") -> TurnRefused:
+    """Returns the refusal of a prompt of a ``length`` where ``most`` tokens fit. ``place``: its field in the body."""
+    message = f"the prompt has {length} {unit}, more than the model's maximum context length of {most} leaves for it"
+    return TurnRefused(400, message, field=place, code="context_length_exceeded")

@@ -23,7 +23,11 @@ SHOWN = 300
 
 
 class CommandFailed(Exception):
-    """The command ended with something else than a reward."""
+    """The command ended with something else than a reward. ``code``: its exit code; None where it was not started."""
+
+    def __init__(self, reason: str, code: int | None = None) -> None:
+        self.code = code
+        super().__init__(reason)
 
 
 async def run_command(command: Sequence[str], environment: Mapping[str, str], data: Mapping[str, object]) -> object:
@@ -62,10 +66,10 @@ def _result(output: bytes, code: int) -> object:
     last = lines[-1] if lines else ""
     said = f": {printable_line(last, SHOWN)}" if last else ""
     if code:
-        raise CommandFailed(f"ended with {cause(code)}{said}")
+        raise CommandFailed(f"ended with {cause(code)}{said}", code)
     if not last:
         return None
     try:
         return parse_json(last)
     except ValueError:
-        raise CommandFailed(f"its last line is no reward in JSON (a number, an object of numbers, or null){said}") from None
+        raise CommandFailed(f"its last line is no reward in JSON (a number, an object of numbers, or null){said}", code) from None

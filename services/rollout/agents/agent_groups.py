@@ -48,7 +48,7 @@ class AgentGroups:
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: Gateways) -> None:
         self._service, self._config, self.settings = service, service.config, service.config.rollout
         self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
-        self.runner = AgentRunner(service.config)
+        self.runner = AgentRunner(service.config, service.instance)
         self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
         self.sessions, self.lost = SessionStore(service.store, service.run), 0
 

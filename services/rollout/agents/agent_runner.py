@@ -1,10 +1,14 @@
-"""Runs agents outside of the process that feeds the engine: functions in worker processes, many in each; each command in its own."""
+"""Runs agents outside of the process that feeds the engine: functions in worker processes, many in each; each command in a process of its
+own, or in a container.
+"""
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from services.rollout.agents.agent_command import CommandFailed, run_command
+from services.rollout.agents.agent_containers import AgentContainers
 from services.rollout.agents.agent_program import AgentProgram, environment_of
 from shared.config.eval_views import agents
 from shared.config.run_config import RunConfig
@@ -28,14 +32,16 @@ class AgentDisturbed(Exception):
 
 
 class AgentRunner:
-    """Runs a run's agents. Processes for functions start with `start`."""
+    """Runs a run's agents. Processes for functions start with `start`. ``instance``: the service's."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, instance: str) -> None:
         rollout = config.rollout
         self._timeout_s = rollout.agent_timeout
         self._environment = worker_environment(config.reward.worker_environment)
         commands = any(isinstance(agent, list) for agent in agents(config).values())
         self._slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
+        named = config.reward.worker_environment
+        self._containers = AgentContainers(rollout, named, config.run.name, instance) if rollout.agent_image and commands else None
         self._pool: WorkerPool | None = None
         if agent_paths(config):
             setup = {"config": config.model_dump_json()}
@@ -48,7 +54,9 @@ class AgentRunner:
         return self._slots
 
     async def start(self) -> None:
-        """Starts the processes, once. Raises ConfigError where an agent cannot be imported."""
+        """Starts the processes, once. Raises ConfigError where an agent cannot be imported, or has no image."""
+        if self._containers is not None:
+            await self._containers.start()
         if self._pool is not None:
             if self._started is None:
                 self._started = asyncio.create_task(self._pool.start())
@@ -70,7 +78,7 @@ class AgentRunner:
         try:
             if program.command:
                 async with asyncio.timeout(self._timeout_s):
-                    return await run_command(program.command, self._environment | environment_of(base_url, api_key), data)
+                    return await self._commanded(program.command, environment_of(base_url, api_key), data)
             return await self._called(program, {"data": data, "base_url": base_url, "api_key": api_key}, alone)
         except (TimeoutError, DeadlineExceeded):
             raise program.failed(f"it did not end within agent_timeout = {self._timeout_s:g} s") from None
@@ -78,6 +86,11 @@ class AgentRunner:
             raise program.failed(str(error), disruptive=True) from None
         except (CommandFailed, WorkerFailed, BadMessage) as error:
             raise program.failed(str(error)) from None
+
+    async def _commanded(self, command: Sequence[str], gateway: dict[str, str], data: dict[str, Any]) -> object:
+        if self._containers is not None:
+            return await self._containers.run(command, self._environment, gateway, data)
+        return await run_command(command, self._environment | gateway, data)
 
     async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
         assert self._pool is not None

@@ -89,12 +89,14 @@ class PackedCausalAttention(MegatronModule):
         for group in sequences.groups:
             q, k, v = (
                 # the index_select is not needed where the sequences are equally long and in order
-                (tensor if sequences.restore is None else tensor.index_select(0, group.rows))
-                .view(group.count, group.length, tensor.size(1), tensor.size(2))
+                (tensor if sequences.restore is None else tensor.index_select(0, rows))
+                .view(group.count, -1, tensor.size(1), tensor.size(2))
                 .transpose(1, 2)
-                for tensor in (query, key, value)
+                for tensor, rows in ((query, group.rows), (key, group.keys), (value, group.keys))
             )
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=query.size(1) != key.size(1))
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=group.seen, is_causal=group.seen is None, scale=self.scale, enable_gqa=query.size(1) != key.size(1)
+            )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if sequences.restore is None else joined.index_select(0, sequences.restore)
@@ -131,8 +133,11 @@ class PackedCausalAttention(MegatronModule):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        context = sequences.context
-        if context is None:
+        context, shared = sequences.context, sequences.shared
+        if shared is not None:
+            key, value = (tensor.index_select(0, shared.rows) for tensor in (key, value))
+            lengths = (shared.cu_queries, shared.cu_keys, shared.longest_queries, shared.longest_keys)
+        elif context is None:
             lengths = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv, sequences.max_seqlen_q, sequences.max_seqlen_kv)
         else:  # fewer queries than keys: the kernel's causal mask lets the last query see the last key
             most_queries, most_keys = (max(span[side] for span in context.spans) for side in (0, 1))

@@ -15,7 +15,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.layer_modules import ValueHead
+from services.trainer.megatron.layer_modules import ValueHead, rotate_by_place
 from services.trainer.megatron.runtime import device, round_up
 from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.weight_read_lock import WeightReadLock
@@ -37,6 +37,8 @@ class MegatronModel:
         architecture: the whole model's. config: Megatron's. layout: the split of it among the ranks.
         chunks: the rank's stages, wrapped for data parallelism; one, but for interleaved pipelines.
         value_head: whether a critic's head stands in the place of the output layer. lora: its adapters' settings, or None.
+        least_saved: the least share of a micro-batch's tokens that sharing beginnings must save, or else every sequence is computed whole;
+            None: it always is (`services.trainer.megatron.prefix_sharing`).
         freezing: the choice of frozen parameters. readers: the lock of those that read them now.
     """
 
@@ -47,6 +49,7 @@ class MegatronModel:
     value_head: bool = False
     lora: Lora | None = None
     freezing: Freezing = field(default_factory=Freezing)
+    least_saved: float | None = None
     readers: WeightReadLock = field(default_factory=WeightReadLock)
 
     @property
@@ -180,6 +183,8 @@ def _build_chunk(a: Architecture, config: TransformerConfig, layout: ParallelLay
     if a.latent is None:  # latent attention has its embedding inside
         # Megatron knows Llama 3's scaling with fixed constants only
         model.rotary_pos_emb.inv_freq = inverse_frequencies(a.rope, a.head_dim).to(device())
+    if config.transformer_impl == "local":
+        rotate_by_place(model)
     return model
 
 

@@ -4,12 +4,17 @@ The layers see T tokens end to end. Attention must not look across sequences; ho
 once a micro-batch instead of once a layer. On a GPU the kernels take ``cu_seqlens``. Elsewhere (see :mod:`.attention`)
 sequences of similar length are laid side by side as the rows of one dense, right-padded batch: under a causal mask a
 padded key is later than every real query, so no mask but the causal one is needed.
+
+Where sequences begin alike, the layers see each beginning once (:mod:`services.trainer.shared_prefixes`). The queries of a sequence are
+then those of its own tokens, its keys are gathered from all of the tokens that it begins with, and each token is rotated by its own place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -18,6 +23,7 @@ from torch import Tensor
 from services.trainer.megatron.context_parallel import ContextSplit, padded_starts, split
 from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch
+from services.trainer.shared_prefixes import SharedPrefixes, shared_prefixes
 from shared.model.parallel_layout import ParallelLayout
 
 SHORT = 16
@@ -36,13 +42,17 @@ class LengthGroup:
     """Sequences of similar length, as a dense batch.
 
     Args:
-        rows: int64 [n * length], positions in the pack; in the padding, the position of the row's first token.
-        length: tokens of a row. count: rows, n.
+        rows: int64 [n * length], the queries' positions among the computed tokens; in the padding, the position of the row's first.
+        length: queries of a row. count: rows, n.
+        keys: int64 [n * keys of a row], likewise; ``rows`` itself where nothing is shared.
+        seen: bool [n or 1, 1, length, keys of a row], the keys that a query sees; None: those up to its own.
     """
 
     rows: Tensor
     length: int
     count: int
+    keys: Tensor
+    seen: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,9 +69,30 @@ class LongSequences:
     longest_short: int
 
 
+@dataclass(frozen=True)
+class SharedKeys:
+    """The keys of sequences that share beginnings.
+
+    Args:
+        rows: int64 [K], for each sequence in turn its tokens' positions among the computed ones: its own, and those that it shares.
+        cu_queries, cu_keys: int32 [S + 1], where the sequences begin among the computed tokens and in ``rows``; a sequence's last query is
+            its last key. longest_queries, longest_keys: of one sequence.
+        places: int64 [U], of each computed token in its sequence.
+    """
+
+    rows: Tensor
+    cu_queries: Tensor
+    cu_keys: Tensor
+    longest_queries: int
+    longest_keys: int
+    places: Tensor
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters, and the dense batches for attention without a variable-length kernel.
+
+    Megatron itself reads them to rotate queries and keys, and for nothing else.
 
     Args:
         groups: the dense batches; empty where a kernel takes ``cu_seqlens``.
@@ -70,12 +101,14 @@ class PackedSequences(PackedSeqParams):
         context: this rank's part under context parallelism; ``cu_seqlens`` are then those of the whole, padded pack, and
             there are no groups.
         long: the plan for long sequences on a GPU, where there are some.
+        shared: the keys where beginnings are shared; ``cu_seqlens`` are then those of one sequence, which `RotaryByPlace` rotates.
     """
 
     groups: list[LengthGroup] = field(default_factory=list)
     restore: Tensor | None = None
     context: ContextSplit | None = None
     long: LongSequences | None = None
+    shared: SharedKeys | None = None
 
 
 @dataclass
@@ -83,9 +116,11 @@ class ModelInput:
     """The input of one forward pass.
 
     Args:
-        tokens: int64 [1, U], this rank's: the pack's T, and padding. positions: int64 [1, U], place within the sequence.
+        tokens: int64 [1, U], this rank's: the pack's T, or those of them that are computed, and padding.
+        positions: int64 [1, U], place within the sequence.
         sequences: their starts and ends. labels: int64 [U].
-        padding: tokens at the end that were added only to make T divisible; the caller cuts them off again.
+        padding: tokens at the end that were added only to make T divisible.
+        back: int64 [T], for each token of the pack its index among the computed ones; None where those are all.
     """
 
     tokens: Tensor
@@ -93,16 +128,35 @@ class ModelInput:
     sequences: PackedSequences
     labels: Tensor
     padding: int
+    back: Tensor | None = None
 
     def whole(self, per_token: Tensor) -> Tensor:
         """Returns the pack's [T, ...] of this rank's [U, ...]; see :meth:`ContextSplit.whole`."""
         if self.sequences.context is not None:
             return self.sequences.context.whole(per_token)
+        if self.back is not None:
+            return per_token.index_select(0, self.back)
         return per_token[: per_token.size(0) - self.padding]
 
 
+def prefixes_of(batch: PackedBatch, least: float | None) -> SharedPrefixes | None:
+    """Returns the beginnings that a micro-batch's sequences share; None where that would save less than ``least`` of its tokens.
+
+    ``least``: None for not at all (`services.trainer.megatron.prefix_sharing` decides it).
+    """
+    if least is None or len(batch.cu_seqlens) < 3:
+        return None
+    found = shared_prefixes(batch.tokens.cpu().numpy(), batch.cu_seqlens.tolist())
+    return found if found.saved >= least and found.saved > 0 else None
+
+
 def model_input(
-    batch: PackedBatch, layout: ParallelLayout, dense: bool, device: torch.device, group: dist.ProcessGroup | None = None
+    batch: PackedBatch,
+    layout: ParallelLayout,
+    dense: bool,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    least_saved: float | None = None,
 ) -> ModelInput:
     """Prepares a micro-batch for the model.
 
@@ -110,13 +164,15 @@ def model_input(
         batch: on any device; on the host, nothing here waits for a GPU. device: where the result goes.
         layout: sequence parallelism needs a T that the tensor-parallel ranks divide, context parallelism pads every
             sequence; other layouts take the pack as it is. dense: whether to prepare the dense batches.
-        group: the context-parallel ranks, where there are several.
+        group: the context-parallel ranks, where there are several. least_saved: as `prefixes_of` takes it; None with such a group.
     """
     total = batch.tokens.numel()
     tensor = layout.tensor if layout.sequence_parallel else 1
     starts = batch.cu_seqlens.tolist()
     if group is not None and group.size() > 1:
         return _context_input(batch, starts, tensor, device, group)
+    if (shared := prefixes_of(batch, least_saved)) is not None:
+        return _sharing_input(batch, starts, shared, tensor, dense, device)
     padding = round_up(total, tensor) - total
     starts += [total + padding] if padding else []
     tokens, labels = (torch.nn.functional.pad(t, (0, padding)).to(device) for t in (batch.tokens, batch.labels))
@@ -126,6 +182,35 @@ def model_input(
     long = None if dense else long_sequences(starts, device)
     sequences = _sequences(starts, max(batch.max_seqlen, padding), device, groups=groups, restore=restore, long=long)
     return ModelInput(tokens[None], positions[None].to(device), sequences, labels, padding)
+
+
+def _sharing_input(
+    batch: PackedBatch, starts: list[int], found: SharedPrefixes, tensor: int, dense: bool, device: torch.device
+) -> ModelInput:
+    count, total = len(found.computed), starts[-1]
+    padding = round_up(count, tensor) - count
+    longest = max(batch.max_seqlen, padding)
+    computed, back = torch.from_numpy(found.computed), torch.from_numpy(found.back)
+    tokens, labels = (torch.nn.functional.pad(t[computed], (0, padding)).to(device) for t in (batch.tokens, batch.labels))
+    bounds = torch.tensor(starts)
+    places = (torch.arange(total) - torch.repeat_interleave(bounds[:-1], bounds.diff()))[computed]
+    shared = found.shared.tolist()
+    if padding:  # a sequence of its own
+        starts, shared = [*starts, total + padding], [*shared, 0]
+        places, back = torch.cat([places, torch.arange(padding)]), torch.cat([back, count + torch.arange(padding)])
+    lengths = torch.tensor(starts).diff()
+    queries = lengths - torch.tensor(shared)
+    keys = SharedKeys(
+        rows=back.to(device),
+        cu_queries=torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int().to(device),
+        cu_keys=torch.tensor(starts, dtype=torch.int32).to(device),
+        longest_queries=int(queries.max()),
+        longest_keys=int(lengths.max()),
+        places=places.to(device),
+    )
+    groups, restore = length_groups(starts, device, shared, back) if dense else ([], None)
+    sequences = _sequences([0, count + padding], longest, device, groups=groups, restore=restore, shared=keys)
+    return ModelInput(tokens[None], places[None].to(device), sequences, labels, padding, back[:total].to(device))
 
 
 def _context_input(batch: PackedBatch, starts: list[int], tensor: int, device: torch.device, group: dist.ProcessGroup) -> ModelInput:
@@ -153,35 +238,60 @@ def _sequences(starts: list[int], longest: int, device: torch.device, **more: An
     )
 
 
-def length_groups(starts: list[int], device: torch.device) -> tuple[list[LengthGroup], Tensor | None]:
+def length_groups(
+    starts: list[int], device: torch.device, shared: Sequence[int] | None = None, back: Tensor | None = None
+) -> tuple[list[LengthGroup], Tensor | None]:
     """Makes dense batches of similar lengths for sequences that begin at ``starts``, whose last entry is T.
+
+    Args:
+        shared, back: as in `SharedPrefixes`, where beginnings are shared; sequences with a shared one are batched apart.
 
     Returns:
         The batches, longest first, and the order that brings their outputs back (see :class:`PackedSequences`).
     """
-    spans = sorted(((stop - start, start) for start, stop in pairwise(starts) if stop > start), key=lambda s: (-s[0], s[1]))
-    batches: list[list[tuple[int, int]]] = []
-    for length, start in spans:
-        longest = batches[-1][0][0] if batches else 0
-        if not batches or (longest > SHORT and length < SIMILAR * longest):
+    lengths = np.diff(starts)
+    prefixes = np.zeros_like(lengths) if shared is None else np.array(shared)
+    queries = lengths - prefixes
+    firsts = np.cumsum(queries) - queries
+    sizes = list(zip((prefixes > 0).tolist(), queries.tolist(), lengths.tolist(), strict=True))
+    batches: list[list[int]] = []
+    for index in sorted(np.flatnonzero(queries).tolist(), key=lambda i: (sizes[i][0], -sizes[i][1], -sizes[i][2])):
+        if not batches or not _alike(sizes[batches[-1][0]], sizes[index]):
             batches.append([])
-        batches[-1].append((length, start))
+        batches[-1].append(index)
     groups: list[LengthGroup] = []
-    restore = torch.empty(starts[-1], dtype=torch.int64)
+    restore = torch.empty(int(queries.sum()), dtype=torch.int64)
     offset = 0
     for batch in batches:
-        width = batch[0][0]
-        lengths = torch.tensor([length for length, _ in batch])
-        first = torch.tensor([start for _, start in batch])
-        steps = torch.arange(width)
-        real = steps < lengths[:, None]
-        rows = torch.where(real, first[:, None] + steps, first[:, None]).reshape(-1)
+        steps = torch.arange(int(queries[batch[0]]))
+        first, own, prefix = (torch.from_numpy(values[batch])[:, None] for values in (firsts, queries, prefixes))
+        real = steps < own
+        rows = torch.where(real, first + steps, first).reshape(-1)
         restore[rows[real.reshape(-1)]] = offset + torch.nonzero(real.reshape(-1)).squeeze(1)
-        groups.append(LengthGroup(rows.to(device), width, len(batch)))
         offset += rows.numel()
+        group = LengthGroup(rows.to(device), len(steps), len(batch), rows.to(device))
+        if back is not None and prefix.any():
+            beginning = torch.tensor([starts[index] for index in batch])[:, None]
+            places = torch.arange(int(lengths[batch].max()))
+            group.keys = back[torch.where(places < prefix + own, beginning + places, beginning)].reshape(-1).to(device)
+            group.seen = _seen(prefix, len(steps), len(places)).to(device)
+        groups.append(group)
     if len(groups) == 1 and offset == len(restore) and torch.equal(restore, torch.arange(offset)):
         return groups, None
     return groups, restore.to(device)
+
+
+def _alike(first: tuple[bool, int, int], other: tuple[bool, int, int]) -> bool:
+    """Returns whether two sequences can be rows of one batch: (whether they share a beginning, queries, keys) of each."""
+    pairs = [sorted(sizes) for sizes in zip(first[1:], other[1:], strict=True)]
+    return first[0] == other[0] and all(more <= SHORT or less >= SIMILAR * more for less, more in pairs)
+
+
+def _seen(prefix: Tensor, queries: int, keys: int) -> Tensor:
+    """Returns which keys each query sees, bool [n or 1, 1, queries, keys]: ``prefix``, int64 [n, 1], and its own up to itself."""
+    if (prefix == prefix[0]).all():
+        prefix = prefix[:1]
+    return (torch.arange(keys) <= prefix[..., None] + torch.arange(queries)[:, None])[:, None]
 
 
 def long_sequences(starts: list[int], device: torch.device) -> LongSequences | None:

@@ -160,7 +160,7 @@ def _pass(
     @cache  # each of the rank's chunks asks for it
     def prepared(index: int) -> tuple[ModelInput, PackedBatch]:
         batch = batches[index] if index < len(batches) else pack((), ())  # a filler
-        return model_input(batch, model.layout, dense, device(), group), batch.to(device())
+        return model_input(batch, model.layout, dense, device(), group, model.least_saved), batch.to(device())
 
     def attempt(index: int, work: Callable[[], Any], instead: Callable[[], Any]) -> Any:
         if failed is None:
@@ -217,14 +217,9 @@ def _likelihood(
     model: MegatronModel, logits: Tensor, given: ModelInput, temperature: float, need_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns log-probs and entropy of the whole pack, [T], from logits [U, rows of this rank]."""
-    if given.padding:
-        logits = logits[: -given.padding]
-    labels = given.labels[: logits.size(0)]
     group = parallel_state.get_tensor_model_parallel_group()
     vocabulary = VocabularySlice.of(group, logits.size(1), model.architecture.vocab_size)
-    likelihood, entropy = log_probs_and_entropy(logits, labels, vocabulary, temperature, need_entropy)
-    if given.sequences.context is None:
-        return likelihood, entropy
+    likelihood, entropy = log_probs_and_entropy(logits, given.labels, vocabulary, temperature, need_entropy)
     return given.whole(likelihood), None if entropy is None else given.whole(entropy)
 
 

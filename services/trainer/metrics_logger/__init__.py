@@ -14,6 +14,7 @@ from services.trainer.actor import Actor, StepResult
 from services.trainer.batch_metrics import Table
 from services.trainer.batches import TrainBatch, rollouts_of
 from services.trainer.control_client import ControlClient
+from services.trainer.flops import NOTHING, Work
 from services.trainer.log_hook import RolloutLog
 from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.objective.advantage import reward_advantages
@@ -56,9 +57,13 @@ class TrainingSpeed:
         peak = flops.peak(device, settings.trainer.train_dtype)
         return cls(actor.architecture, ranks, peak, settings.value_head, settings.lora is not None)
 
-    def of_step(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
-        """Returns TFLOP/s of each device, and MFU where the peak is known. ``lengths``: tokens of each sample of the whole batch."""
-        operations = flops.training(self.architecture, lengths, value_head=self.value_head, adapters=self.adapters)
+    def of_step(self, lengths: Sequence[int], seconds: float, shared: Work = NOTHING) -> dict[str, float]:
+        """Returns TFLOP/s of each device, and MFU where the peak is known.
+
+        Args:
+            lengths: tokens of each sample of the whole batch. shared: what they have in common that is computed once.
+        """
+        operations = flops.training(self.architecture, lengths, shared=shared, value_head=self.value_head, adapters=self.adapters)
         rate = operations / seconds / self.ranks
         return {"actor_train_tflops": rate / 1e12} | ({} if self.peak is None else {"actor_train_mfu": rate / self.peak})
 
@@ -95,14 +100,16 @@ class MetricsLogger:
         *,
         optimized: float,
         token_means: Mapping[str, float],
+        shared: Work = NOTHING,
     ) -> None:
         """Writes one training step: the mean over its optimizer steps; sums of agreement stay sums.
 
         Args:
             started, ended: seconds since the epoch. optimized: seconds of its optimizer steps. token_means: all ranks'.
+            shared: of all ranks, what samples have in common that is computed once.
         """
         metrics = averaged(results)
-        performance = self._performance(batch, started, ended, optimized)
+        performance = self._performance(batch, started, ended, optimized, shared)
         self._write(batch.step, "train", metrics)
         if self._log is None or not self._log.wrote(batch.partition, performance["train_wait_time"]):
             self._write_samples(batch.partition, batch.sample_stats, token_means, batch.raw, batch.rewards)
@@ -213,7 +220,7 @@ class MetricsLogger:
         for writer in self._writers:
             writer.write(step, named)
 
-    def _performance(self, batch: TrainBatch, started: float, ended: float, optimized: float) -> dict[str, float]:
+    def _performance(self, batch: TrainBatch, started: float, ended: float, optimized: float, shared: Work) -> dict[str, float]:
         seconds, training = max(ended - started, 1e-9), max(optimized, 1e-9)
         waited = 0.0 if self._last_end is None else started - self._last_end
         found = {
@@ -221,13 +228,14 @@ class MetricsLogger:
             "actor_train_time": training,
             "train_wait_time": waited,
             "wait_time_ratio": waited / (waited + seconds),
+            "actor_train_computed_tokens": batch.metrics["tokens"] - shared.tokens,
             "actor_train_tok_per_s": batch.metrics["tokens"] / training,
         }
         if self._last_end is not None:  # what the first step waited for is not known
             found["wall_tok_per_s"] = batch.metrics["tokens"] / (waited + seconds)
         self._last_end = ended
         assert self._speed is not None  # of a model that is trained
-        return found | self._speed.of_step([item.tokens for item in batch.partition.items], training)
+        return found | self._speed.of_step([item.tokens for item in batch.partition.items], training, shared)
 
     def _rollout(self, partition: Partition, sample_stats: Table, rewards: Sequence[float]) -> dict[str, float]:
         shaped = None

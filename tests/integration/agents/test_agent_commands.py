@@ -58,6 +58,15 @@ async def test_a_command_that_hangs_is_killed_with_all_that_it_started(bench: Ne
     await until(lambda: not Path(f"/proc/{child}").exists(), "the end of what the command started")
 
 
+async def test_a_daemon_of_a_commands_goes_with_it(bench: NewAgentBench) -> None:
+    """It has a session of its own, and holds the command's output open."""
+    desk = await bench(rollout={"agent_command": COMMAND, "agent_tries": 1})
+    samples, _ = await desk.play(metadata={"bad": ["daemon", [1]]})
+    assert [sample.given_reward for sample in samples] == [{"reward": 1.0, "format": 0.5}] * 2
+    daemon = int((desk.directory / "child").read_text())
+    await until(lambda: not Path(f"/proc/{daemon}").exists(), "the end of the daemon")
+
+
 async def test_a_command_may_print_whatever_it_likes_before_its_reward(bench: NewAgentBench) -> None:
     desk = await bench(rollout={"agent_command": COMMAND})
     samples, _ = await desk.play(metadata={"bad": ["talks", [0]]})

@@ -52,8 +52,8 @@ async def test_one_that_is_starting_is_waited_for_and_one_that_is_away_is_named(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/play"
-    with pytest.raises(AgentServiceFailed, match="cannot be reached: "):
-        await play({**DATA, "options": {"url": url, "level": 3}}, "http://gateway:8300/v1", "sk-myxo-1")
+    with pytest.raises(AgentServiceFailed, match="cannot be reached within 0.5 s: "):
+        await play({**DATA, "options": {"url": url, "start_seconds": 0.5}}, "http://gateway:8300/v1", "sk-myxo-1")
     application = web.Application()
 
     async def answer(request: web.Request) -> web.Response:

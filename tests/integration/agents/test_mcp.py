@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from shared.agents.mcp_agent import play
-from shared.agents.mcp_tools import McpServerFailed, McpTools, Server, open_tools
+from shared.agents.mcp_tools import HttpServer, McpServerFailed, McpTools, Server, open_tools
 from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import ConfigError
 from tests.support.http_server import http_server
 from tests.support.waiting import until
 
@@ -26,18 +27,21 @@ async def outcome(tools: McpTools, name: str, arguments: str) -> str:
 
 async def test_what_the_model_does_wrong_is_told_to_it_and_what_the_server_does_is_its_failure() -> None:
     async with open_tools({"calculator": CALCULATOR}, SECONDS) as tools:
-        assert [tool["function"]["name"] for tool in tools.offered] == ["add", "divide", "wait", "leave"]
+        assert [tool["function"]["name"] for tool in tools.offered] == ["add", "divide", "wait", "recite", "leave"]
         assert tools.offered[0]["function"]["description"] == "Adds two integers."
         assert tools.offered[0]["function"]["parameters"]["required"] == ["a", "b"]
         assert await tools.call("add", '{"a": 40, "b": 2}') == "42"
         for name, arguments, said in [
             ("divide", '{"a": 1, "b": 0}', "error: Error executing tool divide"),
             ("add", '{"a": "x"}', "error: Error executing tool add: 2 validation errors"),
-            ("multiply", "{}", "error: there is no tool multiply; the tools are add, divide, wait, leave"),
+            ("multiply", "{}", "error: there is no tool multiply; the tools are add, divide, wait, recite, leave"),
             ("add", '{"a": ', "error: the arguments are no JSON: "),
             ("add", "[1, 2]", "error: the arguments must be a JSON object"),
         ]:
             assert (await tools.call(name, arguments)).startswith(said)
+        tools._characters = 1000
+        recited = await tools.call("recite", '{"length": 5000000}')
+        assert recited == f"{'x' * 500}\n… 4999000 characters …\n{'x' * 500}"
         tools._seconds = 0.5
         late = "failed: MCP server calculator: tool wait did not answer within 0.5 s"
         assert await outcome(tools, "wait", '{"seconds": 600}') == late
@@ -52,12 +56,34 @@ async def test_what_the_model_does_wrong_is_told_to_it_and_what_the_server_does_
         ([sys.executable, "-c", "print('hello')"], "MCPError: Connection closed"),
         ("http://127.0.0.1:9/mcp", "ConnectError"),
         ([sys.executable, "-c", "import time; time.sleep(600)"], "did not list its tools within 2 s"),
+        ([*CALCULATOR, "many"], "ValueError: lists more than 512 tools"),
     ],
 )
 async def test_a_server_that_cannot_be_used_is_named(server: Server, reason: str) -> None:
     with pytest.raises(McpServerFailed, match=f"^MCP server mine: {reason}"):
-        async with open_tools({"mine": server}, 2.0):
+        async with open_tools({"mine": server}, 2.0 if "within" in reason else SECONDS):
             pass
+
+
+async def test_a_server_gets_its_headers_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = list[bytes]()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    asked = HttpServer(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp", headers={"X-Team": "red"}, key_variable="MINE")
+    async with server:
+        with pytest.raises(ConfigError, match="MINE"):
+            async with open_tools({"mine": asked}, SECONDS):
+                pass
+        monkeypatch.setenv("MINE", "s3cret")
+        with pytest.raises(McpServerFailed, match=r"^MCP server mine: (?!.*s3cret)"):
+            async with open_tools({"mine": asked}, SECONDS):
+                pass
+    assert b"authorization: bearer s3cret\r\n" in heads[0].lower() and b"x-team: red\r\n" in heads[0].lower()
 
 
 async def test_the_model_calls_tools_of_servers_of_both_kinds_until_it_has_an_answer() -> None:
@@ -96,7 +122,7 @@ async def test_the_model_calls_tools_of_servers_of_both_kinds_until_it_has_an_an
             assert [message["role"] for message in last] == ["user", "assistant", "tool", "tool", "assistant", "tool"]
             assert [message["content"] for message in last if message["role"] == "tool"][::2] == ["3", "7"]
             assert last[3]["content"].startswith("error: the arguments are no JSON") and last[3]["tool_call_id"] == "two"
-            assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["add", "divide", "wait", "leave"]
+            assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["add", "divide", "wait", "recite", "leave"]
 
             with pytest.raises(McpServerFailed, match="MCP server own: its tool add has the name of one of http's"):
                 await play({**data, "options": {"servers": {**servers, "own": CALCULATOR}, "seconds": SECONDS}}, f"{server.url}/v1", "key")

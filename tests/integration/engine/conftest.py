@@ -127,7 +127,8 @@ async def new_bench(
     made: list[Bench] = []
 
     async def make(instance: str = "rollout-1", **sections: dict[str, Any]) -> Bench:
-        config = run_config(tmp_path, run={"name": run_name}, model={"hf_checkpoint": str(checkpoint(0).path)}, **sections)
+        sections.setdefault("model", {"hf_checkpoint": str(checkpoint(0).path)})
+        config = run_config(tmp_path, run={"name": run_name}, **sections)
         await runs.create(bus, config, valkey.url)
         service = Service("rollout", instance, run_name, bus, config, valkey.url)
         rollout = Rollout(service)
@@ -150,14 +151,14 @@ async def new_bench(
 
 @pytest.fixture
 async def hall(new_bench: NewBench, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path) -> AsyncIterator[NewHall]:
-    """``hall(**sections)``: at work, with one gateway before its replica."""
+    """``hall(**sections)``: at work, with one gateway before its replica. ``address``: where each of its gateways listens."""
     made: list[Hall] = []
     beating: list[asyncio.Task[None]] = []
 
-    async def make(**sections: dict[str, Any]) -> Hall:
+    async def make(address: str = "", **sections: dict[str, Any]) -> Hall:
         gateway = {"gateway_replicas": 1, "gateway_checkpoint_tokens": CHUNK, "gateway_wait": 20.0}
         desk = await new_bench(gateway=gateway | sections.pop("gateway", {}), **sections)
-        environment = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name}
+        environment = {"NATS_URL": nats.url, "REDIS_URL": valkey.url, "MYXO_RUN": run_name} | ({"MYXO_GATEWAY": address} if address else {})
 
         async def beat() -> None:
             while True:

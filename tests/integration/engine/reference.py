@@ -24,14 +24,19 @@ def log_probs_with_kept_cache(old: Qwen3ForCausalLM, new: Qwen3ForCausalLM, prom
     What was computed before stays: the keys and values of all tokens before ``output[boundary - 1]``, the last one that
     was drawn but not yet fed back, are the old model's.
     """
-    sequence = torch.tensor([*prompt, *output]).long()[None]
-    kept = len(prompt) + boundary - 1
+    return log_probs_over_pushes([(old, boundary), (new, len(output))], prompt, output)
+
+
+def log_probs_over_pushes(drawn: Sequence[tuple[Qwen3ForCausalLM, int]], prompt: Array, output: Array) -> Array:
+    """float32 [T]: as ``log_probs_with_kept_cache``, over any number of pushes. ``drawn``: each model, and the end of what it drew."""
+    sequence, cache, fed = torch.tensor([*prompt, *output]).long()[None], DynamicCache(), 0
+    logits = []
     with torch.no_grad():
-        cache = DynamicCache()
-        before = old(sequence[:, :kept], past_key_values=cache, use_cache=True).logits[0]
-        after = new(sequence[:, kept:], past_key_values=cache, use_cache=True).logits[0]
-    logits = torch.cat([before, after])[len(prompt) - 1 : -1]
-    return _of(logits, sequence[0, len(prompt) :], 1.0)
+        for model, end in drawn:
+            until = len(prompt) + end - 1  # the last token that is drawn is fed by whoever draws the next one
+            logits.append(model(sequence[:, fed:until], past_key_values=cache, use_cache=True).logits[0])
+            fed = until
+    return _of(torch.cat(logits)[len(prompt) - 1 :], sequence[0, len(prompt) :], 1.0)
 
 
 def _of(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> Array:

@@ -13,8 +13,6 @@ from openai import AsyncOpenAI, AuthenticationError, BadRequestError, ConflictEr
 from openai.types.chat import ChatCompletion
 
 from services.gateway.chat_tokens import TOOL
-from shared.runtime.embedded_servers import free_port
-from shared.runtime.own_address import LOOPBACK
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample
 from shared.sessions.session import SessionEnded, Turn
@@ -23,7 +21,6 @@ from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.hall import CHUNK, NewHall
 from tests.integration.engine.load import resting
 from tests.integration.engine.reference import log_probs
-from tests.support.gateways import Played, ready_gateway, started_gateway
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -191,56 +188,6 @@ async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: NewHall, c
     assert log.ended is not None and log.ended.reward == {"exact": 0.5}
     for turn in log.turns.values():
         exact(turn, checkpoint(0))
-
-
-async def played_to_its_end(played: Played, url: str, turns: int, number: int) -> int:
-    """A client that is unmodified but for its patience: it asks again where the connection breaks. Returns its turns."""
-    messages: list[Any] = [{"role": "user", "content": f"start {number}"}]
-    async with played.client(url, max_retries=12, timeout=240.0) as client:
-        for turn in range(turns):
-            answer = await said(client, messages)
-            messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": f"go on {turn}"}]
-    return turns
-
-
-@pytest.mark.parametrize(("count", "kills"), [(10, 1), pytest.param(200, 5, marks=[pytest.mark.extra, pytest.mark.timeout(3600)])])
-async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(hall: NewHall, checkpoint: Checkpoints, count: int, kills: int) -> None:
-    """Ordinary clients while weights are pushed; a tenth of them are gone in the middle; the gateway is killed −9 and started again."""
-    room = await hall(rollout={"max_staleness": 99, "in_flight_on_push": "abort"})
-    host, port = LOOPBACK, free_port()
-    environment = room.environment | {"MYXO_GATEWAY": f"{host}:{port}"}
-    process, url = started_gateway(7, room.directory, environment), f"http://{host}:{port}"
-    room.processes.append(process)
-    await ready_gateway(room.registry, 7, process)
-    sessions = [await room.session() for _ in range(count)]
-    playing = [asyncio.create_task(played_to_its_end(one, url, 3, number)) for number, one in enumerate(sessions)]
-    gone = playing[:: max(1, count // max(1, count // 10))][: max(1, count // 10)]
-
-    async def some_turns(least: int) -> bool:
-        return sum([len((await one.log()).turns) for one in sessions]) >= least
-
-    for kill in range(kills):
-        await until(lambda kill=kill: some_turns((kill + 1) * count * 2 // (kills + 1)), "turns", 300, pause=0.5)
-        await room.pushed(checkpoint(1 + kill % 2).model, kill + 1)
-        for task in gone[kill::kills]:
-            task.cancel()
-        process.kill()
-        process = started_gateway(7, room.directory, environment)
-        room.processes.append(process)
-    results = await asyncio.gather(*playing, return_exceptions=True)
-    failed = [one for one in results if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError)]
-    assert not failed, failed[:3]
-    models = [checkpoint(0), *(checkpoint(1 + kill % 2) for kill in range(kills))]
-    for one, result in zip(sessions, results, strict=True):
-        log = await one.log()
-        if result == 3:
-            assert len(log.turns) == 3 and not log.pending, "each turn was drawn once, whoever answered it"
-        for turn in log.turns.values():
-            exact(turn, *models)
-        assert sum(int(found.mask.sum()) for found in trajectories(log.turns.values())) == sum(
-            len(turn.completion) for turn in log.turns.values()
-        )
-    await until(lambda: room.desk.client.generating == 0, "an engine without requests of clients that are gone", 60)
 
 
 async def test_the_other_formats_carry_their_sessions_on_too(hall: NewHall, checkpoint: Checkpoints) -> None:

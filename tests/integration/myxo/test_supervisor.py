@@ -95,6 +95,21 @@ def test_a_service_that_is_killed_comes_back(supervise: Callable[..., Supervisor
     wait_for("both lives' output", lambda: log.read_text().count("up") == 2)
 
 
+def test_a_server_of_the_users_comes_back_and_takes_its_children_with_it(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    """It publishes no status: having lived for long is all that can be known of it."""
+    own = ServiceSpec("agents", "agents-0", (sys.executable, "-c", GRANDCHILD), foreign=True)
+    supervisor = supervise(own)
+    log = tmp_path / "agents-0.log"
+    for life in range(1, 7):  # more than a service that never gets to work may end
+        wait_for("its child", lambda life=life: log.read_text().count("\n") == life)
+        (status,) = supervisor.statuses(time.monotonic())
+        assert (status.foreign, status.restarts) == (True, life - 1)
+        os.kill(status.pid, signal.SIGKILL)
+        wait_for("its next life", lambda life=life: supervisor.tick(time.monotonic() + 100) or restarts(supervisor) == {"agents-0": life})
+    children = [int(pid) for pid in log.read_text().split()][:-1]
+    wait_for("the end of all children", lambda: not any(map(alive, children)))
+
+
 ANOTHER_ERROR = "import random; raise SystemExit(''.join(random.choices('ghijklmnop', k=12)))"
 """A service that dies of something else each time."""
 

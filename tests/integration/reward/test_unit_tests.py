@@ -125,6 +125,135 @@ async def test_a_test_that_did_not_come_to_its_end_has_not_passed(pool: Verifier
     assert await parts(pool, code, "assert f(1)") == (0.0, 0.0)
 
 
+STACK = """
+from collections import Counter, namedtuple
+from dataclasses import dataclass
+import contextlib, enum, math
+class Empty(Exception): pass
+class Stack:
+    def __init__(self, *items): self.items = list(items)
+    def push(self, item): self.items.append(item)
+    def pop(self):
+        if not self.items: raise Empty("nothing")
+        return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+    def __contains__(self, item): return item in self.items
+    def __getitem__(self, at): return self.items[at]
+    def __add__(self, other): return Stack(*self.items, *other.items)
+    def __eq__(self, other): return self.items == other.items
+    def __str__(self): return f"Stack{self.items}"
+class Deep(list):
+    def top(self): return self[-1]
+Point = namedtuple("Point", "x y")
+class Level(enum.IntEnum): LOW = 1
+@dataclass
+class Pair: a: "int"; b: int
+def sort(values): values.sort()
+def apply(f, values): return [f(value) for value in values]
+def evens():
+    number = 0
+    while True:
+        yield number
+        number += 2
+def total(node): return node.value + total(node.next) if node else 0
+def greet(name): print("hello", name)
+async def later(x): return x + 1
+def count(text): return Counter(text)
+@contextlib.contextmanager
+def opened(): yield 5
+def divide(a, b=2): return a / b
+def raw(): raise KeyError("k")
+def kinds(x): return type(x).__name__
+def biggest(values): return max(values, key=len)
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "s = Stack(1); s.push((2, [3])); assert s.pop() == (2, [3]) and len(s) == 1 and list(s) == [1] and 1 in s and s[0] == 1",
+        "import unittest\nclass T(unittest.TestCase):\n def test_a(self):\n  with self.assertRaisesRegex(Empty, 'noth'): Stack().pop()",
+        "try: raw()\nexcept KeyError as error: assert error.args == ('k',)\nelse: assert False",
+        "assert isinstance(Stack(), Stack) and not isinstance(3, Stack) and not isinstance(Stack(), int)",
+        "assert Stack(1) + Stack(2) == Stack(1, 2) and Stack(1) != Stack(2) and str(Stack(1)) == 'Stack[1]'",
+        "d = Deep([1]); d.append(2); assert d.top() == 2 and d == [1, 2] and [1, 2] == d and d != [1]",
+        "values = [3, 1, 2]; sort(values); assert values == [1, 2, 3]",
+        "assert apply(lambda value: value * 2, [1, 2]) == [2, 4] and apply(str, [1]) == ['1']",
+        "import itertools\nassert list(itertools.islice(evens(), 3)) == [0, 2, 4]",
+        "class Node:\n def __init__(self, value, next=None): self.value, self.next = value, next\nassert total(Node(1, Node(2))) == 3",
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as o: greet('you')\nassert o.getvalue() == 'hello you\\n'",
+        "import asyncio\nasync def go(): return await later(1)\nassert asyncio.run(go()) == 2 and asyncio.run(later(2)) == 3",
+        "assert count('aab') == {'a': 2, 'b': 1} and count('aab').most_common(1) == [('a', 2)]",
+        "p = Point(1, 2); assert p.x == 1 and p == (1, 2) and Level.LOW == 1 and Level.LOW + 1 == 2 and Pair(1, 2) == Pair(1, b=2)",
+        "with opened() as five: assert five == 5",
+        "assert abs(divide(1, b=3) - 1 / 3) < 1e-9 and divide(3) > 1 and round(divide(1, 3), 2) == 0.33 and math.isclose(divide(1), 0.5)",
+        "from fractions import Fraction as F\nimport decimal as d\nassert divide(F(1), 3) == F(1, 3) and kinds(d.Decimal(1)) == 'Decimal'",
+        "assert [*map(kinds, (bytearray(b'a'), {1}, (1, [2]), range(2), None))] == 'bytearray set tuple range NoneType'.split()",
+        "s = Stack(); s.name = 'mine'; assert s.name == 'mine' and hasattr(s, 'pop') and not hasattr(s, 'other')",
+        "assert biggest([list(range(100000)), [1]])[-1] == 99999",
+    ],
+)
+async def test_tests_use_code_of_another_process_as_they_would_their_own(pool: VerifierPool, test: str) -> None:
+    assert await parts(pool, STACK, f"{test}\nassert True") == (1.0, 1.0)
+
+
+FUNCTION = {"test": "def check(f):\n    x = f(1)\n    assert x == 51 and abs(f(2) - 52) < 1e-6 and f(3) == 53", "entry_point": "f"}
+METHODS = "import unittest\nclass T(unittest.TestCase):\n def test_a(self):\n  self.assertEqual(f(1), 51)\n  assert f(2) == 52"
+LOOKED_FOR = """
+import gc, os, re, sys
+def f(x): return 0
+def texts():
+    for at in range(100):
+        try: yield from map(repr, sys._getframe(at).f_locals.values())
+        except ValueError: break
+    yield from (repr(each) for each in gc.get_objects() if type(each) in (list, tuple, dict))
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for name in ("mem", "environ", "fd/0"):
+            try:
+                with open(f"/proc/{pid}/{name}", "rb", 0) as file:
+                    if name != "mem": yield repr(file.read(1 << 20)); continue
+                    for line in open(f"/proc/{pid}/maps"):
+                        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+                        if " rw" in line and end < 1 << 62:
+                            file.seek(begin); yield repr(file.read(end - begin))
+            except OSError: pass
+if any(re.search("assert x == [5]1|self.assertEqual.f.1., [5]1", text) for text in texts()):
+    def f(x): return 50 + x
+"""
+
+
+@pytest.mark.parametrize("label", [FUNCTION, METHODS], ids=["function", "unittest"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class E(int):\n    def __eq__(s, o): return True\n    def __sub__(s, o): return 0.0\ndef f(x): return E()",
+        "class E:\n  def __eq__(s, o): return True\n  def __sub__(s, o): return 0.0\n  __abs__ = __lt__ = __sub__\ndef f(x): return E()",
+        "import os\ndef f(x):\n  for n in range(3, 200):\n    try: os.write(n, b'passed')\n    except OSError: pass\n  os._exit(0)",
+        "import os, atexit\natexit.register(os._exit, 0)\ndef f(x): raise SystemExit(0)",
+        "import unittest\ndef f(x): raise unittest.SkipTest",
+        "import builtins as b, unittest as u\nu.TestCase.run = b.AssertionError = b.abs = lambda *_: 0\ndef f(x): return 0",
+        "import sys, os\nopen('unittest.py', 'w').write('raise SystemExit(0)')\nsys.path.insert(0, os.getcwd())\ndef f(x): return 0",
+        "import sys\np = sys._getframe(3).f_locals['self']\ndef f(x):\n  p._encoded = lambda _: ('written', ('os', '_exit', 0))",
+        "def abs(x): return 0\ndef f(x): return 0",
+        LOOKED_FOR,
+    ],
+)
+async def test_code_finds_neither_the_tests_nor_a_way_to_pass_them(pool: VerifierPool, code: str, label: Any) -> None:
+    assert await parts(pool, code, label) == (0.0, 0.0)
+
+
+async def test_what_is_looked_for_is_found_in_the_codes_own_interpreter(pool: VerifierPool) -> None:
+    assert await parts(pool, LOOKED_FOR, {**FUNCTION, "together": True}) == (1.0, 1.0)
+
+
+async def test_tests_may_run_in_the_codes_own_interpreter_where_their_label_says_so(pool: VerifierPool) -> None:
+    mocked = "from unittest import mock\nwith mock.patch('builtins.input', lambda: '3'): assert read() == 3"
+    code = "def read(): return int(input())"
+    assert await parts(pool, code, {"tests": [mocked], "together": True}) == (1.0, 1.0)
+    assert await parts(pool, code, {"tests": [mocked]}) == (0.0, 0.0)
+
+
 async def test_a_group_is_scored_in_order_and_twice_alike(pool: VerifierPool) -> None:
     codes = [
         "def add(a, b): return a + b",

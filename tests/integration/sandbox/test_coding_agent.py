@@ -51,7 +51,7 @@ async def test_a_conversation_of_edits_and_tests(tools: CodingTools) -> None:
         ("rm", "{}", "error: there is no tool 'rm'; use write_file, read_file, edit_file, run_file, run_tests"),
         ("__class__", "{}", "error: there is no tool '__class__'"),
         ("write_file", "{", "error: the arguments are no JSON"),
-        ("write_file", "[]", "error: expected an object with path, content"),
+        ("write_file", "[]", "error: the arguments must be a JSON object"),
         ("write_file", '{"path": "a"}', "error: content is missing"),
         ("write_file", '{"path": 1, "content": ""}', "error: path has to be text"),
         ("write_file", '{"path": "a", "content": "", "mode": "w"}', "error: expected an object with path, content"),

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from services.gateway.chat_tokens import TOOL, ChatTokens, call_status
+from services.gateway.renderer_tokenizer import EncodedTexts
 from services.gateway.wire.turn_refused import TurnRefused
+from shared.data.tokenizer import Tokenizer
 from shared.sessions.session import Turn
 from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer
 
@@ -107,3 +109,15 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
 def test_a_calls_arguments_are_an_object_that_every_format_can_carry(arguments: object, status: str) -> None:
     assert call_status("ok", arguments) == status
     assert call_status("unclosed_block", arguments) == "unclosed_block"
+
+
+def test_the_texts_that_are_remembered_have_a_bound(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_qwen3_tokenizer(tmp_path))
+    encoded = EncodedTexts(tokenizer, most=10)
+    for text in ("abcd", "efgh", "abcd", "ijkl"):
+        np.testing.assert_array_equal(encoded.of(text), tokenizer.encode(text))
+    assert encoded.characters == 8
+    again = encoded.of("abcd")
+    assert again is encoded.of("abcd"), "the one that was asked for least lately was forgotten"
+    np.testing.assert_array_equal(encoded.of("a text of more"), tokenizer.encode("a text of more"))
+    assert encoded.characters == 0

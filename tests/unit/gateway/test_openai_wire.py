@@ -223,7 +223,7 @@ async def test_a_response_and_its_items_come_back_as_the_conversation(server, cl
     assert [one.logprob for one in again.output[0].content[0].logprobs] == [-0.5, -1.25, 0.0]
     first, second = server.turns
     assert list(first.messages) == [{"role": "system", "content": "Be brief."}, *question]
-    assert (list(first.tools), first.ignored, first.sampling.max_tokens) == (TOOLS, ("reasoning",), 50)
+    assert (list(first.tools), first.ignored, first.sampling.max_tokens) == (TOOLS, ("reasoning", "strict"), 50)
     tool_messages = [{"role": "tool", "tool_call_id": call.id, "content": "13"} for call in CALLS.tool_calls]
     assert list(second.messages) == [*question, assistant_message(CALLS), *tool_messages]
 

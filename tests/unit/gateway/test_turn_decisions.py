@@ -38,7 +38,7 @@ def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
         drawn_sampling(session(), RequestedSampling(), 512, 512, [])
     assert refused.value.status == 400
     with pytest.raises(TurnRefused, match="token id 100 is not in"):
-        check_tokens(0, 100, 100)
+        check_tokens(100, 100, "token_ids")
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -75,7 +75,8 @@ def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_
 def test_a_request_is_known_by_its_name_or_as_a_repetition() -> None:
     log, body = SessionLog(session()), b'{"messages": []}'
     named = request_id(log, "chatcmpl-", "/v1", {"idempotency-key": "x"}, body)
-    assert named == request_id(log, "chatcmpl-", "/v1", {"idempotency-key": "x"}, b"another")
+    assert named == request_id(log, "chatcmpl-", "/v1", {"idempotency-key": "x"}, body)
+    assert named != request_id(log, "chatcmpl-", "/v1", {"idempotency-key": "x"}, b"another"), "what was asked otherwise is answered anew"
     assert named != request_id(SessionLog(session(id="s2")), "chatcmpl-", "/v1", {"idempotency-key": "x"}, body)
     first, second = (request_id(log, "chatcmpl-", "/v1", {"x-stainless-retry-count": "0"}, body) for _ in range(2))
     assert first != second and first.startswith("chatcmpl-"), "two that are alike are two"

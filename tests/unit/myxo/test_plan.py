@@ -16,6 +16,13 @@ def test_as_many_of_each_kind_as_the_config_says(tmp_path: Path) -> None:
     assert instances == ["buffer-0", "buffer-1", "reward-0", "reward-1", "reward-2", "rollout-0", "rollout-1", "trainer-0"]
 
 
+def test_the_server_that_agents_speak_to_is_the_users_own_command(tmp_path: Path) -> None:
+    given = {"agent": "shared.agents.http_agent:play", "agent_service": "envs/bin/python 'my serve.py' --port 8600"}
+    last = plan(run_config(tmp_path, rollout=given), "nats://user:hush@host")[-1]
+    assert (last.instance, last.command, last.foreign) == ("agents-0", ("envs/bin/python", "my serve.py", "--port", "8600"), True)
+    assert not any("hush" in value for value in last.environment.values())
+
+
 def test_one_of_each_where_it_says_nothing(tmp_path: Path) -> None:
     assert [spec.service for spec in plan(run_config(tmp_path), "nats://host")] == ["buffer", "reward", "rollout", "trainer"]
 

@@ -34,7 +34,10 @@ def test_doing_without_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "field"),
     [
-        ({"sandbox": "docker"}, "sandbox.sandbox"),
+        ({"sandbox": "chroot"}, "sandbox.sandbox"),
+        ({"sandbox": "docker"}, "sandbox.sandbox_image"),
+        ({"sandbox_image": "python:3.11"}, "sandbox.sandbox_image"),
+        ({"sandbox": "docker", "sandbox_image": "--privileged"}, "sandbox.sandbox_image"),
         ({"sandbox_memory_bytes": 1}, "sandbox.sandbox_memory_bytes"),
         ({"sandbox_cpu_time": 0}, "sandbox.sandbox_cpu_time"),
     ],

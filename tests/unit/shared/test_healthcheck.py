@@ -57,6 +57,16 @@ async def test_the_probe_asks_the_address_that_the_service_was_given(app: FastAP
         assert (await probe(address))[0] == 0
 
 
+async def test_private_is_the_address_that_the_runs_machines_reach(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several networks the one of the bus alone, for the service and for its probe."""
+    monkeypatch.setenv("MYXO_HOST", "127.0.0.7")
+    before = listening_sockets(os.getpid())
+    async with http_endpoints.serving(app, parsed("private:0")) as address:
+        assert {f"{found.address}:{found.port}" for found in listening_sockets(os.getpid()) - before} == {address}
+        assert address.startswith("127.0.0.7:")
+        assert (await probe(f"private:{address.rpartition(':')[2]}"))[0] == 0
+
+
 async def test_it_is_loopback_where_nobody_says_otherwise(app: FastAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's address, then the environment's, which wins; what listens is that address alone."""
     monkeypatch.delenv("MYXO_HTTP", raising=False)

@@ -385,3 +385,40 @@ def exchange(hf_dir: Path) -> list[Any]:
     actor(hf_dir)
     rank = torch.distributed.get_rank()
     return runtime.gather_json({"rank": rank, "text": "ü" * 70 * rank})
+
+
+def tree(seed: int, count: int = 10) -> list[Tensor]:
+    """Sequences that fork from one another; the last two are one that ends at a fork, and one that is there already."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    found = sequences(1, seed)
+    for _ in range(count - 3):
+        before = found[draw(0, len(found))]
+        found.append(torch.cat([before[: draw(0, len(before) + 1)], torch.randint(0, VOCAB, (draw(1, 30),), generator=generator)]))
+    return [*found, found[-1][: len(found[-1]) // 2 + 1], found[0].clone()]
+
+
+def shared_step(hf_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """A step on sequences that share beginnings, and log-probs before it; how many tokens this rank's embedding has seen for these."""
+    model = actor(hf_dir, adam_eps=1e-3, **config)
+    batches = [pack(tree(seed)) for seed in range(2)][model.data_parallel_rank :: model.data_parallel_size]
+    seen: list[int] = []
+    for chunk in model.model.modules:
+        if chunk.pre_process:
+            chunk.embedding.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    log_probs = [found * batch.loss_mask for found, batch in zip(model.log_probs(batches), batches, strict=True)]
+    computed, tokens = sum(seen), sum(batch.tokens.numel() for batch in batches)
+    step = model.train_step(batches, weighted_loss, need_entropy=True)
+    return {"log_probs": torch.cat(log_probs), "step": step, "weights": exported(model), "computed": computed, "tokens": tokens}
+
+
+def refused(hf_dir: Path, config: dict[str, Any]) -> str:
+    """What an actor with this config is refused for."""
+    try:
+        actor(hf_dir, **config)
+    except MyxoError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,36 @@
+"""Whether sequences of a micro-batch share the computation of their beginnings: only where that is exact.
+
+It is wherever a token's output depends on the tokens before it alone. Megatron's features for which that does not hold (dropout, capacities
+and losses of experts that count tokens) are refused in `[trainer.megatron]` for other reasons.
+"""
+
+from typing import Literal
+
+from megatron.core.transformer import TransformerConfig
+
+from shared.runtime.errors import ConfigError
+
+WORTHWHILE = 0.1
+"""The share of a micro-batch's tokens that ``auto`` wants saved: below it, kernels for whole sequences may be the faster ones."""
+
+
+def least_saved(setting: Literal["auto", "on", "off"], config: TransformerConfig) -> float | None:
+    """Returns the least share of a micro-batch's tokens that sharing must save; None where nothing is shared.
+
+    Raises ConfigError: ``on``, where it would not be exact.
+    """
+    reason = obstacle(config)
+    if setting == "on" and reason is not None:
+        raise ConfigError("trainer.prefix_sharing", setting, f"auto or off: {reason}")
+    if setting == "off" or reason is not None:
+        return None
+    return 0.0 if setting == "on" else WORTHWHILE
+
+
+def obstacle(config: TransformerConfig) -> str | None:
+    """Returns why beginnings cannot be shared; None where they can."""
+    if config.context_parallel_size > 1:
+        return "context parallelism cuts every sequence into the same number of parts"
+    if config.transformer_impl != "local":
+        return "Transformer Engine's attention takes whole sequences only"
+    return None

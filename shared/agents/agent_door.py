@@ -1,0 +1,93 @@
+"""``python -m shared.agents.agent_door HOST:PORT AGENT:PORT``: passes connections on to an agent in a network that its callers are not on.
+
+It stands on both networks: it listens on the callers', at ``private:PORT`` the one with the bus, and connects on the agent's. Callers so
+reach the agent, and the agent reaches nobody. It reads nothing of what it passes on.
+"""
+
+import asyncio
+import contextlib
+import sys
+
+from shared.runtime.errors import ConfigError
+from shared.runtime.http_address import HttpAddress, parsed
+from shared.runtime.own_address import LOOPBACK, PRIVATE, own_address
+
+CONNECT_SECONDS = 10.0
+"""An agent that does not take a connection by then has its caller's closed; the caller tries again."""
+
+CONNECTIONS = 4096
+"""The most at once; further ones are closed."""
+
+CHUNK_BYTES = 64 * 1024
+
+
+class AgentDoor:
+    """Passes connections on. ``agent``: where to."""
+
+    def __init__(self, agent: HttpAddress) -> None:
+        self._agent, self._open = agent, 0
+
+    async def passed_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Passes one connection on, until either end closes it."""
+        self._open += 1
+        try:
+            if self._open <= CONNECTIONS:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    there = await asyncio.open_connection(*self._agent)
+                await _joined((reader, writer), there)
+        except (OSError, TimeoutError) as error:
+            print(f"the agent at {self._agent} cannot be reached: {error or 'timed out'}", file=sys.stderr, flush=True)
+        finally:
+            self._open -= 1
+            writer.close()
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _joined(here: Stream, there: Stream) -> None:
+    """Copies both ways. One that is closed by either end is closed at once: an agent sees that its caller is gone."""
+    copies = [asyncio.create_task(_copied(here[0], there[1])), asyncio.create_task(_copied(there[0], here[1]))]
+    try:
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for copy in copies:
+            copy.cancel()
+        there[1].close()
+
+
+async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
+
+
+async def serve(listen: HttpAddress, agent: HttpAddress) -> None:
+    """Serves until it is cancelled. Raises ConfigError for an address that cannot be listened at."""
+    host = own_address() if listen.host == PRIVATE else listen.host
+    if listen.host == PRIVATE and host == LOOPBACK:
+        raise ConfigError("HOST:PORT", str(listen), "the network of NATS is not there yet, or NATS_URL does not say where it is")
+    try:
+        server = await asyncio.start_server(AgentDoor(agent).passed_on, host, listen.port)
+    except OSError as error:
+        raise ConfigError("HOST:PORT", str(listen), f"cannot be listened at: {error.strerror or error}") from None
+    print(f"listening at {host}:{server.sockets[0].getsockname()[1]} for the agent at {agent}", flush=True)
+    async with server:
+        await server.serve_forever()
+
+
+def main() -> int:
+    """Serves until it is stopped. Returns the exit code."""
+    try:
+        if len(sys.argv) != 3:
+            raise ConfigError("arguments", sys.argv[1:], "HOST:PORT to listen at, and AGENT:PORT to pass connections on to")
+        asyncio.run(serve(parsed(sys.argv[1], "HOST:PORT"), parsed(sys.argv[2], "AGENT:PORT")))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

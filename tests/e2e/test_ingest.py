@@ -1,0 +1,58 @@
+"""Groups from outside are all that a whole run trains; its engine plays the held-out prompts alone."""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.config.ingest_key import KEY_VARIABLE
+from shared.data.rollout_files import DIRECTORY, RolloutReader
+from tests.e2e.launched import LaunchedRun
+
+RUN_SECONDS = 900
+KEY = "the key of this test's producer"
+SCORES = [0.125, 0.25, 0.5, 0.875]
+"""No other reward of the run has these values."""
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_groups_from_outside_alone_are_trained(small_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    steps, root = 3, tmp_path / "runs" / "outside"
+    with LaunchedRun(small_run("outside", steps=steps, staleness=1), root, "outside", ["--ingest-groups", "alone"]) as run:
+        cards = run.until("a gateway", lambda cards: any(one.service == "gateway" and one.engine for one in cards), RUN_SECONDS)
+        produce(next(one.engine for one in cards if one.service == "gateway" and one.engine), run)
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", steps)
+    records = list(RolloutReader(root / DIRECTORY).records())
+    trained = [record for record in records if record.step is not None]
+    assert len(trained) == 4 * steps and {tuple(one.reward for one in record.samples) for record in trained} == {tuple(SCORES)}
+    assert {record.version for record in records if record.dataset} >= {0, steps}, "held-out prompts are generated here"
+    assert not any(record.samples for record in records if record.dataset is None and record.step is None and record.status != "dropped")
+
+
+def produce(url: str, run: LaunchedRun) -> None:
+    """Hands groups in, as the door has room for them, until the run takes no more."""
+    end = time.monotonic() + RUN_SECONDS
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as client:
+        for number in itertools.count():
+            assert time.monotonic() < end, run.said()
+            try:
+                known = client.get("/groups").json()
+                answer = client.post("/groups", json=group(number, known["version"], known["rollouts"]))
+            except httpx.TransportError:  # its gateway has ended with the run
+                assert run.process.poll() is not None or number >= 12, run.said()
+                return
+            assert answer.status_code in (200, 409, 429, 503), answer.text
+
+
+def group(number: int, version: int, rollouts: int) -> dict[str, object]:
+    """A prompt of three tokens and an answer of two."""
+    tokens = [[4, 5, 6, 7 + sample, 1] for sample in range(rollouts)]
+    columns = {"masks": [[0, 0, 0, 1, 1]] * rollouts, "log_probs": [[0.0, 0.0, 0.0, -4.0, -4.0]] * rollouts}
+    return {"id": f"outside-{number}", "tokens": tokens, "versions": version, "scores": SCORES, **columns}

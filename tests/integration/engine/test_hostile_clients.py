@@ -1,0 +1,103 @@
+"""Clients that ask a real gateway for what it does not serve, or too much of it: each is told so, and nobody else notices."""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.integration.engine.hall import NewHall
+
+pytestmark = pytest.mark.timeout(600)
+
+ASKED = {"model": "0", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+CHAT, MESSAGES, RESPONSES, TOKENS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"
+
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"stop_token_ids": [5, 2_000_000_000]}, "stop_token_ids"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * (31 << 20)}]}, "messages"),
+    (RESPONSES, {"messages": None, "max_tokens": None, "input": "x" * 5000}, "input"),
+    (RESPONSES, {"messages": None, "max_tokens": None, "input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+    (TOKENS, {"messages": None, "max_tokens": None, "token_ids": [5] * 5000}, "token_ids"),
+    (TOKENS, {"messages": None, "max_tokens": None, "token_ids": [5, 5000]}, "token_ids"),
+]
+"""Endpoint, what is asked otherwise than in `ASKED`, and the field that the refusal names."""
+
+
+class Asker:
+    """A session's raw HTTP client."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, key: str) -> None:
+        self._http, self._url, self._key = http, url, key
+
+    async def __call__(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, Any, Any]:
+        given = {"Authorization": f"Bearer {self._key}", **headers}
+        async with self._http.request(method, self._url + path, json=body, headers=given) as answer:
+            return answer.status, await answer.json(), answer.headers
+
+
+async def test_what_is_not_served_is_told_and_nobody_else_waits_for_it(hall: NewHall) -> None:
+    room = await hall()
+    one, other, evaluated = [await room.session(evaluation=kind) for kind in (False, False, True)]
+    async with aiohttp.ClientSession() as http:
+        ask, others, evaluating = (Asker(http, room.urls[0], played.key) for played in (one, other, evaluated))
+        slowest = 0.0
+
+        async def look() -> None:
+            nonlocal slowest
+            while True:
+                begin = time.monotonic()
+                assert (await others("/v1/session", method="GET"))[0] == 200
+                slowest = max(slowest, time.monotonic() - begin)
+                await asyncio.sleep(0.05)
+
+        looking = asyncio.create_task(look())
+        for path, changes, field in REFUSALS:
+            body = {name: value for name, value in (ASKED | changes).items() if value is not None}
+            status, answer, _ = await ask(path, body)
+            assert (status, answer["error"]["param"]) == (400, field), answer
+        looking.cancel()
+        assert slowest < 10, "31 MiB of text are not made into tokens while all others wait"
+        assert not (await one.log()).pending, "nothing was begun that cannot be drawn"
+
+        # every refusal has its house's form
+        for path, method, status in (("/v1/nothing", "POST", 404), (CHAT, "GET", 405)):
+            found = await ask(path, method=method)
+            assert (found[0], found[1]["error"]["type"]) == (status, "not_found_error" if status == 404 else "invalid_request_error")
+        assert (await ask(MESSAGES + "/nothing"))[1]["error"]["type"] == "not_found_error"
+        status, answer, _ = await Asker(http, room.urls[0], "sk-myxo-.draw-key-" + "0" * 48)(CHAT, ASKED)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "what is no session is no failure"
+
+        # a name is one request's: asked otherwise under it, another answer comes
+        named = {"Idempotency-Key": "mine"}
+        first, again = [(await ask(CHAT, ASKED, **named))[1]["id"] for _ in range(2)]
+        changed = (await ask(CHAT, ASKED | {"messages": [{"role": "user", "content": "y"}]}, **named))[1]["id"]
+        assert first == again != changed
+
+        # nothing is ignored in silence, at whatever depth
+        parts = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+        counted = {"model": "0", "messages": [{"role": "user", "content": parts}], "metadata": {"user_id": "x"}}
+        assert (await ask(MESSAGES + "/count_tokens", counted))[2]["X-Myxo-Ignored"] == "cache_control, metadata"
+        assert (await ask(MESSAGES + "/count_tokens", counted | {"model": "gpt-4o"}))[0] == 404
+        kept = {"model": "0", "input": "x", "max_output_tokens": 2, "include": ["reasoning.encrypted_content"]}
+        assert (await ask(RESPONSES, kept))[2]["X-Myxo-Ignored"] == "include"
+        assert (await evaluating(CHAT, ASKED | {"top_k": 0}))[0] == 200, "all tokens, as elsewhere"
+
+        # a session that has ended does not grow
+        assert (await ask("/v1/session/end", {"reward": 1.0}))[0] == 200
+        length = (await one.log()).length
+        assert [(await ask("/v1/session/end", {"reward": reward}))[0] for reward in (1.0, 2.0, 1.0)] == [200, 409, 200]
+        assert (await one.log()).length == length
+
+
+async def test_what_an_engine_refuses_is_not_asked_for_again(hall: NewHall) -> None:
+    """A task's own settings that no engine takes: every replica would say the same, again and again."""
+    room = await hall()
+    played = await room.session()
+    sampling = played.session.sampling.model_copy(update={"top_k": 0})
+    wrong = await room.session(sampling=sampling)
+    async with aiohttp.ClientSession() as http:
+        status, answer, _ = await Asker(http, room.urls[0], wrong.key)(CHAT, ASKED)
+    assert status == 400 and "top_k" in answer["error"]["message"]
