@@ -21,6 +21,7 @@ from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.hall import CHUNK, NewHall
 from tests.integration.engine.load import resting
 from tests.integration.engine.reference import log_probs
+from tests.support.gateways import Played
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
