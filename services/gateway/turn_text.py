@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from services.gateway.chat_tokens import ChatTokens, Messages
-from services.gateway.wire.request import TurnDelta, TurnResult, deltas_of
+from services.gateway.wire.request import TurnDelta, TurnResult
 from services.gateway.wire.turn_refused import TurnRefused
 
 MARKER = re.compile(
@@ -64,19 +64,13 @@ class TurnText:
 
     def finish(self, result: TurnResult) -> list[TurnDelta]:
         """Returns all that has not been told of the whole turn. Raises TurnRefused where what was told is not its beginning."""
-        left = []
-        for piece in deltas_of(result):
-            told = self._reasoning if piece.reasoning else self._content if piece.content else ""
-            text = piece.reasoning or piece.content
-            if not text.startswith(told) or (piece.reasoning and self._content and text != told):
-                raise _diverged()
-            if piece.tool_call is not None:
-                left.append(piece)
-            elif rest := text[len(told) :]:
-                left.append(TurnDelta(reasoning=rest) if piece.reasoning else TurnDelta(content=rest))
-        if (self._reasoning and not result.reasoning) or (self._content and not result.content):
+        reasoning, content = result.reasoning, result.content
+        begins = reasoning.startswith(self._reasoning) and content.startswith(self._content)
+        if not begins or (self._content and reasoning != self._reasoning):
             raise _diverged()
-        return left
+        texts = [TurnDelta(reasoning=reasoning[len(self._reasoning) :]), TurnDelta(content=content[len(self._content) :])]
+        calls = [TurnDelta(tool_call=call) for call in result.tool_calls]
+        return [piece for piece in texts if piece.reasoning or piece.content] + calls
 
     def _look(self) -> list[TurnDelta]:
         """Asks the parser which channel is open, and for its text. Returns the rest of the reasoning where it has ended."""
