@@ -33,11 +33,12 @@ SHOWN := $(if $(MAKE_TERMOUT),,| sed -un -e '/\(Downloading\|Using cached\).* MB
 # with this variable set every start of every process would compile it again, which doubles its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart install test test-extra test-docker lint size docs clean
+.PHONY: help quickstart agents install test test-extra test-docker lint size docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a tiny model on this machine's CPU, every service real"
+	@echo "make agents       train it over OpenAI's client, three turns a rollout, and draw how it learns"
 	@echo "make test         all tests that need neither a GPU nor docker"
 	@echo "make test-extra   more of the same kind, left out of CI"
 	@echo "make test-docker  those that need a Docker engine with Compose v2"
@@ -69,7 +70,7 @@ else
 	@echo "myxo: TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the build for CPUs ($(CPU_SIZE))"
 endif
 	@$(PIP) install --no-compile -c constraints.txt -e '.[all]' $(SHOWN)
-	@$(PIP) install --no-compile --no-deps -c constraints.txt sglang xgrammar $(SHOWN)
+	@$(PIP) install --no-compile --no-deps -c constraints.txt sglang xgrammar reasoning_gym $(SHOWN)
 	@rm -rf $(VENV)/engine-site
 	@$(PIP) install --no-compile --no-deps -c constraints.txt --target $(VENV)/engine-site torchvision $(SHOWN)
 	@echo "$(TORCH_INDEX)" > $@
@@ -78,6 +79,13 @@ endif
 quickstart: $(READY)
 	@$(BIN)/python examples/arithmetic/prepare.py runs/quickstart/data
 	@$(BIN)/myxo up examples/arithmetic/quickstart.toml --fresh
+
+# the same model again, and an agent that plays three turns with it
+agents: $(READY)
+	@$(BIN)/python examples/arithmetic/prepare.py runs/quickstart/data --if-missing
+	@$(BIN)/myxo up examples/arithmetic/quickstart.toml --fresh --name agents --agent examples.agents.openai_calculator:run \
+		--num-rollout 24 --rollout-batch-size 16 --rollout-concurrency 128 --eval-interval 6 \
+		--eval-prompt-data 'runs/quickstart/data/heldout.jsonl@[0:64]'
 
 # three at a time, file by file: most tests wait for processes to start
 test: $(READY)

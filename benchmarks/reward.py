@@ -6,21 +6,19 @@ process, with nothing around it: no deadline, no process that can be killed. The
 group, and the time from a group's hand-in to its rewards with as many groups in hand as the service has. Exit code 1 below `LEAST`.
 """
 
-import argparse
 import asyncio
-import json
 import logging
 import os
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import math_verify
 
+from benchmarks.command_line import machine, parsed, write
 from services.reward.scorer import IN_HAND
 from services.reward.scoring_pools import Verification, VerifierPool
 from shared.rewards.names import queue_of
@@ -145,25 +143,16 @@ def table(found: dict[str, Any], workers: int) -> str:
         waits = f"{side['p50_ms']:.0f} ms | {side['p99_ms']:.0f} ms" if "p50_ms" in side else "| "
         rows.append(f"| {name} | {side['groups_per_s']:.1f} | {side['cpu_ms_per_group']:.1f} | {waits} |")
     ratios = f"{found['ratio']:.2f} times the groups a second (at least {LEAST}), {found['ratio_by_cpu']:.2f} times by processor time"
-    machine = f"{os.cpu_count()} cores, {os.getloadavg()[0]:.1f} processes wanted one in the last minute"
-    return "\n".join([*rows, "", f"{ratios}; {100 * found['agree']:.1f} % of the rewards agree; {machine}"])
+    return "\n".join([*rows, "", f"{ratios}; {100 * found['agree']:.1f} % of the rewards agree; {machine()}"])
 
 
 def main() -> int:
     """The command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=GROUPS, metavar="N", help=f"groups of {SAMPLES} responses (default {GROUPS})")
-    parser.add_argument("--workers", type=int, default=WORKERS, metavar="N", help=f"processes (default {WORKERS})")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds (default {ROUNDS})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    options = parser.parse_args()
-    given = groups(options.groups)
-    found = measured(given, options.workers, options.rounds)
+    options = parsed(__doc__, groups=(GROUPS, f"groups of {SAMPLES} responses"), workers=(WORKERS, "processes"), rounds=(ROUNDS, "rounds"))
+    found = measured(groups(options.groups), options.workers, options.rounds)
     print(table(found, options.workers))
-    if options.json:
-        head = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        sizes = {"groups": options.groups, "samples": SAMPLES, "workers": options.workers, "rounds": options.rounds, "least": LEAST}
-        options.json.write_text(json.dumps({**head, **sizes, **found}, indent=2) + "\n")
+    sizes = {"groups": options.groups, "samples": SAMPLES, "workers": options.workers, "rounds": options.rounds, "least": LEAST}
+    write(options.json, {**sizes, **found})
     return int(max(found["ratio"], found["ratio_by_cpu"]) < LEAST)
 
 

@@ -7,7 +7,7 @@ import argparse
 import importlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from myxo.display.safe_console import SafeConsole
 from shared import __version__
@@ -34,6 +34,7 @@ COMMANDS = {
     "flags": ("flag_list:declare", "the flags of Megatron's that a run takes, and what became of the others"),
     "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
+    "completion": ("completion:declare", "a script that completes commands, flags and runs in your shell"),
 }
 """Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help.
 
@@ -63,25 +64,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Returns the parsed command line; ends the process where it is wrong, or asks for help."""
-    about = "RL post-training of language models as independent services on a message bus."
-    top = Parser(prog="myxo", description=about, allow_abbrev=False)
-    top.add_argument("--version", action="version", version=f"myxo {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    chosen = next(iter(words), None)
-    for name, (where, short) in COMMANDS.items():
-        if where.startswith("service_tools"):  # no word is an option here, --help neither: all of them are for the tool
-            command = commands.add_parser(name, help=short, add_help=False, prefix_chars="\0")
-        else:
-            command = commands.add_parser(name, help=short, description=f"{short[0].upper()}{short[1:]}.", allow_abbrev=False)
-        if name == chosen:
-            module, _, function = where.partition(":")
-            getattr(importlib.import_module(f"myxo.commands.{module}"), function)(command)
+    top = parser(declared=words[:1])
     parsed, rest = top.parse_known_args(words)
     if rest and hasattr(parsed, "take_rest"):
         rest = parsed.take_rest(parsed, rest)
     if rest:
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
+
+
+def parser(declared: Container[str]) -> Parser:
+    """Returns the parser of all commands, of which the ``declared`` ones have their arguments."""
+    about = "RL post-training of language models as independent services on a message bus."
+    top = Parser(prog="myxo", description=about, allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"myxo {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, (where, short) in COMMANDS.items():
+        if where.startswith("service_tools"):  # no word is an option here, --help neither: all of them are for the tool
+            command = commands.add_parser(name, help=short, add_help=False, prefix_chars="\0")
+        else:
+            command = commands.add_parser(name, help=short, description=f"{short[0].upper()}{short[1:]}.", allow_abbrev=False)
+        if name in declared:
+            module, _, function = where.partition(":")
+            getattr(importlib.import_module(f"myxo.commands.{module}"), function)(command)
+    return top
 
 
 if __name__ == "__main__":

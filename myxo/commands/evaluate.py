@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from myxo.commands.command_arguments import add_json
 from myxo.commands.up import take_flags, up
+from myxo.display.safe_console import SafeConsole
 from myxo.display.text import figure_table
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
@@ -38,6 +40,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument("run", metavar="RUN|CONFIG", help="a run's name or its directory, or a config's TOML file")
     command.add_argument("--version", type=int, metavar="N", help="the weight version (default: the newest on disk)")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
+    add_json(command)
     command.set_defaults(run_command=_run, flags=[], take_rest=take_flags)
 
 
@@ -49,18 +52,22 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         )
     item = chosen_version(config, parsed.version)
     directory = config.run.root / "evaluations"
-    console.print(f"Version {item.version} of {config.run.name} is {item.what}.", soft_wrap=True)
+    told = SafeConsole(stderr=True) if parsed.json else console
+    told.print(f"Version {item.version} of {config.run.name} is {item.what}.", soft_wrap=True)
     model = materialized(item, directory / f"v{item.version:06d}-model")
     own = evaluating(config, item.version, model)
     path = directory / f"v{item.version:06d}.toml"
     path.write_text(config_toml.dump(own))
-    code = up(Source.of(path, []), console, fresh=True)
+    code = up(Source.of(path, []), told, fresh=True)
     if code == exit_codes.DONE:
         figures = _figures(own, item.version)
         replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())
         found = [EvaluationSummary(**fields) for fields in figures["evaluations"]]
         rows = [(f"eval/{one.dataset}", f"{one.mean_reward:.3f} over {one.samples} samples{evaluation_details(one)}") for one in found]
-        console.print(figure_table(rows, f"Version {item.version} of {config.run.name}"))
+        if parsed.json:
+            console.file.write(json.dumps(figures, indent=2) + "\n")
+        else:
+            console.print(figure_table(rows, f"Version {item.version} of {config.run.name}"))
     return code
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from myxo.commands.command_arguments import add_json
+from myxo.display.text import json_text
 from shared.config import flags, megatron_flags, presets
 from shared.config.megatron_flags import UNSET, Flag
 from shared.runtime import exit_codes
@@ -26,10 +28,11 @@ SOURCES = (
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     command.add_argument("pattern", metavar="PATTERN", nargs="?", help="part of a flag's name: look among the config's own flags, too")
-    command.set_defaults(run_command=lambda parsed, console: flag_list(parsed.pattern, console))
+    add_json(command, "one JSON object a flag, in a list")
+    command.set_defaults(run_command=lambda parsed, console: flag_list(parsed.pattern, console, parsed.json))
 
 
-def flag_list(pattern: str | None, console: Console) -> int:
+def flag_list(pattern: str | None, console: Console, as_json: bool = False) -> int:
     """Prints one line a flag: spellings, kind, default, meaning. Returns the exit code.
 
     Args:
@@ -40,8 +43,14 @@ def flag_list(pattern: str | None, console: Console) -> int:
     lines = lines_of(pattern)
     if not lines:
         raise ConfigError("PATTERN", pattern, "no flag's name holds it; `myxo flags` lists Megatron's, `myxo up --help` the config's own")
-    console.file.write("\n".join(lines) + "\n")
+    console.file.write(json_text(list(map(_plain, lines))) + "\n" if as_json else "\n".join(lines) + "\n")
     return exit_codes.DONE
+
+
+def _plain(line: str) -> dict[str, object]:
+    """Returns a line as spellings and what is said of them."""
+    spellings, _, text = line.strip().partition("  ")
+    return {"flags": [word for word in spellings.replace(",", " ").split() if word.startswith("-")], "text": text.strip()}
 
 
 def lines_of(pattern: str | None) -> list[str]:

@@ -50,7 +50,8 @@ def declare_watch(command: argparse.ArgumentParser) -> None:
 def declare_summary(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo summary``."""
     add_run(command)
-    command.set_defaults(run_command=lambda parsed, console: asyncio.run(summary(parsed.run, parsed.dir, console)))
+    add_json(command)
+    command.set_defaults(run_command=lambda parsed, console: asyncio.run(summary(parsed.run, parsed.dir, console, parsed.json)))
 
 
 async def status(run: str, directory: Path, console: Console, as_json: bool) -> int:
@@ -145,7 +146,7 @@ async def _until_end(access: Access, console: Console) -> None:
         shown.close()
 
 
-async def summary(run: str, directory: Path, console: Console) -> int:
+async def summary(run: str, directory: Path, console: Console, as_json: bool) -> int:
     """Writes and prints a run's summary. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
-        return await exit_report.report(access.bus, access.run, access.directory, console)
+        return await exit_report.report(access.bus, access.run, access.directory, console, as_json)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.display import reward_chart
+from myxo.display.safe_console import SafeConsole
 from myxo.display.text import duration, figure_table, json_text, shortened_line
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_summary import EvaluationSummary, Summary, SummaryTally, collect
@@ -29,11 +30,15 @@ AGAIN_SECONDS = 0.5
 """The pause before the summary is tried again."""
 
 
-async def report(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
+async def report(bus: Bus, run: str, directory: RunDirectory, console: Console, as_json: bool = False) -> int:
     """Sums the run up into its directory and onto the console. Returns 0, or 1 where the audit found a violation."""
     tally = await collect(bus, run)
     summary = tally.summary()
-    console.print(table(summary))
+    if as_json:
+        console.file.write(json_text(asdict(summary)) + "\n")
+        console = SafeConsole(stderr=True)
+    else:
+        console.print(table(summary))
     try:
         _write(tally, summary, directory, console)
     except OSError as error:  # on a full disk the table is all there is

@@ -17,6 +17,7 @@ import structlog
 from numpy.typing import NDArray
 
 from services.gateway.renderer_tokenizer import RendererTokenizer
+from services.gateway.wire.request_body import shallow
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
@@ -55,6 +56,9 @@ PROBES: tuple[tuple[Messages, Messages], ...] = (
     ),
 )
 """Conversations, with tools, that a family's renderer and the model's template must render alike."""
+
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
+"""What a renderer raises for what it cannot read."""
 
 PARSERS = {"<function=": "qwen3.5", "<tool_call>": "qwen3"}
 """Parsers of tool calls for templates of no known family, by what stands in them."""
@@ -153,7 +157,7 @@ class ChatTokens:
             raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
         try:
             found = self._renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True)
-        except (ConfigError, ValueError, TypeError, KeyError, AssertionError) as error:
+        except (ConfigError, *UNREADABLE) as error:
             raise TurnRefused(400, f"the model's chat template refuses them: {str(error)[:300]}", field=place) from None
         return np.asarray(found, np.int32)
 
@@ -162,7 +166,7 @@ class ChatTokens:
         before, drawn = turn.prompt.tolist(), turn.completion.tolist()
         try:
             found = self._renderer.bridge_to_next_turn(before, drawn, list(messages), tools=list(tools) or None)
-        except (ValueError, TypeError, KeyError, AssertionError):
+        except UNREADABLE:
             return None
         ids = None if found is None else np.asarray(found.token_ids, np.int32)
         begins = ids is not None and np.array_equal(ids[: len(before) + len(drawn)], turn.tokens)
@@ -178,22 +182,28 @@ class ChatTokens:
 
     def parse_tokens(self, prompt: list[int], completion: list[int], tools: Messages) -> ParsedTurn:
         """Returns a completion, or its beginning, as a message. Reasoning that was not closed has the form of one that was."""
-        found = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
+        try:
+            found = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
+        except UNREADABLE:  # a model draws anything
+            return ParsedTurn("", "", (ParsedCall(self.tokenizer.decode(completion), "unreadable"),))
         calls = tuple(
-            ParsedCall(call.raw, call_status(str(call.status.value), call.arguments), call.name or "", call.arguments, call.id)
+            ParsedCall(call.raw, call_status(str(call.status.value), call.name, call.arguments), call.name or "", call.arguments, call.id)
             for call in found.tool_calls
         )
         reasoning = found.reasoning_content or ""
         return ParsedTurn(found.content, reasoning.strip() if self._strips else reasoning, calls)
 
 
-def call_status(status: str, arguments: Any) -> str:
-    """Returns the status of a call by what it was drawn with: arguments are an object of JSON, which has no NaN and no Infinity."""
+def call_status(status: str, name: Any, arguments: Any) -> str:
+    """Returns the status of a call by what it was drawn with: a name is text, and arguments are an object of JSON, which has no NaN and no
+    Infinity, and that a client may send back."""
     if status != "ok":
         return status
+    if not isinstance(name, str):
+        return "invalid_name"
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        json.dumps(read, allow_nan=False)
+        json.dumps(shallow(read), allow_nan=False)
     except (ValueError, RecursionError):
         return "invalid_arguments"
     return status if read is None or isinstance(read, dict) else "invalid_arguments"

@@ -6,9 +6,10 @@ a new request that has such a digest is the turn that it continues, and only wha
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from services.gateway.wire.request_body import shallow
 from shared.sessions.session import Turn
 
 Messages = Sequence[Mapping[str, Any]]
@@ -24,13 +25,22 @@ def digests(messages: Messages, tools: Messages) -> list[str]:
     return found
 
 
-def continued(turns: Iterable[Turn], messages: Messages, tools: Messages) -> tuple[Turn, Messages] | None:
-    """Returns the turn that a conversation continues, with the messages that are new; None where there is no such turn."""
-    known = {turn.conversation: turn for turn in turns if turn.conversation}
+def continued(turns: Iterable[Turn], messages: Messages, tools: Messages, reasoning: Callable[[Turn], str]) -> tuple[Turn, Messages] | None:
+    """Returns the turn that a conversation continues, with the messages that are new; None where there is no such turn.
+
+    Args:
+        reasoning: of a turn. Of several that say the same, the one counts whose reasoning the client has sent back, else the newest.
+    """
+    known: dict[str, list[Turn]] = {}
+    for turn in turns:
+        if turn.conversation:
+            known.setdefault(turn.conversation, []).append(turn)
     found = digests(messages, tools)
     for count in range(len(messages) - 1, 0, -1):
-        if found[count] in known:
-            return known[found[count]], messages[count:]
+        if alike := known.get(found[count]):
+            thought = messages[count - 1].get("reasoning_content") if len(alike) > 1 else None
+            fitting = [turn for turn in alike if thought and reasoning(turn) == thought]
+            return (fitting or alike)[-1], messages[count:]
     return None
 
 
@@ -46,8 +56,8 @@ def _told(message: Mapping[str, Any]) -> dict[str, Any]:
 def _object(arguments: Any) -> Any:
     """Returns the arguments of a call as an object where they are one: some clients write their text anew."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+        return shallow(json.loads(arguments)) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import resource
 from pathlib import Path
 
 from services.gateway.chat_tokens import ChatTokens
@@ -36,6 +37,8 @@ async def serve(service: Service) -> None:
     from outside.
     """
     config, section = service.config, service.config.gateway
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client's connection is one
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), config.data.apply_chat_template_kwargs)
     sessions = SessionStore(service.store, service.run)
     replicas = Replicas(service.registry, section.gateway_replica_requests)

@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer with the methods by which the `renderers` package asks for it."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,17 +20,22 @@ class EncodedTexts:
     def __init__(self, tokenizer: Tokenizer, most: int = KEPT_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
+        self._lock = threading.Lock()
         self.characters = 0
 
     def of(self, text: str) -> NDArray[np.int32]:
         """Returns a text's ids: int32 [T], not to be changed."""
-        if (found := self._ids.get(text)) is not None:
-            self._ids.move_to_end(text)
-            return found
-        self._ids[text] = ids = self._tokenizer.encode(text)
-        self.characters += len(text)
-        while self.characters > self._most:
-            self.characters -= len(self._ids.popitem(last=False)[0])
+        with self._lock:  # long prompts are made in threads of their own
+            if (found := self._ids.get(text)) is not None:
+                self._ids.move_to_end(text)
+                return found
+        ids = self._tokenizer.encode(text)
+        with self._lock:
+            if text not in self._ids:
+                self.characters += len(text)
+            self._ids[text] = ids
+            while self.characters > self._most:
+                self.characters -= len(self._ids.popitem(last=False)[0])
         return ids
 
 

@@ -152,7 +152,9 @@ class Turns:
 
     def _made(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Carries on the turn that the conversation goes on from, where that can be done with its very ids; else renders it anew."""
-        found = continued(log.turns.values(), asked.messages, asked.tools)
+        found = continued(
+            log.turns.values(), asked.messages, asked.tools, lambda turn: self._chat_tokens.parse(turn, asked.tools).reasoning
+        )
         if found is not None:
             turn, further = found
             if (bridged := self._chat_tokens.bridge(turn, further, asked.tools)) is not None:

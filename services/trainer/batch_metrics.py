@@ -10,6 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from services.trainer.packing import PackedBatch
@@ -55,7 +56,7 @@ class StatColumn(IntEnum):
     """trained: tokens with mask 1. masked: tokens masked for their age. response: tokens. rollout: the sample's, in its group.
     oldest: version of the oldest trained token, 0 where there is none. truncated: 1 where generation ran into its limit.
     looping: 1 where the response ends in a loop. rounds: its metadata's ``round_number``, 0 where there is none.
-    undrawn: 1 where it is trained and has no log-probs of the rollout's."""
+    role: a number of the sample's role, 0 without roles. undrawn: 1 where it is trained and has no log-probs of the rollout's."""
 
     TRAINED = 0
     MASKED = 1
@@ -66,6 +67,7 @@ class StatColumn(IntEnum):
     LOOPING = 6
     ROUNDS = 7
     UNDRAWN = 8
+    ROLE = 9
 
 
 def empty_table(samples: int) -> Table:
@@ -85,7 +87,8 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
     length, rounds = len(sample.response), sample.metadata.get(ROUND_NUMBER)
     known = rounds if isinstance(rounds, int | float) and np.isfinite(rounds) else 0
     undrawn = trained > 0 and sample.log_probs is None
-    return trained, masked, length, sample.rollout, oldest, sample.finish == "length", loops(sample.response), known, undrawn
+    cut, role = sample.finish == "length", xxhash.xxh3_64_intdigest(sample.role.encode()) >> 11 if sample.role else 0  # exact in a float64
+    return trained, masked, length, sample.rollout, oldest, cut, loops(sample.response), known, undrawn, role
 
 
 def metrics_of_batch(batch: Batch, stats: Table) -> dict[str, float]:
@@ -102,7 +105,7 @@ def metrics_of_batch(batch: Batch, stats: Table) -> dict[str, float]:
         "truncated": float(stats[:, StatColumn.TRUNCATED].mean()),
         "staleness_mean": float(ages.mean()),
         "staleness_max": float(ages.max()),
-        "zero_std_groups": float(np.mean([len(set(group.rewards)) == 1 for group in batch.groups])),
+        "zero_std_groups": float(np.mean([all(len(set(rewards)) == 1 for rewards in roles) for roles in rewards_by_role(batch, stats)])),
         "masked_tokens": float(stats[:, StatColumn.MASKED].sum()),
         "removed_samples": float(sum(len(group.removed) for group in batch.groups)),
     }
@@ -121,7 +124,18 @@ def rollout_metrics(batch: Batch, stats: Table, shaped: Sequence[float] | None) 
     found["repetition_frac"] = float(stats[:, StatColumn.LOOPING].mean())
     if shaped is not None:
         found["rewards"] = float(np.mean(shaped))
-    return found | zero_std([group.rewards for group in batch.groups])
+    return found | zero_std([rewards for roles in rewards_by_role(batch, stats) for rewards in roles])
+
+
+def rewards_by_role(batch: Batch, stats: Table) -> list[list[list[float]]]:
+    """Returns the rewards of each group, role by role: those that are compared with one another."""
+    roles, found = iter(stats[:, StatColumn.ROLE].tolist()), []
+    for group in batch.groups:
+        own: dict[float, list[float]] = {}
+        for reward, role in zip(group.rewards, roles, strict=False):
+            own.setdefault(role, []).append(reward)
+        found.append(list(own.values()))
+    return found
 
 
 def multi_turn(stats: Table, longest: int) -> dict[str, float]:

@@ -176,6 +176,11 @@ def rollouts_of(partition: Partition, stats: Table) -> list[tuple[int, int]]:
     return [(item.group, int(rollout)) for item, rollout in zip(partition.items, stats[:, StatColumn.ROLLOUT], strict=True)]
 
 
+def baselines_of(partition: Partition, stats: Table) -> list[tuple[int, float]]:
+    """Returns what each sample's reward is compared with, unique over the whole batch: its group and its role in it."""
+    return [(item.group, role) for item, role in zip(partition.items, stats[:, StatColumn.ROLE].tolist(), strict=True)]
+
+
 def _step_weights(
     placement: Placement, partition: Partition, stats: Table, objective: AlgorithmSection
 ) -> tuple[dict[int, float], float] | None:

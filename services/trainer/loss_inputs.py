@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.batch_metrics import Sum
-from services.trainer.batches import TEACHER, TrainBatch, rollouts_of
+from services.trainer.batches import TEACHER, TrainBatch, baselines_of, rollouts_of
 from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.objective.advantage import (
@@ -93,7 +93,7 @@ class LossInputs:
     def _advantages(self, batch: TrainBatch, masks: Sequence[Tensor]) -> Advantages:
         """Returns the advantages of this rank's samples before distillation and whitening."""
         partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
-        groups = [item.group for item in partition.items]
+        groups = baselines_of(partition, batch.sample_stats)
         kl = _in_order(batch, "kl") if wanted.kl else None
         rewards: Rewards = partition.rewards if batch.rewards is None else batch.rewards
         if kl is not None and self._objective.advantage_estimator == "rloo":

@@ -67,13 +67,20 @@ class Partition:
 
 
 def partition_batch(
-    batch: Batch, optimizer_steps: int, dp_size: int, max_tokens: int, cost: Cost = float, longest: int | None = None
+    batch: Batch,
+    optimizer_steps: int,
+    dp_size: int,
+    max_tokens: int,
+    cost: Cost = float,
+    longest: int | None = None,
+    *,
+    closely: bool = False,
 ) -> Partition:
     """Partitions a batch among optimizer steps, ranks and micro-batches.
 
     Args:
         max_tokens: the most tokens of a micro-batch. longest: the most of a sample, default: as many; a sample of more tokens than a
-            micro-batch holds is one by itself.
+            micro-batch holds is one by itself. closely: samples of a group go into the same micro-batches, where that costs nothing.
 
     Raises:
         Untrainable: references that do not say how long their samples are, and samples over ``longest``.
@@ -83,7 +90,7 @@ def partition_batch(
     groups = enumerate(batch.groups)
     items = [PartitionItem(index, position, tokens) for index, group in groups for position, tokens in enumerate(group.payload.tokens)]
     trained = [item.position not in (*batch.groups[item.group].removed, *batch.groups[item.group].stale) for item in items]
-    steps = [_placed(part, items, dp_size, max_tokens, cost) for part in parts(trained, optimizer_steps)]
+    steps = [_placed(part, items, dp_size, max_tokens, cost, closely) for part in parts(trained, optimizer_steps)]
     return Partition(batch, items, steps)
 
 
@@ -107,9 +114,10 @@ def parts(trained: Sequence[bool], count: int) -> list[range]:
     return [part for part in found if any(trained[index] for index in part)] or [range(len(trained))]
 
 
-def _placed(part: range, items: list[PartitionItem], dp_size: int, max_tokens: int, cost: Cost) -> Placement:
+def _placed(part: range, items: list[PartitionItem], dp_size: int, max_tokens: int, cost: Cost, closely: bool) -> Placement:
     chosen = [items[index] for index in part]
     lengths = [item.tokens for item in chosen]
     filled = [min(length, max_tokens) for length in lengths]
-    placement = balance(filled, dp_size, max_tokens, costs=[cost(length) for length in lengths], units=[item.group for item in chosen])
+    costs, units = [cost(length) for length in lengths], [item.group for item in chosen]
+    placement = balance(filled, dp_size, max_tokens, costs=costs, units=units, closely=closely)
     return [[[part.start + index for index in micro_batch] for micro_batch in rank] for rank in placement]

@@ -45,6 +45,7 @@ def balance(
     *,
     costs: Sequence[float] | None = None,
     units: Sequence[Hashable] | None = None,
+    closely: bool = False,
 ) -> list[list[list[int]]]:
     """Deals samples to ranks and micro-batches: ``placement[rank][micro_batch]`` is an ascending list of indices.
 
@@ -58,6 +59,7 @@ def balance(
         lengths: tokens of each sample. max_tokens_per_rank: tokens a micro-batch may hold.
         costs: the amounts to balance, > 0 each (for example FLOPs); tokens if not given. The budget is always in tokens.
         units: the unit of each sample; those of one unit should stay together.
+        closely: also in micro-batches, of a rank that gets whole units, as far as that takes no more of them.
 
     Raises SampleTooLong, which names the sample by its index.
     """
@@ -65,7 +67,7 @@ def balance(
     for index, length in enumerate(lengths):
         if length > max_tokens_per_rank:
             raise SampleTooLong(f"number {index} of the batch", length, max_tokens_per_rank)
-    if units is not None and (together := _whole_units(lengths, costs, units, dp_size, max_tokens_per_rank)) is not None:
+    if units is not None and (together := _whole_units(lengths, costs, units, dp_size, max_tokens_per_rank, closely)) is not None:
         return together
     count = max(1, -(-_fewest_bins(lengths, max_tokens_per_rank) // dp_size))
     # Ends at the latest with as many bins as samples: differencing then leaves every sample alone.
@@ -77,7 +79,7 @@ def balance(
 
 
 def _whole_units(
-    lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], dp_size: int, budget: int
+    lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], dp_size: int, budget: int, closely: bool
 ) -> list[list[list[int]]] | None:
     """Returns the placement that splits no unit; None where it would leave the ranks with unlike work."""
     ranks = _ranks_of_units(costs, units, dp_size)
@@ -85,9 +87,13 @@ def _whole_units(
         return None
     count = max(_fewest_bins([lengths[i] for i in rank], budget) for rank in ranks)
     while True:
-        placed = [_bins_of_rank(rank, lengths, costs, count, budget) for rank in ranks]
+        placed = [_bins_of_rank([[i] for i in rank], lengths, costs, count, budget) for rank in ranks]
         bins_of_ranks = [bins for bins in placed if bins is not None]
         if len(bins_of_ranks) == dp_size:
+            if closely and count > 1:
+                bins_of_ranks = [
+                    _close_bins(rank, lengths, costs, units, count, budget) or bins for rank, bins in zip(ranks, bins_of_ranks, strict=True)
+                ]
             return [[members for (members,) in _rows(bins, costs, 1)] for bins in bins_of_ranks]
         count += 1
 
@@ -102,10 +108,38 @@ def _ranks_of_units(costs: Sequence[float], units: Sequence[Hashable], dp_size: 
     return [sorted(i for unit in dealt for i in together[unit]) for dealt in differencing(unit_costs, dp_size)]
 
 
-def _bins_of_rank(rank: list[int], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int) -> list[list[int]] | None:
-    """Returns ``count`` micro-batches of a rank's samples; None where they do not fit."""
-    placed = _within_budget([lengths[i] for i in rank], [costs[i] for i in rank], count, budget)
-    return None if placed is None else [[rank[i] for i in members] for members in placed]
+def _bins_of_rank(
+    pieces: list[list[int]], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
+) -> list[list[int]] | None:
+    """Returns ``count`` micro-batches of a rank's samples, in pieces that stay whole; None where they do not fit."""
+    tokens, dear = [sum(lengths[i] for i in piece) for piece in pieces], [sum(costs[i] for i in piece) for piece in pieces]
+    placed = _within_budget(tokens, dear, count, budget)
+    return None if placed is None else [sorted(i for piece in members for i in pieces[piece]) for members in placed]
+
+
+def _close_bins(
+    rank: list[int], lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], count: int, budget: int
+) -> list[list[int]] | None:
+    """Returns ``count`` micro-batches of a rank's samples, in each of them large pieces of units; None where only small ones fit."""
+    for most in (budget, budget // 2, budget // 4):
+        pieces = _pieces(rank, lengths, units, most)
+        if len(pieces) >= count and (bins := _bins_of_rank(pieces, lengths, costs, count, budget)) is not None:
+            return bins
+    return None
+
+
+def _pieces(rank: list[int], lengths: Sequence[int], units: Sequence[Hashable], most: int) -> list[list[int]]:
+    """Cuts each unit into runs of its samples, in order, of at most ``most`` tokens, or of one sample that has more."""
+    found: list[list[int]] = []
+    latest: dict[Hashable, tuple[list[int], int]] = {}  # of each unit the last run, and its tokens
+    for index in rank:
+        run, tokens = latest.get(units[index], ([], most))
+        if tokens + lengths[index] > most:
+            found.append(run := [])
+            tokens = 0
+        run.append(index)
+        latest[units[index]] = run, tokens + lengths[index]
+    return found
 
 
 def _rows(bins: list[list[int]], costs: Sequence[float], width: int) -> list[list[list[int]]]:

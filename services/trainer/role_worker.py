@@ -152,7 +152,8 @@ class RoleWorker:
 
     def _partition(self, batch: Batch) -> Partition:
         optimizer_steps = self._config.trainer.num_steps_per_rollout
-        return partition_batch(batch, optimizer_steps, self._actor.data_parallel_size, self._max_tokens, self._operations, self._longest)
+        ranks, closely = self._actor.data_parallel_size, self._actor.model.least_saved is not None
+        return partition_batch(batch, optimizer_steps, ranks, self._max_tokens, self._operations, self._longest, closely=closely)
 
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
         """Takes the batch's optimizer steps in order."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
-from shared.config.rollout_section import GENERATORS, Command
+from shared.config.rollout_section import GENERATORS, Command, Roles
 from shared.config.section import hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
@@ -40,6 +40,7 @@ class EvalSet(BaseModel):
     custom_generate_function_path: str | None = hook("that generates its samples; default: rollout.custom_generate_function_path")
     agent: str | None = hook("that plays its rollouts; default: rollout.agent")
     agent_options: dict[str, Any] | None = Field(default=None, description="what its agent is told; default: rollout.agent_options")
+    agent_roles: Roles | None = Field(default=None, description="who plays its rollouts; default: rollout.agent_roles, with its agent")
     agent_command: Command | None = Field(default=None, description="command line that plays its rollouts; default: rollout.agent_command")
     n_samples_per_eval_prompt: int | None = Field(default=None, gt=0, le=MAX_SAMPLES, description="samples a prompt")
     temperature: float | None = Field(default=None, ge=0, description="default: eval_temperature")

@@ -29,6 +29,7 @@ _FIELDS: dict[str, dict[str, tuple[str, str | None]]] = {
         "agent": ("agent", None),
         "agent_command": ("agent_command", None),
         "agent_options": ("agent_options", None),
+        "agent_roles": ("agent_roles", None),
     },
     "data": {
         "input_key": ("input_key", "eval_input_key"),
@@ -87,7 +88,7 @@ class EvalView:
                     values.setdefault(field, value)
         if name == "rollout":
             if self.own.generators:  # it takes the place of whichever the run has
-                values = dict.fromkeys(GENERATORS) | {"agent_command": []} | values
+                values = dict.fromkeys(GENERATORS) | {"agent_command": [], "agent_roles": []} | values
             values["rollout_max_prompt_len"] = self._max_prompt_len()
         if name == "reward":
             values["reward_key"] = self.own.reward_key or self.run.reward.key(evaluation=True)

@@ -4,11 +4,11 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
 from shared.runtime.container_runtime import Runtime
-from shared.schema.limits import MAX_SAMPLES
+from shared.schema.limits import MAX_SAMPLES, ROLE
 from shared.schema.overlong import OverlongPolicy
 
 STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
@@ -25,6 +25,16 @@ def _as_text(words: list[str]) -> str:
 
 Command = Annotated[list[str], BeforeValidator(lambda given: shlex.split(given) if isinstance(given, str) else given), Words(_as_text)]
 """A command line: a list, or text that is split as a shell would."""
+
+
+def _each_once(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError("a name stands there twice")
+    return names
+
+
+Roles = Annotated[list[Annotated[str, StringConstraints(pattern=ROLE)]], AfterValidator(_each_once)]
+"""The names of those that play a rollout together."""
 
 
 class RolloutSection(Section):
@@ -143,6 +153,10 @@ class RolloutSection(Section):
         description="command line, as text or a list, of an agent in place of a function: data on its standard input; base URL and key in "
         "OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY; the reward is the last line that it prints",
     )
+    agent_roles: Roles = Field(
+        default=[],
+        description="names of those that play a rollout together, each with a key and a reward of its own, compared within its role",
+    )
     agent_image: str | None = Field(
         default=None,
         pattern=r"^[^-\s]\S*$",
@@ -174,7 +188,12 @@ class RolloutSection(Section):
     agent_tries: int = Field(
         default=3, gt=0, description="sessions that a rollout may take: an agent that fails begins anew in a fresh one", **MUTABLE
     )
-    agent_workers: int = Field(default=2, gt=0, description="processes for agent in a rollout service, each with many rollouts", **MUTABLE)
+    agent_workers: int | None = Field(
+        default=None,
+        gt=0,
+        description="processes for agent in a rollout service, each with many rollouts; default: half of the cores among all replicas",
+        **MUTABLE,
+    )
     agent_concurrency: int | None = Field(
         default=None,
         gt=0,

@@ -6,6 +6,7 @@ services read it from there.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,9 @@ from shared.schema.overlong import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 """Fields that hold the path of a model, or its name on the hub."""
+
+CORES_OF_GATEWAY, MOST_GATEWAYS = 8, 8
+"""How many cores of the machine there are for each gateway, and the most gateways, where the run does not say how many."""
 
 
 class RunConfig(Section):
@@ -98,6 +102,8 @@ class RunConfig(Section):
         yield from self._groups_from_outside()
         if self.has_agents and not self.gateways:
             yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
+        if self.rollout.agent_roles and not (self.rollout.agent or self.rollout.agent_command):
+            yield "rollout.agent_roles: no agent plays the rollouts; use agent or agent_command"
         if self.rollout.agent_service and not self.has_agents:
             yield "rollout.agent_service: no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does"
         yield from self._one_generator()
@@ -244,9 +250,12 @@ class RunConfig(Section):
 
     @property
     def gateways(self) -> int:
-        """Returns how many gateways `myxo up` starts: as many as are asked for, else one where somebody needs it."""
-        given = self.gateway.gateway_replicas
-        return int(self.has_agents or self.ingest.ingest_groups != "off") if given is None else given
+        """Returns how many gateways `myxo up` starts: as many as are asked for, else what the machine's cores feed, if any."""
+        if self.gateway.gateway_replicas is not None:
+            return self.gateway.gateway_replicas
+        if self.has_agents and not self.gateway.gateway_port:
+            return max(1, min(MOST_GATEWAYS, len(os.sched_getaffinity(0)) // CORES_OF_GATEWAY))
+        return int(self.has_agents or self.ingest.ingest_groups != "off")
 
     @property
     def trained(self) -> Path:

@@ -14,6 +14,7 @@ from shared.config.curriculum_section import CurriculumSection
 from shared.config.run_config import RunConfig
 from shared.data.adaptive_level import LEVEL, AdaptiveLevel
 from shared.rewards.names import REASONING_GYM
+from shared.rewards.reasoning_gym_score import reasoning_gym_factory
 from shared.runtime.errors import ConfigError, nearest
 
 FIELD, PARAMETERS = "curriculum.reasoning_gym", "curriculum.reasoning_gym_parameters"
@@ -78,13 +79,12 @@ class TaskGenerator:
     """One generator of the package, at any level. Raises ConfigError for one that there is none of, and for its parameters."""
 
     def __init__(self, name: str, curriculum: CurriculumSection, seed: int) -> None:
-        from reasoning_gym.factory import CURRICULA, DATASETS  # seconds to import, and only where it is asked for
-
-        if name not in DATASETS:
-            raise ConfigError(FIELD, name, f"no generator of reasoning-gym; {nearest(name, sorted(DATASETS))}")
+        factory = reasoning_gym_factory()
+        if name not in factory.DATASETS:
+            raise ConfigError(FIELD, name, f"no generator of reasoning-gym; {nearest(name, sorted(factory.DATASETS))}")
         self.name, self._seed = name, seed
-        self._dataset, self._config = DATASETS[name]
-        self._made = CURRICULA[name]() if name in CURRICULA else None
+        self._dataset, self._config = factory.DATASETS[name]
+        self._made = factory.CURRICULA[name]() if name in factory.CURRICULA else None
         self._parameters = curriculum.reasoning_gym_parameters.get(name, {})
         known = {field.name for field in dataclasses.fields(self._config)} - {"seed", "size"}
         for parameter in sorted(set(self._parameters) - known):
@@ -116,7 +116,9 @@ class TaskGenerator:
     def _opened(self, level: int, block: int) -> Any:
         config = self._configuration(level, block)
         try:
-            return self._dataset(config=config)
+            dataset = self._dataset(config=config)
+            dataset[0]
+            return dataset
         except Exception as error:  # whatever the package trips over
             raise self._refusal(level, error) from None
 

@@ -49,11 +49,11 @@ class MetricGatherer:
 
 
 def nonzero_std(args: Any, group: list[HookSample], **_: Any) -> DynamicFilterOutput:
-    """Keeps a group unless its rewards are all equal, which gives zero advantages."""
-    rewards = {sample.get_reward_value(args) for sample in group}
-    if len(rewards) > 1:
+    """Keeps a group unless its rewards are all equal, within each role where there are roles, which gives zero advantages."""
+    rewards = {(getattr(sample, "role", ""), sample.get_reward_value(args)) for sample in group}
+    if len(rewards) > len({role for role, _ in rewards}):
         return DynamicFilterOutput(True)
-    return DynamicFilterOutput(False, f"zero_std_{round(rewards.pop(), 1):g}")
+    return DynamicFilterOutput(False, f"zero_std_{round(min(reward for _, reward in rewards), 1):g}")
 
 
 def check_reward_nonzero_std(args: Any, samples: list[HookSample], **_: Any) -> DynamicFilterOutput:

@@ -44,6 +44,9 @@ GroupId = Annotated[str, StringConstraints(max_length=160, pattern=r"^[A-Za-z0-9
 Name = Annotated[str, StringConstraints(max_length=128, pattern=_VISIBLE)]
 """The name of a service's instance, an environment or a data set."""
 
+ROLE = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
+"""The name of one of those that play a rollout together; it is the name of a reward, too."""
+
 PartName = Annotated[str, StringConstraints(max_length=MAX_NAME, pattern=_VISIBLE)]
 """The name of one of several rewards of a sample."""
 

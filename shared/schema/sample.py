@@ -3,6 +3,7 @@
 A group's samples are encoded into one or more blobs (MessagePack, arrays as raw bytes); a reference lists the keys.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +18,7 @@ from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
-from shared.schema.limits import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, Parts, Reason, Reward, is_part_name, is_reward
+from shared.schema.limits import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, ROLE, Parts, Reason, Reward, is_part_name, is_reward
 from shared.schema.messages import SampleMeta
 
 SCHEMA = 1
@@ -74,6 +75,7 @@ class Sample:
     [0, R) in order; text: the decoded response; rollout: the index of the group's rollout that it comes from, by default its own ``index``;
     samples that fan out of one rollout share it.
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
+    role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     """
 
@@ -92,6 +94,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     rollout: int = -1
     given_reward: float | dict[str, float] | None = None
+    role: str = ""
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -151,6 +154,8 @@ class Sample:
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
 
     def _given_problem(self) -> str | None:
+        if not isinstance(self.role, str) or (self.role and not re.match(ROLE, self.role)):
+            return f"role is {str(self.role)[:80]!r}; expected 1 to 64 letters, digits, '-' and '_'"
         if type(self.label_json) is not bool or (self.label_json and not _is_json(self.label)):
             return f"label_json is {str(self.label_json)[:80]!r} and label {str(self.label)[:80]!r}; expected JSON text where it is true"
         for name in ("metadata", "attributes"):

@@ -21,6 +21,17 @@ FLAGS = (
 PREPARE = "python examples/arithmetic/prepare.py --if-missing --train 256 --heldout 8 --demonstrations 256 runs/quickstart/data"
 
 
+TESTED = """
+from shared.rewards.reference import Reference
+from shared.rewards.unit_tests import close_sandboxes, unit_tests
+for body in ("a + b", "a * b"):
+    code = f"```python\\ndef add(a, b):\\n    return {body}\\n```"
+    print(unit_tests(code, Reference('["assert add(1, 2) == 3", "assert add(0, 0) == 0"]')))
+close_sandboxes()
+"""
+"""Has a reward service's container score two responses by tests that run in sandboxes."""
+
+
 def flags(steps: int) -> str:
     """The run's flags, to train ``steps`` steps in all."""
     return f"{FLAGS} --num-rollout {steps}"

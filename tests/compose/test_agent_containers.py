@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
-DATA = {"label": "42", "model": "tiny"}
+DATA = {"label": "42", "model": "tiny", "group": "g00000007", "rollout": 3}
 URL, KEY = "http://gateway:8000/v1", "sk-myxo-s1-secret"
 
 
@@ -166,7 +166,8 @@ async def main():
     await runner.start()
     print("started", flush=True)
     if len(sys.argv) > 3:
-        await runner.run(AgentProgram("rollout.agent_command", "", ("python", "-c", sys.argv[3]), None, {}), {}, "http://gateway/v1", "k")
+        program = AgentProgram("rollout.agent_command", "", ("python", "-c", sys.argv[3]), None, {})
+        await runner.run(program, {"group": "g00000007", "rollout": 3}, "http://gateway/v1", "k")
 asyncio.run(main())
 """
 
@@ -187,7 +188,9 @@ async def test_what_a_killed_service_left_is_removed_by_its_successor_alone(tmp_
                 assert successor.wait(120) == 0
             [left] = containers(network)
             (found,) = json.loads(run_docker("inspect", left).stdout)
-            assert found["State"]["Running"] and found["Config"]["Labels"]["myxo.run"] == run_config(tmp_path).run.name
+            labels = found["Config"]["Labels"]
+            assert found["State"]["Running"] and labels["myxo.run"] == run_config(tmp_path).run.name
+            assert labels["myxo.rollout"] == "g00000007/3"
         finally:
             for one in (killed, other):
                 one.kill()
@@ -201,7 +204,7 @@ async def test_a_container_that_nobody_removes_ends_by_itself(
     monkeypatch.setattr("services.rollout.agents.agent_containers.LEASE_BEYOND_S", -55)
     runner = AgentRunner(run_config(tmp_path, rollout=section), "rollout-1")
     assert runner._containers is not None
-    line = runner._containers.command_line("myxo-test-lease", ["python", "-c", WAITS], ())
+    line = runner._containers.command_line("myxo-test-lease", "g1/0", ["python", "-c", WAITS], ())
     with subprocess.Popen(line, stdin=subprocess.DEVNULL) as client:
         await until(lambda: containers(network), "the container")
         client.kill()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.compose.conftest import example, flags, run_docker
+from tests.compose.conftest import TESTED, example, flags, run_docker
 from tests.compose.stack import Stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3000)]
@@ -122,6 +122,11 @@ def test_an_anonymous_client_gets_nothing(stack: Stack) -> None:
     nats, redis = said.strip().splitlines()
     assert "authorization" in nats.lower(), said
     assert "authenticat" in redis.lower(), said
+
+
+def test_without_its_overlay_the_reward_service_refuses_to_run_code(stack: Stack) -> None:
+    said = stack.compose("exec", "-T", "reward", "sh", "-c", 'python -c "$0" 2>&1', TESTED, check=False)
+    assert "sandbox.sandbox = 'bwrap': no sandbox could be started" in said and "seccomp=" in said and "score" not in said
 
 
 FOREIGN = """

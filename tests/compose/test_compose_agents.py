@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.compose.conftest import PREPARE, ROOT, run_docker
+from tests.compose.conftest import PREPARE, ROOT, TESTED, run_docker
 from tests.compose.stack import BUILD_SECONDS, COMPOSE, LONG_LIVED, Stack
 from tests.support.images import base_image
 
@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(3000)]
 START_SECONDS = 900
 """For the whole run: its services' start and its steps."""
 
-STEPS = 5
+STEPS = 20
+"""So that some are to come while doors are tried."""
 FLAGS = (
     f"--num-rollout {STEPS} --rollout-batch-size 2 --n-samples-per-prompt 2 --sft-steps 20 --sft-batch-size 32 --eval-interval 1000 "
     "--save-interval 1 --ack-wait 10 --agent shared.agents.http_agent:play "
@@ -37,6 +38,7 @@ def agents(make_stack: Callable[..., Stack], images: None) -> Iterator[Stack]:
         "myxo-test-agents",
         RUN,
         COMPOSE / "compose.tls.yaml",
+        COMPOSE / "compose.sandbox.yaml",
         COMPOSE_PROFILES="agents",
         OPERATOR_CA="/credentials/ca.pem",
         MYXO_PREPARE=PREPARE,
@@ -103,23 +105,14 @@ def listening(container: str) -> set[int]:
 SERVED = [("gateway", 8000)]
 
 
-def test_names_open_the_gateways_api_alone(agents: Stack) -> None:
-    """Neither names of other services, nor other ports of the gateway: its metrics, its draws."""
-    ports = {"nats": (4222, 8222), "redis": (6379,), "gateway": (8000, 9464), "agent-door": (8600, 9464)}
-    names = ("buffer", "reward", "rollout", "trainer", "operator", "myxo", "router", "host.docker.internal", "gateway.docker.internal")
-    places = [(name, port) for name, given in ports.items() for port in given]
-    places += [(name, port) for name in names for port in (80, 8000, 9464, 30000)]
-    assert open_places(places) == SERVED
-
-
 def test_addresses_open_the_gateways_api_alone(agents: Stack) -> None:
     """Every port at which any container of the stack listens, at each address that it has."""
     places, served = set[tuple[str, int]](), set[tuple[str, int]]()
-    for container in agents.containers():
+    for container in sorted(agents.containers(), key=lambda one: one["Service"] != "trainer"):  # which leaves first
         if container["State"] != "running":
             continue
         own, ports = addresses(container["ID"]), listening(container["ID"])
-        if container["Service"] not in ("operator", "watch"):
+        if container["Service"] not in ("operator", "watch") and container["ID"] in run_docker("ps", "--no-trunc", "--quiet").stdout:
             assert ports, f"{container['Service']} listens nowhere: the test looks in the wrong place"
         places |= {(address, port) for address in own.values() for port in ports}
         if container["Service"] == "gateway":
@@ -127,6 +120,15 @@ def test_addresses_open_the_gateways_api_alone(agents: Stack) -> None:
     assert set(open_places(sorted(places))) == served
     from_the_bus = json.loads(agents.compose("exec", "-T", "operator", "python", "-c", KNOCK, json.dumps(sorted(places))))
     assert from_the_bus.count("open") > len(LONG_LIVED), "the operator reaches them: they are there to be reached"
+
+
+def test_names_open_the_gateways_api_alone(agents: Stack) -> None:
+    """Neither names of other services, nor other ports of the gateway: its metrics, its draws."""
+    ports = {"nats": (4222, 8222), "redis": (6379,), "gateway": (8000, 9464), "agent-door": (8600, 9464)}
+    names = ("buffer", "reward", "rollout", "trainer", "operator", "myxo", "router", "host.docker.internal", "gateway.docker.internal")
+    places = [(name, port) for name, given in ports.items() for port in given]
+    places += [(name, port) for name in names for port in (80, 8000, 9464, 30000)]
+    assert open_places(places) == SERVED
 
 
 LOOK_UP = """
@@ -155,9 +157,15 @@ def test_neither_the_host_nor_the_world_is_there(agents: Stack) -> None:
         assert len(hosts) == 2 and open_places(places) == []
     routes = "import json; print(json.dumps([line.split()[1] for line in open('/proc/net/route').readlines()[1:]]))"
     assert "00000000" not in in_agent(routes), "a default route"
+    assert in_agent(SIXES) == ["lo"]
+    for service in ("gateway", "agent-door"):  # what is on both networks is no router between them
+        assert agents.compose("exec", "-T", service, "cat", "/proc/sys/net/ipv4/ip_forward").strip() == "0"
     names = ("example.org", "metadata.google.internal", f"{agents.project}-nats-1", f"{agents.project}-rollout-1", "buffer")
     assert in_agent(LOOK_UP, json.dumps(names)) == [None] * len(names)
 
+
+SIXES = "import json; print(json.dumps([line.split()[-1] for line in open('/proc/net/if_inet6')]))"
+"""The interfaces with an address of IPv6."""
 
 ASK = """
 import json, sys, urllib.error, urllib.request
@@ -182,6 +190,13 @@ def test_the_gateway_gives_nothing_without_a_sessions_key(agents: Stack) -> None
     assert set(in_agent(ASK, json.dumps(asked))) == {401}
     closed = [("GET", path, "") for path in ("/metrics", "/healthz", "/docs", "/openapi.json", "/", "/internal/draw", "/groups")]
     assert set(in_agent(ASK, json.dumps(closed))) <= {404, 405}
+
+
+CALLED = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+print([libc.syscall(number, 0, 0, 0, 0) and ctypes.get_errno() for number in (321, 250, 425, 298)])
+"""  # bpf, keyctl, io_uring_setup, perf_event_open
 
 
 PLAIN = """
@@ -214,6 +229,12 @@ def test_an_agent_in_a_container_trains_a_run(agents: Stack) -> None:
     verdict = json.loads(agents.compose("run", "--rm", "-T", "myxo", "audit", RUN, "--json"))
     assert (verdict["violations"], verdict["steps"], verdict["finished"]) == ([], STEPS, True)
     assert "POST /play" in agent("logs", "--no-color", "agent")
+
+
+def test_the_reward_service_runs_code_in_sandboxes_and_is_held_to_little_more(agents: Stack) -> None:
+    said = agents.compose("exec", "-T", "reward", "python", "-c", TESTED)
+    assert said.split("\n")[:2] == ["{'score': 1.0, 'passed': 1.0}", "{'score': 0.0, 'passed': 0.5}"]
+    assert agents.compose("exec", "-T", "reward", "python", "-c", CALLED).strip() == "[1, 1, 1, 1]"
 
 
 @pytest.fixture(scope="module", autouse=True)

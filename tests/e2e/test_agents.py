@@ -1,14 +1,24 @@
 """An agent over OpenAI's SDK trains a policy, in a whole run on real engines; gateways and replicas come and go meanwhile."""
 
+import itertools
 import os
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
+from shared.schema import codec
+from shared.schema.messages import Batch
+from shared.schema.sample import Sample, decode
 from shared.schema.service_messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
+from tests.integration.engine.reference import log_probs_over_pushes
 
 RUN_SECONDS = 900
 
@@ -36,3 +46,65 @@ def test_an_agent_trains_while_gateways_and_replicas_come_and_go(small_run: Call
 
 def trained(cards: list[ServiceStatus]) -> float:
     return gauge(cards, "buffer", "trained_steps")
+
+
+CROWD = (
+    "--agent",
+    "tests.support.agents:three_turns",
+    "--n-samples-per-prompt",
+    "5",
+    "--rollout-max-response-len",
+    "24",
+    "--sft-steps",
+    "0",
+)
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(3 * RUN_SECONDS)
+def test_two_hundred_rollouts_are_trained_as_they_were_drawn(small_run: Callable[..., Path], tiny_model: Path, tmp_path: Path) -> None:
+    """A push after each step, in place; a tenth of the clients are gone in the middle; the gateway is killed five times.
+
+    Each trained token's log-prob is that of the policy that drew it, as it was exported, where what was computed before a push is kept."""
+    steps, config = 10, small_run("crowd", steps=10, staleness=2)
+    config.write_text(re.sub(r"\[sft\].*?(?=\[bus\])", "", config.read_text(), flags=re.DOTALL))  # version 0 is the checkpoint itself
+    dumps, policies = tmp_path / "dumps", tmp_path / "policies"
+    kept = ("--save-debug-rollout-data", f"{dumps}/{{rollout_id}}", "--save-interval", "1", "--save-hf", f"{policies}/{{rollout_id}}")
+    with LaunchedRun(config, tmp_path / "runs" / "crowd", "crowd", (*CROWD, *kept)) as run:
+        for step in range(1, steps, 2):
+            run.until(f"step {step}", lambda cards, step=step: trained(cards) >= step, RUN_SECONDS)
+            run.kill(run.child("services.gateway"))
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", steps)
+    assert summary["groups"]["trained"] == 4 * steps  # type: ignore[index]
+    models = [loaded(tiny_model), *(loaded(policies / str(step)) for step in range(steps))]
+    samples = [sample for step in range(steps) for sample in dumped(dumps / str(step))]
+    assert len({(sample.group, sample.rollout) for sample in samples}) >= 4 * steps * 4
+    turns = [turn for sample in samples for turn in drawn_turns(sample)]
+    assert len(turns) > 2 * len(samples)
+    for prompt, completion, log_probs, spans in turns:
+        drawn = [(models[version], end) for version, end in spans]
+        np.testing.assert_allclose(log_probs, log_probs_over_pushes(drawn, prompt, completion), atol=1e-4)
+    assert any(len(spans) > 1 for *_, spans in turns), "pushes came in the middle of turns"
+
+
+def loaded(path: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def dumped(path: Path) -> list[Sample]:
+    """The samples of a dumped batch."""
+    content = codec.unpack(path.read_bytes())
+    groups = Batch.decode(content["batch"]).groups
+    return [sample for group in groups for sample in decode([content["blobs"][key] for key in group.payload.keys])]
+
+
+def drawn_turns(sample: Sample) -> Iterator[tuple[Any, Any, Any, list[tuple[int, int]]]]:
+    """Yields of each turn that a sample trains: prompt, completion, log-probs, and (version, end) of its spans."""
+    tokens, versions = np.concatenate([sample.prompt, sample.response]), sample.versions()
+    edges = np.flatnonzero(np.diff(sample.mask.astype(int), prepend=0, append=0))
+    for start, end in edges.reshape(-1, 2):
+        cuts = [start, *(np.flatnonzero(np.diff(versions[start:end])) + start + 1), end]
+        spans = [(int(versions[begin]), int(stop - start)) for begin, stop in itertools.pairwise(cuts)]
+        yield tokens[: len(sample.prompt) + start], sample.response[start:end], sample.log_probs[start:end], spans

@@ -43,8 +43,12 @@ def produce(url: str, run: LaunchedRun) -> None:
         for number in itertools.count():
             assert time.monotonic() < end, run.said()
             try:
-                known = client.get("/groups").json()
-                answer = client.post("/groups", json=group(number, known["version"], known["rollouts"]))
+                known = client.get("/groups")
+                if known.status_code == 503:  # before the first weights
+                    time.sleep(0.2)
+                    continue
+                assert known.status_code == 200, known.text
+                answer = client.post("/groups", json=group(number, known.json()["version"], known.json()["rollouts"]))
             except httpx.TransportError:  # its gateway has ended with the run
                 assert run.process.poll() is not None or number >= 12, run.said()
                 return

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shared.schema.service_messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
@@ -46,6 +47,10 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
     assert isinstance(difference, float)
     assert difference < 1e-3
     root = tmp_path / "runs" / "layout"
+    events = EventAccumulator(str(root / "tensorboard"))
+    events.Reload()
+    computed, tokens = ([event.value for event in events.Scalars(tag)] for tag in ("perf/actor_train_computed_tokens", "rollout/tokens"))
+    assert len(tokens) == steps and sum(computed) < 0.9 * sum(tokens), "the samples of a group share their prompt"
     assert (root / "hf" / "model.safetensors").is_file()
     lines = [json.loads(line) for line in (root / "groups.jsonl").read_text().splitlines()]
     assert len(lines) >= steps * GROUP

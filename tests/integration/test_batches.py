@@ -1,6 +1,7 @@
 """From a batch's references, through the real store, to packed micro-batches."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -86,12 +87,17 @@ def trained(batch: TrainBatch) -> dict[str, sample.Sample]:
     return {batch.partition.name(index): item for index, item in sorted(named, key=lambda pair: pair[0])}
 
 
-async def stored(url: str, run: str, rewards: list[list[float]], lacking: str = "") -> Batch:
-    """A batch at version 3 whose groups' samples are 1, 2, … tokens long and of version 1, 2, 3, 3, …; one may lack its log-probs."""
+async def stored(url: str, run: str, rewards: list[list[float]], lacking: str = "", roles: Sequence[str] = ()) -> Batch:
+    """A batch at version 3 whose groups' samples are 1, 2, … tokens long and of version 1, 2, 3, 3, …; one may lack its log-probs.
+
+    roles: each rollout has a sample of each.
+    """
     store, groups = Store(url), []
     for number, values in enumerate(rewards):
         name = f"g{number:08d}"
         samples = [made(name, index, index + 1, min(number + 1, 3)) for index in range(len(values))]
+        for index, one in enumerate(samples if roles else ()):
+            one.role, one.rollout = roles[index % len(roles)], index // len(roles)
         blobs = sample.encode([replace(one, log_probs=None) if one.name == lacking else one for one in samples], 200)
         written = {f"{run}:{name}:{part}": blob for part, blob in enumerate(blobs)}
         await store.write(written)
@@ -99,6 +105,20 @@ async def stored(url: str, run: str, rewards: list[list[float]], lacking: str = 
         groups.append(BatchGroup(group=name, payload=payload, rewards=values))
     await store.close()
     return Batch(step=7, version=3, groups=groups)
+
+
+def test_rewards_are_compared_with_those_of_the_same_role(valkey: EmbeddedValkey, run_name: str) -> None:
+    """Left wins twice of three times in the first group, and always in the second: there both learn nothing."""
+    rewards = [[1.0, -1.0, -1.0, 1.0, 1.0, -1.0], [1.0, -1.0, 1.0, -1.0]]
+    batch = asyncio.run(stored(valkey.url, run_name, rewards, roles=("left", "right")))
+    ranks = read(batch, valkey.url, ranks=2)
+    found = {index: sorted(set(values.tolist())) for rank in ranks for index, values in rank.per_sample("advantages").items()}
+    spread = (4 / 3) ** 0.5  # of 1, -1, 1
+    for index, expected in enumerate([2 / 3, -2 / 3, -4 / 3, 4 / 3, 2 / 3, -2 / 3]):
+        assert found[index] == [pytest.approx(expected / spread, abs=1e-5)]
+    assert [found[index] for index in range(6, 10)] == [[0.0]] * 4
+    assert {rank.metrics["zero_std_groups"] for rank in ranks} == {0.5}
+    assert ranks[0].denominators == (5.0,), "rollouts, not roles, are counted"
 
 
 def test_a_batch_is_read_and_packed(valkey: EmbeddedValkey, run_name: str) -> None:

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
+from services.trainer.flops import work
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.partition import partition_batch
 from services.trainer.weights.push_schedule import PushResult
@@ -29,6 +30,9 @@ from tests.support.run_config import run_config
 from tests.support.waiting import until
 
 SPEED = TrainingSpeed(Architecture("qwen3", 2, 64, 96, 8, 2, 16, 128, 512, 1e-6, False, Rope(1e4)), ranks=2, peak=1e12)
+
+SHARED = work([2, 2])
+"""Two samples begin with the two tokens of another's prompt."""
 
 
 def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
@@ -62,7 +66,7 @@ def recorded(config: RunConfig) -> str:
         record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, token_means={"log_probs": -0.5})
         pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
         record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
-        record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, token_means={})
+        record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, token_means={}, shared=SHARED)
         with urllib.request.urlopen(f"http://{link.service.status().http}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         record.close()
@@ -134,9 +138,11 @@ async def test_a_step_is_written_everywhere(
     assert written["perf/wall_tok_per_s"] == pytest.approx([11.0]), "from the second step on: 22 tokens in 1 s of waiting and 1 s of work"
     wall = written["perf/train_wait_time"][1] + written["perf/step_time"][1]
     assert written["perf/wall_tok_per_s"][0] * wall == pytest.approx(22), "rate times wall time is what was trained"
-    expected = SPEED.of_step([5, 6, 5, 6], 1.0)
-    assert written["perf/actor_train_tflops"] == pytest.approx([expected["actor_train_tflops"]] * 2)
-    assert written["perf/actor_train_mfu"] == pytest.approx([expected["actor_train_mfu"]] * 2)
+    assert written["perf/actor_train_computed_tokens"] == [22.0, 18.0]
+    apart, less = SPEED.of_step([5, 6, 5, 6], 1.0), SPEED.of_step([5, 6, 5, 6], 1.0, SHARED)
+    assert less["actor_train_tflops"] < 0.9 * apart["actor_train_tflops"]
+    for name in ("actor_train_tflops", "actor_train_mfu"):
+        assert written[f"perf/{name}"] == pytest.approx([apart[name], less[name]])
     assert written["perf/update_weights_time"] == [0.5]
 
     assert 'myxo_train_loss{instance="' in scraped and "myxo_rollout_zero_std_count_0{" in scraped

@@ -7,6 +7,7 @@ They run in processes of their own; what they note in the directory of the varia
 import asyncio
 import json
 import os
+import random
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -189,3 +190,34 @@ async def over_a_push(data: dict[str, Any], base_url: str, api_key: str) -> None
             note(data, base_url, api_key)
             while not (Path(os.environ[DIRECTORY]) / "go_on").exists():
                 await asyncio.sleep(0.05)
+
+
+async def duel(data: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Two roles play against each other, each by its own key; the left one wins rollout 0. What it gives says the metadata's ``duel``."""
+    note(data, base_url, api_key)
+    assert next(iter(data["roles"].values())) == api_key
+    for role, key in data["roles"].items():
+        async with played(base_url, key) as session:
+            first = await session.turn(ASKED, SAID)
+            if role == "left":
+                await session.turn(TOOL, SAID_THEN, parent=first)
+            elif data["metadata"].get("duel") == "ends":
+                await session.end(0.5)
+    won = 1.0 if data["rollout"] == 0 else -1.0
+    by_role = {"left": won, "right": {"reward": -won, "moves": 1.0}}
+    return {"shared": won, "half": {"left": won}, "scored": {"left": won, "right": None}}.get(data["metadata"].get("duel"), by_role)
+
+
+async def three_turns(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Over the gateway: three turns, each by weights that are no older than those of the turn before. One in ten is gone in the middle."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=40) as client:
+        messages, newest, leaves = list(data["messages"]), 0, random.random() < 0.1
+        for _ in range(3):
+            asked = client.chat.completions.create(model=data["model"], messages=messages, extra_body={"min_version": newest})
+            if leaves and len(messages) > 1:
+                await asyncio.wait([asyncio.ensure_future(asked)], timeout=0.3)
+                raise RuntimeError("gone")
+            completion = await asked
+            newest = completion.model_extra["weight_versions"]["newest"]
+            messages += [completion.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
+    return float(len(completion.choices[0].message.content or "") % 2)

@@ -4,7 +4,7 @@
     VENV/bin/python serve.py serve --taskset gsm8k --tokenizer MODEL_DIR --port 8600
 
 The first writes the tasks as prompts of a run; the second plays them: the environment's own code runs unchanged, its model calls go to the
-gateway token by token (``POST /inference/v1/generate``), and the reward is the environment's. This file needs `verifiers` and nothing of
+gateway token by token (``POST /inference/v1/generate``), and the rewards are the environment's. This file needs `verifiers` and nothing of
 Myxo: the two packages' requirements do not fit into one environment.
 """
 
@@ -12,17 +12,96 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import sys
 import threading
 import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import verifiers.v1 as vf
 from aiohttp import web
 
-KEY_VARIABLE = "MYXO_SESSION_KEY_"
-"""The beginning of the names of the variables that hold sessions' keys: verifiers reads keys from the environment alone."""
+TRACE_HEADER = "X-Session-ID"
+"""In each model call: the id of the trace, verifiers' record of one agent's part, that it belongs to."""
+
+NO_KEY = "MYXO_NO_KEY"
+"""The variable that verifiers looks for a key in; the calls get theirs on the way."""
+
+HOP_HEADERS = {"host", "authorization", "connection", "content-length", "transfer-encoding", "keep-alive"}
+"""Those that belong to one connection, or to one side of `Forwarder`."""
+
+
+@dataclass
+class Rollout:
+    """A rollout that is played. ``keys``: of the gateway's sessions by the agent's name, ``key`` that of all others."""
+
+    base_url: str
+    key: str
+    keys: Mapping[str, str]
+    traces: set[str] = field(default_factory=set)
+    problem: str = ""
+
+    @classmethod
+    def of(cls, asked: Any, agents: Iterable[str]) -> "Rollout":
+        """Returns what a request asks for. Raises ValueError where its roles are not the environment's agents."""
+        keys = asked["data"].get("roles") or {}
+        if keys and set(keys) != set(agents):
+            raise ValueError(f"agent_roles = {', '.join(keys)}; the agents of the environment are {', '.join(agents)}")
+        return cls(asked["base_url"].removesuffix("/v1"), asked["api_key"], keys)
+
+
+class Forwarder:
+    """Takes the model calls of all rollouts and sends each on to its gateway, with the key of its session.
+
+    verifiers keeps a client for each endpoint and key that it has seen, and reads keys from the process's environment alone.
+    """
+
+    def __init__(self) -> None:
+        self._rollouts: dict[str, Rollout] = {}
+        self._agents: dict[str, str] = {}
+        self.url = ""
+        self.session: aiohttp.ClientSession | None = None
+
+    def begin(self, rollout: Rollout, trace: Any) -> None:
+        """Notes whose trace it is. What an agent that is not to be trained asks is refused: it would be trained."""
+        if trace.agent.trainable:
+            self._rollouts[trace.id], self._agents[trace.id] = rollout, trace.agent.name
+            rollout.traces.add(trace.id)
+        else:
+            rollout.problem = f"the agent {trace.agent.name} is not trained: give it a model and a client of its own in --env"
+
+    def end(self, rollout: Rollout) -> None:
+        """Forgets a rollout's traces."""
+        for trace in rollout.traces:
+            del self._rollouts[trace], self._agents[trace]
+
+    async def serve(self, runner: web.AppRunner) -> None:
+        """Listens on this machine alone."""
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+
+    async def forward(self, request: web.Request) -> web.Response:
+        """Answers as the gateway does."""
+        trace = request.headers.get(TRACE_HEADER, "")
+        if trace not in self._rollouts and request.method == "GET":
+            trace = next(iter(self._rollouts), "")  # the models are those of the run, whoever asks
+        if trace not in self._rollouts:
+            return web.json_response({"error": {"message": f"no rollout has a trace {trace!r} that is trained"}}, status=403)
+        rollout = self._rollouts[trace]
+        key = rollout.keys.get(self._agents[trace], rollout.key)
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_HEADERS}
+        sent = {"data": await request.read(), "headers": {**headers, "Authorization": f"Bearer {key}"}}
+        try:
+            assert self.session is not None
+            async with self.session.request(request.method, rollout.base_url + request.path_qs, **sent) as answer:
+                body = await answer.read()
+        except aiohttp.ClientError as error:
+            return web.json_response({"error": {"message": f"the gateway is away: {error}"}}, status=502)
+        told = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS | {"content-encoding"}}
+        return web.Response(status=answer.status, body=body, headers=told)
 
 
 class Episodes:
@@ -34,30 +113,29 @@ class Episodes:
     """
 
     def __init__(self, config: dict[str, Any], tokenizer: str, sampling: dict[str, Any]) -> None:
-        self.environment = vf.load_environment(vf.resolve_env_config(config))
+        self.environment, self.forwarder = vf.load_environment(vf.resolve_env_config(config)), Forwarder()
+        self.agents = [name for name, agent in self.environment.config if isinstance(agent, vf.AgentConfig) and agent.client is None]
         self._tokenizer, self._sampling = tokenizer, sampling
         self._tasks: dict[int, Any] = {}
         self._unread = iter(self.environment.taskset)
-        self._reading, self._numbers = threading.Lock(), itertools.count()
+        self._reading = threading.Lock()
 
     async def play(self, request: web.Request) -> web.Response:
-        """Plays the task that the request's metadata names, and answers its reward."""
+        """Plays the task that the request's metadata names, and answers its reward, or that of each role."""
         try:
             asked = await request.json()
-            model, base_url, api_key = asked["data"]["model"], asked["base_url"], asked["api_key"]
+            rollout, model = Rollout.of(asked, self.agents), asked["data"]["model"]
             task = await asyncio.to_thread(self.task, int(asked["data"]["metadata"]["verifiers"]["idx"]))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             expected = "data.model, data.metadata.verifiers.idx, base_url and api_key"
             return web.json_response({"error": f"expected {expected}: {type(error).__name__}: {error}"}, status=400)
-        variable = f"{KEY_VARIABLE}{next(self._numbers)}"
-        os.environ[variable] = api_key
         try:
-            return self._result(await self._episode(task, model, base_url, variable))
+            return self._result(await self._episode(task, model, rollout), rollout)
         except Exception as error:
             traceback.print_exc()
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
         finally:
-            del os.environ[variable]
+            self.forwarder.end(rollout)
 
     def task(self, index: int) -> Any:
         """Returns the task of that number. Raises IndexError where there are fewer."""
@@ -69,36 +147,57 @@ class Episodes:
                 self._tasks[found.data.idx] = found
             return self._tasks[index]
 
-    async def _episode(self, task: Any, model: str, base_url: str, variable: str) -> Any:
-        client = vf.TrainClientConfig(base_url=base_url, api_key_var=variable, renderer_model_name=self._tokenizer)
+    async def _episode(self, task: Any, model: str, rollout: Rollout) -> Any:
+        client = vf.TrainClientConfig(base_url=self.forwarder.url, api_key_var=NO_KEY, renderer_model_name=self._tokenizer)
         context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig(**self._sampling))
-        return await self.environment.run_episode(task, context)
+
+        def discard(trace: Any) -> None:
+            rollout.problem = f"the agent {trace.agent.name} began anew, and what it had drawn before would be trained, too"
+
+        minted = lambda trace: self.forwarder.begin(rollout, trace)  # noqa: E731
+        return await self.environment.run_episode(task, context, on_trace=minted, on_discard=discard)
 
     @staticmethod
-    def _result(episode: Any) -> web.Response:
-        """Answers the sum of all rewards and, by name, those of the traces; an episode that failed has none."""
-        if not episode.ok:
+    def _result(episode: Any, rollout: Rollout) -> web.Response:
+        """Answers the rewards of the traces, all together or by role; an episode that failed has none."""
+        if rollout.problem or not episode.ok:
             errors = [error.message.strip() for one in (episode, *episode.traces) for error in one.errors if error.message.strip()]
-            print("an episode failed:", *errors, sep="\n", file=sys.stderr, flush=True)
+            print("an episode failed:", *errors, rollout.problem, sep="\n", file=sys.stderr, flush=True)
             last = errors[-1].splitlines()[-1] if errors else "the episode did not end"  # of a traceback, what it says
-            return web.json_response({"error": last}, status=500)
-        parts = {name: float(reward.value) for trace in episode.traces for name, reward in trace.rewards.items() if reward is not None}
-        return web.json_response({"reward": {"reward": sum(trace.reward for trace in episode.traces), **parts}})
+            return web.json_response({"error": rollout.problem or last}, status=500)
+        by_agent = episode.by_agent
+        rewards = {role: total(by_agent.get(role, ())) for role in rollout.keys}
+        return web.json_response({"reward": rewards or total(episode.traces)})
+
+
+def total(traces: Sequence[Any]) -> dict[str, float]:
+    """Returns the sum of traces' rewards, and beside it that of each name."""
+    found = {"reward": 0.0}
+    for trace in traces:
+        for name, reward in trace.rewards.items():
+            found[name] = found.get(name, 0.0) + (0.0 if reward is None else float(reward.value))
+    return found | {"reward": float(sum(trace.reward for trace in traces))}
 
 
 async def served(episodes: Episodes, host: str, port: int) -> None:
     """Serves until the process is ended."""
-    application = web.Application(client_max_size=64 * 2**20)
+    application, calls = web.Application(client_max_size=64 * 2**20), web.Application(client_max_size=64 * 2**20)
     application.router.add_post("/play", episodes.play)
+    calls.router.add_route("*", "/{path:.*}", episodes.forwarder.forward)
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
-    async with episodes.environment.serving():
-        await runner.setup()
-        await web.TCPSite(runner, host, port).start()
-        print(f"{episodes.environment.config.env_id} at http://{host}:{runner.addresses[0][1]}/play", flush=True)
+    forwarding = web.AppRunner(calls, handler_cancellation=True, access_log=None)
+    connector, forever = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None, connect=60)
+    async with aiohttp.ClientSession(connector=connector, timeout=forever) as episodes.forwarder.session:
+        await episodes.forwarder.serve(forwarding)
         try:
-            await asyncio.Event().wait()
+            async with episodes.environment.serving():
+                await runner.setup()
+                await web.TCPSite(runner, host, port).start()
+                print(f"{episodes.environment.config.env_id} at http://{host}:{runner.addresses[0][1]}/play", flush=True)
+                await asyncio.Event().wait()
         finally:
             await runner.cleanup()
+            await forwarding.cleanup()
 
 
 def rows(taskset: Any, count: int) -> None:
@@ -106,12 +205,19 @@ def rows(taskset: Any, count: int) -> None:
     for task in itertools.islice(taskset, count):
         data = task.data
         messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        prompt = (
-            data.prompt if isinstance(data.prompt, str) else json.dumps(data.prompt) if data.prompt else data.name or f"task {data.idx}"
-        )
-        messages.append({"role": "user", "content": prompt})
+        if isinstance(data.prompt, str) or not data.prompt:
+            messages.append({"role": "user", "content": data.prompt or data.name or f"task {data.idx}"})
+        else:
+            messages += [{"role": message.role, "content": text_of(message.content)} for message in data.prompt]
         place = {"taskset": taskset.config.id, "idx": data.idx, "key": task.key}
         print(json.dumps({"prompt": messages, "metadata": {"verifiers": place}}, ensure_ascii=False))
+
+
+def text_of(content: Any) -> str:
+    """Returns a message's text; parts that are none are named."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(getattr(part, "text", None) or f"[{getattr(part, 'type', 'part')}]" for part in content)
 
 
 def main() -> None:

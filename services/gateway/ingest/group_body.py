@@ -14,6 +14,7 @@ from pydantic import Field
 from services.gateway.wire.request_body import AnyObject, RequestFields, read_body
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.config.run_config import RunConfig
+from shared.hooks import reward_values
 from shared.runtime.errors import BadMessage
 from shared.schema.limits import LARGEST, MAX_PARTS, MAX_SAMPLES, PartName, Reward
 from shared.schema.overlong import fitted
@@ -85,6 +86,7 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
     oldest = _check_versions(versions, masks, limits)
     _check_rollouts(asked, limits.config)
     environment = _environment(asked, limits.config)
+    _check_scores(asked, limits.config)
 
     samples = [_sample(asked, index, *arrays, decode) for index, arrays in enumerate(zip(tokens, masks, versions, strict=True))]
     try:
@@ -177,6 +179,15 @@ def _environment(asked: GroupBody, config: RunConfig) -> str:
         raise _wrong("scores", "required where no environment is named that scores the group")
     own = config.reward.environment_of(None)
     return own if own in names else names[0]
+
+
+def _check_scores(asked: GroupBody, config: RunConfig) -> None:
+    """Raises TurnRefused for named scores without the one that counts, where nobody else scores the group."""
+    for index, score in enumerate([] if config.reward.group_rm else asked.scores or []):
+        try:
+            reward_values.read(score, config.reward.reward_key)
+        except ValueError as error:
+            raise _wrong(f"scores[{index}]", str(error)) from None
 
 
 def _sample(

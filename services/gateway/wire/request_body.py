@@ -41,8 +41,9 @@ CalledName = Annotated[str, Field(max_length=1 << 16)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _not_deep(value: dict[str, Any]) -> dict[str, Any]:
-    level: list[Any] = [value]
+def shallow(value: Any) -> Any:
+    """Returns a value of JSON. Raises ValueError where it is nested too deep."""
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST):
         level = [one for node in level for one in (node.values() if isinstance(node, dict) else node) if isinstance(one, dict | list)]
         if not level:
@@ -50,7 +51,7 @@ def _not_deep(value: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"nested more than {DEEPEST} deep")
 
 
-AnyObject = Annotated[dict[str, Any], AfterValidator(_not_deep)]
+AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]
 """An object of any form: a schema, the arguments of a call."""
 
 

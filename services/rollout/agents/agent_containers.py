@@ -70,7 +70,8 @@ class AgentContainers:
         Raises CommandFailed.
         """
         name, ended = f"myxo-agent-{uuid.uuid4().hex}", False
-        line = self.command_line(name, command, (*gateway, *self._named))
+        played = f"{data.get('group')}/{data.get('rollout')}"
+        line = self.command_line(name, played, command, (*gateway, *self._named))
         try:
             result = await run_command(line, {**environment, **client_environment(), **gateway}, data)
             ended = True
@@ -85,8 +86,13 @@ class AgentContainers:
                 except RuntimeFailed as error:  # it ends by itself
                     structlog.get_logger().warning("agent_container_not_removed", container=name, error=str(error))
 
-    def command_line(self, name: str, command: Sequence[str], variables: Sequence[str]) -> list[str]:
-        """Returns the command line that runs an agent in a container. ``variables``: names; values do not belong in a process list."""
+    def command_line(self, name: str, played: str, command: Sequence[str], variables: Sequence[str]) -> list[str]:
+        """Returns the command line that runs an agent in a container.
+
+        Args:
+            name: the container's. played: group and rollout, for whoever looks at it. variables: names; values do not belong in a process
+                list.
+        """
         rollout = self._rollout
         memory = str(rollout.agent_memory_bytes)
         options = {
@@ -102,7 +108,7 @@ class AgentContainers:
             "entrypoint": "timeout",
         }
         words = [word for option, value in options.items() for word in (f"--{option}", value)]
-        words += [word for label in (f"myxo.run={self._run}", self._owner) for word in ("--label", label)]
+        words += [word for label in (f"myxo.run={self._run}", f"myxo.rollout={played}", self._owner) for word in ("--label", label)]
         words += [word for variable in (*variables, "HOME=/tmp", "TMPDIR=/tmp") for word in ("--env", variable)]
         lease = ("-s", "KILL", f"{rollout.agent_timeout + LEASE_BEYOND_S:.0f}")
         return [rollout.agent_runtime, "run", "--rm", "--interactive", *HARDENED, *words, str(rollout.agent_image), *lease, *command]

@@ -1,4 +1,4 @@
-"""Fills groups by agents: opens a session for each rollout, has the agent play it, and makes samples of what the session recorded.
+"""Fills groups by agents: opens a session for each rollout, or for each role in it, has the agent play, and makes samples of the records.
 
 The agent draws its turns through the gateway, from whichever replica serves; this replica looks after the rollout. An agent that raises,
 hangs, ends its process or makes no model call begins anew in a fresh session, `agent_tries` times at most; then its rollout is lost. A
@@ -10,14 +10,14 @@ elsewhere.
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from services.rollout.agents.agent_program import AgentProgram, Rewards, agent_data, agent_program
 from services.rollout.agents.agent_runner import AgentDisturbed, AgentRunner
 from services.rollout.agents.gateways import Gateways
-from services.rollout.agents.session_samples import samples_of_session
+from services.rollout.agents.session_samples import Conversation, samples_of_sessions
 from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
@@ -89,8 +89,8 @@ class AgentGroups:
             raise BadMessage(f"{program.field} = {program.path}: no token of group {task.group} is trained")
         return PlayedGroup(samples, stopped, progress.aborted)
 
-    def new_session(self, task: Task, rollout: int) -> tuple[Session, str]:
-        """Returns a session that is not open yet, and its key."""
+    def new_session(self, task: Task, rollout: int, seed: int) -> tuple[Session, str]:
+        """Returns a session that is not open yet, and its key. ``seed``: by the how many-th one its tokens are drawn."""
         name = f"{task.group}.{task.attempt}.{rollout}.{uuid.uuid4().hex[:12]}"
         key, digest = new_key(name)
         session = Session(
@@ -101,7 +101,7 @@ class AgentGroups:
             key_digest=digest,
             deadline=time.time() + self.settings.agent_timeout,
             sampling=task.sampling,
-            seed=self._seeds.of_sample(rollout),
+            seed=self._seeds.of_sample(seed),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
         )
@@ -160,35 +160,44 @@ class _AgentRollout:
             self.stopped = stopped
 
     async def _play_once(self, in_flight: InFlight | None) -> None:
-        """Has the agent play one session. Raises Stopped, and as `play`."""
+        """Has the agent play the rollout, in fresh sessions. Raises Stopped, and as `play`."""
         task, replica = self.task, self._groups.replica
         await replica.wait_serving(task.min_version, self._groups.settings.generate_timeout)
         version, life = replica.version, replica.incarnation
-        session, key = self._groups.new_session(task, self.index)
+        roles = self._program.roles
+        opened = {role: self._groups.new_session(task, self.index, self.index * len(roles) + of) for of, role in enumerate(roles)}
         try:
             with in_flight.tracked(task.group, self._requests, version, version) if in_flight else nullcontext():
-                self.samples = await self._played(session, key)
+                self.samples = await self._played(opened)
         except AgentDisturbed as disturbed:  # it begins anew, and nothing is held against it
             self._alone = disturbed.unknown
         except HookFailed as error:
-            self._groups.failed(task, self.index, session.id, error)
+            self._groups.failed(task, self.index, " ".join(session.id for session, _ in opened.values()), error)
             self._progress.check_needed(error)
             self._failures.note(error, counts=replica.incarnation == life)  # the agent did not cause the engine's death
 
-    async def _played(self, session: Session, key: str) -> list[Sample]:
-        """Returns a session's samples. Raises Stopped, HookFailed, AgentDisturbed, and DeadlineExceeded without a gateway or a store."""
-        groups, ended = self._groups, None
+    async def _played(self, opened: Mapping[str, tuple[Session, str]]) -> list[Sample]:
+        """Returns the sessions' samples. Raises Stopped, HookFailed, AgentDisturbed; without gateway or store DeadlineExceeded.
+
+        Args:
+            opened: session and key of each role.
+        """
+        groups, ended = self._groups, dict[str, SessionLog]()
         base_url = await groups.gateways.base_url()
-        await groups.sessions.open(session)
+        keys = {role: key for role, (_, key) in opened.items()}
         try:
+            for session, _ in opened.values():
+                await groups.sessions.open(session)
+            data = agent_data(self.task, self.index, groups.model, self._program.options, {role: keys[role] for role in keys if role})
             alone = self._alone or self._failures.alone
-            data = agent_data(self.task, self.index, groups.model, self._program.options)
-            running = groups.runner.run(self._program, data, base_url, key, alone=alone)
-            reward = self._program.reward(await self._unless_stopped(running))
-            ended = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=reward))
-            return self._samples(ended, reward)
+            running = groups.runner.run(self._program, data, base_url, next(iter(keys.values())), alone=alone)
+            rewards = self._program.rewards(await self._unless_stopped(running))
+            for role, (session, _) in opened.items():
+                ended[role] = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=rewards[role]))
+            return self._samples(ended, rewards)
         finally:
-            await groups.forget(session, ended)
+            for role, (session, _) in opened.items():
+                await groups.forget(session, ended.get(role))
 
     async def _unless_stopped(self, running: Coroutine[Any, Any, object]) -> object:
         """Returns what an agent gives. Raises Stopped once the rollout is stopped, and ends the agent then."""
@@ -202,12 +211,14 @@ class _AgentRollout:
         finally:
             await cancelled((playing, stopping))
 
-    def _samples(self, log: SessionLog, reward: Rewards | None) -> list[Sample]:
-        """Returns the session's samples, with the reward of whoever ended it first. Raises HookFailed."""
-        if log.ended is not None and log.ended.reward is not None:
-            reward = self._program.reward(log.ended.reward)
+    def _samples(self, ended: Mapping[str, SessionLog], rewards: Mapping[str, Rewards | None]) -> list[Sample]:
+        """Returns the sessions' samples, each with the reward of whoever ended its session first. Raises HookFailed."""
+        played = []
+        for role, log in ended.items():
+            first = rewards[role] if log.ended is None or log.ended.reward is None else self._program.reward(log.ended.reward)
+            reward = self._program.named(first, role)
+            played += [Conversation(trajectory, log.session.id, role, reward) for trajectory in trajectories(log.turns.values())]
         try:
-            played = trajectories(log.turns.values())
-            return samples_of_session(self.task, self.index, log.session.id, played, reward, self._groups.tokenizer)
+            return samples_of_sessions(self.task, self.index, played, self._groups.tokenizer)
         except BadMessage as error:
             raise self._program.failed(str(error)) from None

@@ -1,6 +1,6 @@
 """What plays a task's rollouts, what it is told of them, and what its result says. It is pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,14 @@ Rewards = float | dict[str, float]
 class AgentProgram:
     """An agent. ``field``: where the config names it. ``function``: its path, empty for a ``command``. ``reward_key``: see `reward`.
 
-    ``options``: what it is told besides its task."""
+    ``options``: what it is told besides its task. ``roles``: of those that play together; ("",) where one plays."""
 
     field: str
     function: str
     command: tuple[str, ...]
     reward_key: str | None
     options: Mapping[str, Any]
+    roles: tuple[str, ...] = ("",)
 
     @property
     def path(self) -> str:
@@ -50,6 +51,32 @@ class AgentProgram:
         except ValueError as error:
             raise self.failed(f"gave a reward that is none: {error}") from None
 
+    def rewards(self, result: object) -> dict[str, Rewards | None]:
+        """Returns the reward of each role in an agent's result, as `reward` does."""
+        try:
+            return {role: self.reward(given) for role, given in by_role(result, self.roles).items()}
+        except ValueError as error:
+            raise self.failed(str(error)) from None
+
+    def named(self, reward: Rewards | None, role: str) -> Rewards | None:
+        """Returns a role's reward with what counts of it under the role's name, too: it is a metric of its own."""
+        if reward is None or not role:
+            return reward
+        key = self.reward_key or reward_values.REWARD
+        return {role: reward, key: reward} if isinstance(reward, float) else {role: reward[key], **reward}
+
+
+def by_role(result: object, roles: Sequence[str]) -> dict[str, object]:
+    """Returns what an agent's result gives to each role: its own where the result is by role, else the same to all.
+
+    Raises ValueError where some roles have one and others none.
+    """
+    if not isinstance(result, Mapping) or result.keys().isdisjoint(roles):
+        return dict.fromkeys(roles, result)
+    if result.keys() != set(roles):
+        raise ValueError(f"gave rewards of {', '.join(map(str, result))}; expected one of each role: {', '.join(roles)}")
+    return {role: result[role] for role in roles}
+
 
 def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
     """Returns the agent that plays a group's rollouts, its set's or the run's; None where none does."""
@@ -57,15 +84,20 @@ def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
     seen = config if view is None else view.config
     rollout, key = seen.rollout, seen.reward.reward_key
     section = "rollout" if view is None or not view.own.generators else view.field
+    more = (key, rollout.agent_options, tuple(rollout.agent_roles) or ("",))
     if rollout.agent:
-        return AgentProgram(f"{section}.agent", rollout.agent, (), key, rollout.agent_options)
+        return AgentProgram(f"{section}.agent", rollout.agent, (), *more)
     if rollout.agent_command:
-        return AgentProgram(f"{section}.agent_command", "", tuple(rollout.agent_command), key, rollout.agent_options)
+        return AgentProgram(f"{section}.agent_command", "", tuple(rollout.agent_command), *more)
     return None
 
 
-def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model."""
+def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model.
+
+    Args:
+        roles: the key of each, by name; empty where one plays.
+    """
     messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
     return {
         "messages": messages,
@@ -76,6 +108,7 @@ def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any])
         "options": options,
         "group": task.group,
         "rollout": rollout,
+        "roles": roles,
         "evaluation": is_evaluation(task.group),
     }
 

@@ -3,6 +3,7 @@ own, or in a container.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from services.rollout.agents.agent_command import CommandFailed, run_command
 from services.rollout.agents.agent_containers import AgentContainers
 from services.rollout.agents.agent_program import AgentProgram, environment_of
 from shared.config.eval_views import agents
+from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import agent_paths
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -19,6 +21,9 @@ from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, 
 
 COMMANDS_AT_ONCE = 64
 """Default of `agent_concurrency` where some agents are commands: each is a process."""
+
+FEWEST_WORKERS, MOST_WORKERS = 2, 16
+"""Bounds of `agent_workers` where the run does not say how many."""
 
 _MODULE = "services.rollout.agents.agent_worker"
 
@@ -29,6 +34,12 @@ class AgentDisturbed(Exception):
     def __init__(self, unknown: bool) -> None:
         self.unknown = unknown
         super().__init__("its process was ended by another agent, or nobody knows by whom")
+
+
+def agent_workers(rollout: RolloutSection) -> int:
+    """Returns how many processes a rollout service has for agents."""
+    share = len(os.sched_getaffinity(0)) // (2 * rollout.rollout_replicas)
+    return rollout.agent_workers or min(MOST_WORKERS, max(FEWEST_WORKERS, share))
 
 
 class AgentRunner:
@@ -45,7 +56,7 @@ class AgentRunner:
         self._pool: WorkerPool | None = None
         if agent_paths(config):
             setup = {"config": config.model_dump_json()}
-            self._pool = WorkerPool("the agents", rollout.agent_workers, setup, _MODULE, config.reward.worker_environment)
+            self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment)
         self._started: asyncio.Task[None] | None = None
 
     @property
@@ -94,7 +105,7 @@ class AgentRunner:
 
     async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
         assert self._pool is not None
-        request = {"verb": "play", "field": program.field, "path": program.function, **given}
+        request = {"verb": "play", "field": program.field, "path": program.function, "of": program.roles, **given}
         try:
             answer = await self._pool.ask(request, "an agent", program.path, self._timeout_s, once=True, alone=alone)
         except WorkerGone as gone:

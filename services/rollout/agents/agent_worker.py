@@ -1,8 +1,9 @@
 """Runs agents that are functions in a process of its own, many rollouts at a time.
 
 ``python -m services.rollout.agents.agent_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; the
-run's agents are imported then. A request: ``{"verb": "play", "field": name, "path": path, "data": map, "base_url": text, "api_key":
-text}``; an answer: ``{"reward": number, numbers by name, or None}``, or ``{"error": text, "blocked": flag}``.
+run's agents are imported then. A request: ``{"verb": "play", "field": name, "path": path, "of": roles, "data": map, "base_url": text,
+"api_key": text}``; an answer: ``{"reward": number, numbers by name, or None}``, where there are roles a map of them, or ``{"error": text,
+"blocked": flag}``.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from services.rollout.agents.agent_program import by_role
 from services.rollout.generate_worker import BLOCKED_SHARE, called
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
@@ -39,7 +41,10 @@ class AgentCalls:
         try:
             agent = load_agent(request["field"], request["path"])
             result = await called(functools.partial(agent, request["data"], request["base_url"], request["api_key"]))
-            return {"reward": None if result is None else reward_values.plain(result)}
+            rewards = {
+                role: None if given is None else reward_values.plain(given) for role, given in by_role(result, request["of"]).items()
+            }
+            return {"reward": rewards.get("") if "" in rewards else rewards}
         except asyncio.CancelledError:
             if this.cancelling():
                 raise

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from services.trainer import batch_metrics, flops
 from services.trainer.actor import Actor, StepResult
 from services.trainer.batch_metrics import Table
-from services.trainer.batches import TrainBatch, rollouts_of
+from services.trainer.batches import TrainBatch, baselines_of, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import NOTHING, Work
 from services.trainer.log_hook import RolloutLog
@@ -240,7 +240,7 @@ class MetricsLogger:
     def _rollout(self, partition: Partition, sample_stats: Table, rewards: Sequence[float]) -> dict[str, float]:
         shaped = None
         if self._objective.loss_type != "sft_loss":
-            groups, rollouts = [item.group for item in partition.items], rollouts_of(partition, sample_stats)
+            groups, rollouts = baselines_of(partition, sample_stats), rollouts_of(partition, sample_stats)
             shaped = reward_advantages(self._objective, rewards, groups, rollouts).tolist()
         found = batch_metrics.rollout_metrics(partition.batch, sample_stats, shaped)
         equal = {name: value for name, value in found.items() if name.startswith("zero_std/")}

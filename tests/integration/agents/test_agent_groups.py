@@ -91,6 +91,51 @@ async def test_the_reward_of_whoever_ended_the_session_first_counts(bench: NewAg
     assert [sample.given_reward for sample in samples] == [0.25, 0.25]
 
 
+ROLES = {"agent_roles": ["left", "right"]}
+
+
+async def test_each_role_has_a_key_and_a_reward_of_its_own(bench: NewAgentBench) -> None:
+    desk = await bench("duel", rollout=ROLES)
+    samples, _ = await desk.play()
+    assert [(sample.rollout, sample.role, sample.response.tolist()) for sample in samples] == [
+        (0, "left", [*SAID, *TOOL, *SAID_THEN]),
+        (0, "right", SAID),
+        (1, "left", [*SAID, *TOOL, *SAID_THEN]),
+        (1, "right", SAID),
+    ]
+    assert [sample.given_reward for sample in samples] == [
+        {"left": 1.0, "reward": 1.0},
+        {"right": -1.0, "reward": -1.0, "moves": 1.0},
+        {"left": -1.0, "reward": -1.0},
+        {"right": 1.0, "reward": 1.0, "moves": 1.0},
+    ]
+    assert [sample.attributes["role"] for sample in samples] == ["left", "right"] * 2
+    assert len({key for call in desk.calls() for key in call["roles"].values()}) == 4
+    assert len({sample.attributes["session_id"] for sample in samples}) == 4
+    assert await desk.left_open() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "rewards"),
+    [
+        ("shared", [{"left": 1.0, "reward": 1.0}, {"right": 1.0, "reward": 1.0}]),
+        ("scored", [{"left": 1.0, "reward": 1.0}, None]),
+        ("ends", [{"left": 1.0, "reward": 1.0}, {"right": 0.5, "reward": 0.5}]),
+    ],
+)
+async def test_a_reward_may_be_shared_left_to_the_run_or_given_at_the_gateway(bench: NewAgentBench, given: str, rewards: list[Any]) -> None:
+    desk = await bench("duel", rollout=ROLES)
+    samples, _ = await desk.play(metadata={"duel": given})
+    assert [sample.given_reward for sample in samples[:2]] == rewards
+
+
+async def test_a_role_without_a_reward_fails_the_rollout(bench: NewAgentBench) -> None:
+    desk = await bench("duel", rollout={**ROLES, "agent_tries": 1})
+    with pytest.raises(HookFailed, match="gave rewards of left; expected one of each role: left, right"):
+        await desk.play(metadata={"duel": "half"})
+    assert await desk.left_open() == []
+
+
 async def test_an_agent_that_crashes_takes_no_try_of_those_beside_it(bench: NewAgentBench) -> None:
     desk = await bench("bad", rollout={"agent_tries": 1, "n_samples_per_prompt": 6, "min_rollouts": 5})
     samples, _ = await desk.play(6, metadata={"bad": ["crashes", [2]]})

@@ -24,7 +24,6 @@ from tests.integration.engine.hall import Hall, NewHall
 from tests.integration.engine.reference import log_probs
 from tests.integration.sandbox.conftest import box  # noqa: F401
 from tests.support import agents
-from tests.support.service_process import ROOT
 from tests.support.taught_model import Conversation, teach, write_tools_tokenizer
 from tests.support.waiting import until
 
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-4
 
-MCP_CALCULATOR = [sys.executable, str(ROOT / "tests" / "support" / "mcp_calculator.py")]
+MCP_CALCULATOR = [sys.executable, "-m", "examples.agents.mcp_calculator"]
 
 SHORT = {"sampling": Sampling(temperature=1.0, max_new_tokens=10)}
 
@@ -146,6 +145,8 @@ def scripts(chat: ChatTokens) -> dict[str, tuple[Conversation, str, Any]]:
 
     calculator = Conversation(openai_calculator.TOOLS, [user("40+2=")])
     calculator.taught(chat, call("calculate", expression="40+2"), tool("42")).taught(chat, "7", user(" no. 40+2=")).taught(chat, "42")
+    mcp = Conversation(openai_calculator.TOOLS, [user("40+2=")])
+    mcp.taught(chat, call("calculate", expression="40+2"), tool("42")).taught(chat, "7")
     search = Conversation(search_agent.TOOLS, [user("who is tall?")])
     search.taught(chat, call("search", query="tall"), tool("kim is tall\n")).taught(chat, "kim")
     coding = Conversation(coding_tools.TOOLS, [{"role": "system", "content": coding_agent.SYSTEM}, user("Write add.")])
@@ -156,6 +157,7 @@ def scripts(chat: ChatTokens) -> dict[str, tuple[Conversation, str, Any]]:
     return {
         "": (calculator, "42", third),
         "anthropic_calculator": (calculator, "42", third),
+        "mcp": (mcp, "42", None),
         "search": (search, "kim", {"reward": 0.95, "right": 1.0, "searches": 1.0}),
         "coding": (coding, "assert add(1, 2) == 3", {"reward": 1.0, "solved": 1.0, "turns": 4.0}),
     }

@@ -1,6 +1,7 @@
 """Clients that ask a real gateway for what it does not serve, or too much of it: each is told so, and nobody else notices."""
 
 import asyncio
+import resource
 import time
 from typing import Any
 
@@ -39,7 +40,11 @@ class Asker:
 
 
 async def test_what_is_not_served_is_told_and_nobody_else_waits_for_it(hall: NewHall) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     room = await hall()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(room.processes[0].process.pid, resource.RLIMIT_NOFILE) == (hard, hard), "clients may be many"
     one, other, evaluated = [await room.session(evaluation=kind) for kind in (False, False, True)]
     async with aiohttp.ClientSession() as http:
         ask, others, evaluating = (Asker(http, room.urls[0], played.key) for played in (one, other, evaluated))

@@ -3,8 +3,8 @@
     VERIFIERS_PYTHON=VENV/bin/python VERIFIERS_TASKSET=glossary python -m pytest -m extra tests/integration/engine/test_verifiers.py
 
 The environment has verifiers 0.4, uv (for its harnesses) and the taskset's package; docs/agents.md says how to make it. VERIFIERS_ENV is
-more of its ``[env]`` section in JSON; by default one agent with the harness null. A harness with tools takes a model that has a renderer of
-its own, which the tiny one has not.
+more of its ``[env]`` section in JSON, by default one agent with the harness null; VERIFIERS_ROLES the agents that play together, in JSON. A
+harness with tools takes a model that has a renderer of its own, which the tiny one has not.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from tests.support.service_process import ROOT
 PYTHON, TASKSET = os.environ.get("VERIFIERS_PYTHON", ""), os.environ.get("VERIFIERS_TASKSET", "")
 SERVE = ROOT / "examples" / "environments" / "verifiers" / "serve.py"
 CONFIG = os.environ.get("VERIFIERS_ENV", '{"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}')
+ROLES = json.loads(os.environ.get("VERIFIERS_ROLES", "[]"))
 ENVIRONMENT = ["--taskset", TASKSET, "--env", CONFIG]
 
 pytestmark = [
@@ -50,12 +51,13 @@ async def test_an_environment_plays_as_it_is(room: NewHall, checkpoint: Checkpoi
         said = (await asyncio.wait_for(served.stdout.readline(), 300)).decode()
         url = re.search(r"http://\S+/play", said)
         assert url, said
-        rollout = {"agent_options": {"url": url[0]}, "agent_timeout": 600}
+        rollout = {"agent_options": {"url": url[0]}, "agent_timeout": 600, "agent_roles": ROLES}
         desk = (await room("shared.agents.http_agent:play", rollout=rollout)).desk
         row = rows[1]
         await desk.task(prompt=row["prompt"], metadata=row["metadata"], sampling=Sampling(temperature=1.0, max_new_tokens=12))
         _, samples = await desk.generated()
         assert len(samples) >= 2 and {one.rollout for one in samples} == {0, 1}
+        assert {one.role for one in samples} <= set(ROLES or [""])
         for one in samples:
             assert isinstance(one.given_reward, dict) and isinstance(one.given_reward["reward"], float)
             trained = one.mask.astype(bool)

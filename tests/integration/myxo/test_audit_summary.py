@@ -162,6 +162,8 @@ def test_the_summary_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., Run
     for part in ("0.250 → 0.750", "0.000 → 1.000", "trainer-0 1", "audit", "ok"):
         assert part in out
     assert not RunDirectory(config.run.root).is_held()
+    code, out, _ = myxo.run("summary", config.run.root, "--json")
+    assert (code, json.loads(out)) == (0, summary)
 
 
 def test_the_audit_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:

@@ -1,5 +1,7 @@
 """Messages become ids and come back; a conversation that goes on keeps the very ids that were sampled."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,10 @@ from shared.sessions.session import Turn
 from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer
 
 ASK = [{"role": "user", "content": "What is 2 + 2?"}]
+DEEP: dict[str, object] = {}
+for _ in range(200):
+    DEEP = {"b": DEEP}
+
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "4"}
 
 
@@ -64,6 +70,8 @@ def test_what_somebody_else_said_for_the_model_is_not_carried_on(chat: ChatToken
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2,}}\n</tool_call>', "invalid_json"),
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2', "unclosed_block"),
         ('<tool_call>\n{"arguments": {"a": 2}}\n</tool_call>', "missing_name"),
+        ('<tool_call>\n{"name": 5, "arguments": {"a": 2}}\n</tool_call>', "invalid_name"),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": ' + '{"c": ' * 3000 + "1" + "}" * 3002 + "\n</tool_call>", "unreadable"),
     ],
 )
 def test_a_malformed_call_has_its_text_and_its_status(chat: ChatTokens, text: str, status: str) -> None:
@@ -104,11 +112,13 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
         ('{"a": NaN}', "invalid_arguments"),
         ("[1]", "invalid_arguments"),
         ("add 1", "invalid_arguments"),
+        ({"a": DEEP}, "invalid_arguments"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "invalid_arguments"),
     ],
 )
 def test_a_calls_arguments_are_an_object_that_every_format_can_carry(arguments: object, status: str) -> None:
-    assert call_status("ok", arguments) == status
-    assert call_status("unclosed_block", arguments) == "unclosed_block"
+    assert call_status("ok", "add", arguments) == status
+    assert call_status("unclosed_block", "add", arguments) == "unclosed_block"
 
 
 def test_the_texts_that_are_remembered_have_a_bound(tmp_path: Path) -> None:
@@ -121,3 +131,12 @@ def test_the_texts_that_are_remembered_have_a_bound(tmp_path: Path) -> None:
     assert again is encoded.of("abcd"), "the one that was asked for least lately was forgotten"
     np.testing.assert_array_equal(encoded.of("a text of more"), tokenizer.encode("a text of more"))
     assert encoded.characters == 0
+
+
+def test_threads_that_make_one_text_into_tokens_at_once_count_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, both = Tokenizer(write_qwen3_tokenizer(tmp_path)), threading.Barrier(2)
+    encode, encoded = tokenizer.encode, EncodedTexts(tokenizer, most=10)
+    monkeypatch.setattr(tokenizer, "encode", lambda text: (encode(text), both.wait(30))[0])
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(encoded.of, ["abcd", "abcd"])
+    assert one.tolist() == other.tolist() and encoded.characters == 4

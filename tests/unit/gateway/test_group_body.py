@@ -60,6 +60,7 @@ def test_what_comes_before_the_first_trained_token_is_the_prompt(config: RunConf
         ({"label": 5}, "label", 400),
         ({"metadata": []}, "metadata", 400),
         ({"id": "x" * 129}, "id", 400),
+        ({"scores": [{"reward": 1.0}, {"style": 1.0}]}, "scores[1]", 400),
     ],
 )
 def test_a_group_that_the_run_would_not_train_is_refused(config: RunConfig, changes: dict[str, Any], field: str, status: int) -> None:

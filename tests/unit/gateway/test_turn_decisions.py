@@ -1,6 +1,7 @@
 """How a turn is drawn, which turn a conversation goes on from, and by which id a request is known."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,19 +50,31 @@ def turn(name: str, conversation: str) -> Turn:
     return Turn(name, None, np.arange(3), np.arange(2), np.zeros(2), ((0, 2, 0),), "stop", conversation)
 
 
+def goes_on(turns: list[Turn], messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
+    return continued(turns, messages, tools, lambda turn: f"by {turn.request}")
+
+
 def test_a_conversation_goes_on_from_the_longest_turn_that_it_begins_with() -> None:
     first = turn("r1", digests([*ASKED, CALLS], [])[-1])
     result = {"role": "tool", "tool_call_id": "c1", "content": "4"}
     answered = {"role": "assistant", "content": "4."}
     second = turn("r2", digests([*ASKED, CALLS, result, answered], [])[-1])
     further = {"role": "user", "content": "thanks"}
-    assert continued([first, second], [*ASKED, CALLS, result, answered, further], []) == (second, [further])
-    assert continued([first, second], [*ASKED, CALLS, result], []) == (first, [result])
+    assert goes_on([first, second], [*ASKED, CALLS, result, answered, further], []) == (second, [further])
+    assert goes_on([first, second], [*ASKED, CALLS, result], []) == (first, [result])
     changed = {**answered, "content": "5."}
-    assert continued([first, second], [*ASKED, CALLS, result, changed, further], []) == (first, [result, changed, further])
-    assert continued([first, second], ASKED, []) is None
-    assert continued([first, second], [*ASKED, CALLS], []) is None, "nothing is new"
-    assert continued([first], [*ASKED, CALLS, result], [{"type": "function"}]) is None, "other tools make another prompt"
+    assert goes_on([first, second], [*ASKED, CALLS, result, changed, further], []) == (first, [result, changed, further])
+    assert goes_on([first, second], ASKED, []) is None
+    assert goes_on([first, second], [*ASKED, CALLS], []) is None, "nothing is new"
+    assert goes_on([first], [*ASKED, CALLS, result], [{"type": "function"}]) is None, "other tools make another prompt"
+
+
+def test_of_turns_that_say_the_same_the_one_goes_on_whose_reasoning_comes_back() -> None:
+    turns = [turn(name, digests([*ASKED, CALLS], [])[-1]) for name in ("r1", "r2", "r3")]
+    result = {"role": "tool", "tool_call_id": "c1", "content": "4"}
+    for thought, name in (("by r2", "r2"), ("by r1", "r1"), ("somebody's", "r3"), ("", "r3")):
+        found = goes_on(turns, [*ASKED, {**CALLS, "reasoning_content": thought}, result], [])
+        assert found is not None and found[0].request == name
 
 
 def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_anew() -> None:
@@ -69,6 +82,8 @@ def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_
     anew = {**CALLS, "tool_calls": [chat_call("c9", "add", json.dumps({"b": 2, "a": 2}))]}
     broken = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a": 2')]}
     found = {name: digests([*ASKED, message], [])[-1] for name, message in (("thought", thought), ("anew", anew), ("broken", broken))}
+    deep = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a":' * 5000 + "1" + "}" * 5000)]}
+    assert digests([deep], []), "what cannot be read is text"
     assert found["thought"] == found["anew"] == digests([*ASKED, CALLS], [])[-1] != found["broken"]
 
 

@@ -1,9 +1,12 @@
 """Files that are laid over compose.yaml: they change services that are there, and keep what hardens them."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+
+from shared.sandbox.syscall_filter import REFUSED
 
 COMPOSE = Path(__file__).resolve().parents[3] / "deploy" / "compose"
 
@@ -21,5 +24,26 @@ def test_sandboxes_are_allowed_to_the_reward_service_alone_and_without_rights() 
     """Compose adds the lists of both files together."""
     [(service, changed)] = read("compose.sandbox.yaml")["services"].items()
     base = read("compose.yaml")["services"][service]
-    assert service == "reward" and changed == {"security_opt": ["seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"]}
+    assert service == "reward" and changed == {
+        "security_opt": ["seccomp=sandbox-seccomp.json", "apparmor=unconfined", "systempaths=unconfined"]
+    }
     assert base["security_opt"] == ["no-new-privileges:true"] and base["cap_drop"] == ["ALL"] and base["user"] == "10001:10001"
+
+
+BUBBLEWRAPS = {"mount", "umount2", "pivot_root", "unshare", "sethostname"}
+PYTHONS = {"memfd_create", "shmat", "shmctl", "shmget", "semget", "msgget"}
+
+
+def test_the_reward_service_is_refused_what_sandboxes_are_but_for_what_makes_them() -> None:
+    profile = json.loads((COMPOSE / "sandbox-seccomp.json").read_text())
+    [rule] = profile["syscalls"]
+    assert profile["defaultAction"] == "SCMP_ACT_ALLOW" and rule["action"] == "SCMP_ACT_ERRNO"
+    assert set(rule["names"]) == REFUSED.keys() - BUBBLEWRAPS - PYTHONS
+
+
+def test_who_is_on_two_networks_passes_nothing_on() -> None:
+    services = read("compose.yaml")["services"]
+    between = {name for name, service in services.items() if len(service.get("networks", [])) > 1}  # type: ignore[arg-type]
+    assert between == {"reward", "gateway", "agent-door", "router", "myxo"}
+    for name in between:
+        assert services[name]["sysctls"] == {"net.ipv4.ip_forward": 0}, name

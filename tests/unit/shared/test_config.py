@@ -10,6 +10,7 @@ import pytest
 
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
+from services.rollout.agents.agent_runner import agent_workers
 from shared.config.config_reading import load, parse
 from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.config.section import Section
@@ -316,6 +317,9 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "gateway.gateway_replicas",
             "agents ask the model through a gateway; use at least 1",
         ),
+        ({"rollout": {"agent_roles": ["left"]}}, "rollout.agent_roles", "no agent plays the rollouts"),
+        ({"rollout": {"agent": "my:run", "agent_roles": ["left", "left"]}}, "rollout.agent_roles", "a name stands there twice"),
+        ({"rollout": {"agent": "my:run", "agent_roles": ["the left"]}}, "rollout.agent_roles.0", "pattern"),
         ({"rollout": {"agent_service": "serve"}}, "rollout.agent_service", "no agent of this run speaks to it"),
         ({"rollout": {"min_rollouts": 1}}, "rollout.min_rollouts", "grpo compares the rollouts of a group; use at least 2"),
         (
@@ -574,3 +578,16 @@ def test_fields_that_do_not_go_together_are_told_beside_one_that_is_refused(tmp_
 def test_what_follows_from_a_refused_field_is_not_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"n_samples_per_prompt"):
         run_config(tmp_path, rollout={"n_samples_per_prompt": "many"}, trainer={"global_batch_size": 7})
+
+
+@pytest.mark.parametrize(("cores", "gateways", "workers"), [(2, 1, 2), (16, 2, 4), (128, 8, 16)])
+def test_gateways_and_agents_processes_follow_the_cores(
+    cores: int, gateways: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    config = run_config(tmp_path, rollout={"agent": "my.agents:run", "rollout_replicas": 2})
+    assert (config.gateways, agent_workers(config.rollout)) == (gateways, workers)
+    assert run_config(tmp_path).gateways == 0
+    assert run_config(tmp_path, rollout={"agent": "my.agents:run"}, gateway={"gateway_port": 8000}).gateways == 1
+    assert run_config(tmp_path, rollout={"agent": "my.agents:run"}, gateway={"gateway_replicas": 5}).gateways == 5
+    assert agent_workers(run_config(tmp_path, rollout={"agent_workers": 3}).rollout) == 3

@@ -58,7 +58,7 @@ def test_what_generates_for_a_set_takes_the_place_of_whatever_generates_for_the_
     runs = [{"agent": "my.run:a"}, {"agent_command": ["./run"]}, {"custom_generate_function_path": "my.run:f"}]
     for of_run in runs:
         config = run_config(tmp_path, rollout=of_run, eval={"sets": sets})
-        assert config.has_agents and config.gateways == 1
+        assert config.has_agents and config.gateways
         for view, own in zip(eval_views(config), kinds.values(), strict=True):
             found = {name: value for name in GENERATORS if (value := getattr(view.config.rollout, name))}
             assert found == (own or of_run)

@@ -228,6 +228,14 @@ def test_groups_of_equal_rewards_teach_nothing(tmp_path: Path, rewards: list[Any
     assert nonzero_std(args, [HookSample(reward=reward) for reward in rewards]) == verdict
 
 
+@pytest.mark.parametrize(("rewards", "kept"), [([1.0, -1.0, 1.0, -1.0], False), ([1.0, -1.0, -1.0, 1.0], True)])
+def test_rewards_that_are_equal_within_each_role_teach_nothing(tmp_path: Path, rewards: list[float], kept: bool) -> None:
+    samples = [HookSample(reward=reward) for reward in rewards]
+    for index, sample in enumerate(samples):
+        sample.role = ("left", "right")[index % 2]
+    assert nonzero_std(Arguments(run_config(tmp_path)), samples).keep is kept
+
+
 def test_the_reward_that_counts(tmp_path: Path) -> None:
     by_key, plain = Arguments(run_config(tmp_path, reward={"reward_key": "match"})), Arguments(run_config(tmp_path))
     assert HookSample(reward=0.5).get_reward_value(by_key) == HookSample(reward=0.5).get_reward_value(plain) == 0.5

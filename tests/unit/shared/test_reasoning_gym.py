@@ -1,5 +1,6 @@
 """Tasks of the package reasoning-gym: at the level of each, the same after any restart, scored by their own verifier."""
 
+import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,9 @@ from shared.rewards.verifiers import verify
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
-pytest.importorskip("reasoning_gym")
+if importlib.util.find_spec("reasoning_gym") is None:
+    pytest.skip("reasoning_gym is not installed", allow_module_level=True)
+WITHOUT_PYCOSAT = pytest.mark.skipif(importlib.util.find_spec("pycosat") is not None, reason="it is installed")
 
 
 def config_of(directory: Path, *tasks: str, **fields: Any) -> RunConfig:
@@ -81,6 +84,7 @@ def test_the_tasks_own_verifier_scores(tmp_path: Path) -> None:
         ("chain_sum", {"reasoning_gym_parameters": {"chain_sum": {"max_terns": 3}}}, "did you mean max_terms"),
         ("chain_sum", {"reasoning_gym_parameters": {"chain_sum": {"min_terms": 9}}}, "level 0 of chain_sum cannot be made"),
         ("rearc", {}, "its verifier gives its own answer 1, and 0.05 once the task has been JSON"),
+        pytest.param("zebra_puzzles", {}, "pycosat is not installed: pip install pycosat", marks=WITHOUT_PYCOSAT),
     ],
 )
 def test_a_generator_that_cannot_be_used_is_refused(tmp_path: Path, task: str, fields: dict[str, Any], words: str) -> None:

@@ -134,6 +134,8 @@ def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Samp
         ({"text": None}, "group and text are text"),
         ({"label": 4}, "label is text or None"),
         ({"metadata": []}, "metadata is not a map"),
+        ({"role": "the left"}, "role is 'the left'; expected 1 to 64 letters"),
+        ({"role": 7}, "role is '7'"),
         ({"attributes": []}, "attributes is not a map"),
         ({"given_reward": "1"}, "given_reward is '1'; expected a number up to 1e\\+09, or 64 by name"),
         ({"given_reward": float("nan")}, "given_reward is 'nan'"),

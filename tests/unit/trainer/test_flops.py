@@ -46,6 +46,16 @@ def test_a_pack_is_its_sequences_one_by_one() -> None:
     assert flops.forward(DENSE, []) == 0
 
 
+def test_what_is_shared_is_counted_once() -> None:
+    """Two sequences of 10 and 64 tokens, and one of 30 that begins with 20 of the latter's: its last 10 tokens see 20 others each."""
+    shared = flops.work([20])
+    apart = flops.forward(DENSE, [10, 64, 30]) - flops.forward(DENSE, [20])
+    assert flops.forward(DENSE, [10, 64, 30], shared=shared) == apart
+    own = flops.forward(DENSE, [10, 64, 10]) + 10 * 20 * 2 * 4 * 8 * 16  # pairs, layers, heads, width
+    assert flops.forward(DENSE, [10, 64, 30], shared=shared) == own
+    assert flops.training(DENSE, [10, 64, 30], shared=shared) == 3 * own
+
+
 def test_a_long_sequence_costs_what_its_pairs_cost() -> None:
     quadratic = flops.forward(DENSE, [200]) - 2 * flops.forward(DENSE, [100])
     assert quadratic == 100 * 100 * 2 * 4 * 8 * 16  # pairs across the halves, layers, heads, width

@@ -122,3 +122,28 @@ def test_a_sample_over_the_budget_is_refused_with_its_numbers():
     with pytest.raises(SampleTooLong, match="number 1 of the batch has 11 tokens, a micro-batch holds at most 10"):
         balance([5, 11], 1, 10)
     assert balance([5, 10], 1, 10) == [[[1], [0]]]
+
+
+@many
+@given(batch=lengths_and_budget, dp_size=st.integers(1, 4), data=st.data())
+def test_units_that_are_kept_closely_take_no_more_micro_batches(batch, dp_size, data):
+    lengths, budget = batch
+    units = sorted(data.draw(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)), label="units"))
+    loose, close = (balance(lengths, dp_size, budget, units=units, closely=closely) for closely in (False, True))
+    assert [len(rank) for rank in close] == [len(rank) for rank in loose]
+    assert [sorted(itertools.chain.from_iterable(rank)) for rank in close] == [
+        sorted(itertools.chain.from_iterable(rank)) for rank in loose
+    ]
+    assert all(sum(lengths[i] for i in bin) <= budget for rank in close for bin in rank)
+    assert all(bin == sorted(bin) for rank in close for bin in rank)
+    assert sum(not bin for rank in close for bin in rank) <= sum(not bin for rank in loose for bin in rank)
+
+
+def test_units_are_kept_closely_whole_or_in_large_pieces():
+    lengths, units = [9, 10, 11, 10] * 4, [unit for unit in "abcd" for _ in range(4)]
+    (close,) = balance(lengths, 1, 45, units=units, closely=True)
+    assert [[units[i] for i in bin] for bin in close] == [[unit] * 4 for unit in "abcd"]
+    (close,) = balance([10] * 16, 1, 20, units=units, closely=True)
+    assert sorted(sorted({units[i] for i in bin}) for bin in close) == [[unit] for unit in "aabbccdd"], "a unit in two pieces"
+    (loose,) = balance([10] * 16, 1, 20, units=units)
+    assert any(len({units[i] for i in bin}) > 1 for bin in loose)

@@ -1,0 +1,29 @@
+"""The command line of a benchmark: numbers with defaults, and a file for the figures."""
+
+import argparse
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+def parsed(about: str | None, **numbers: tuple[int, str]) -> argparse.Namespace:
+    """Returns the options of the command line. ``numbers``: the default of each and what it says; beside them there is ``--json FILE``."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, words) in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{words} (default {default})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser.parse_args()
+
+
+def write(path: Path | None, figures: dict[str, Any]) -> None:
+    """Writes figures with when and where they were measured; without a path, nowhere."""
+    if path is not None:
+        head = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        path.write_text(json.dumps({**head, **figures}, indent=2) + "\n")
+
+
+def machine() -> str:
+    """Returns in words what the figures were measured on."""
+    return f"{os.cpu_count()} cores, {os.getloadavg()[0]:.1f} processes wanted one in the last minute"

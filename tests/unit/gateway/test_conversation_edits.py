@@ -1,0 +1,138 @@
+"""What clients make of answers before they send them back: each token that was drawn is trained once, at its place, whatever they do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.gateway.chat_tokens import TOOL, ChatTokens
+from services.gateway.conversations import digests
+from services.gateway.turns import Turns
+from services.gateway.wire import openai_chat
+from services.gateway.wire.request import assistant_message
+from shared.config.gateway_section import GatewaySection
+from shared.schema.messages import Sampling
+from shared.sessions.session import Session, SessionLog, Turn
+from shared.sessions.trajectories import Trajectory, trajectories
+from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
+
+CALL = '<tool_call>\n{ "name":"add",  "arguments": {"b":2, "a": 2.0} }\n</tool_call>'
+DRAWN = [
+    "4<|im_end|>",
+    "  4.  \n<|im_end|>",
+    "<think>\ntwo and two\n</think>\n\n4<|im_end|>",
+    f"{CALL}<|im_end|>",
+    f"<think>\nlet me see\n</think>\n\nI shall call.\n{CALL}\n{CALL}<|im_end|>",
+    '<tool_call>\n{"name": "add", "arguments": {"a": 2,}}\n</tool_call><|im_end|>',
+    "cut in the mid",
+    "<|im_end|>",
+]
+"""What the model draws."""
+
+
+def stripped(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": message["content"].strip() + "!"}
+
+
+def thoughtless(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "reasoning_content"}
+
+
+def renamed(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call | {"id": f"my-{call['id']}"} for call in message.get("tool_calls", ())]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def rewritten(message: dict[str, Any]) -> dict[str, Any]:
+    calls = json.loads(json.dumps(message.get("tool_calls", [])))
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), sort_keys=True)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+FAITHFUL, EDITS = [lambda message: message, thoughtless, renamed, rewritten], [stripped]
+
+
+class Conversation:
+    """A gateway's turns, of which the tokens are given; and a client's messages."""
+
+    def __init__(self, chat: ChatTokens) -> None:
+        session = {"id": "s", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0}
+        self.log = SessionLog(Session(**session, sampling=Sampling(temperature=1.0, max_new_tokens=100)))
+        nothing: Any = None
+        self._chat, self._turns = chat, Turns(nothing, nothing, nothing, chat, "m", "h", GatewaySection())
+
+    def asked(self, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
+        """Asks for the next message, for which ``text`` is drawn. Returns it as the client sees it."""
+        body = {"model": "m", "messages": messages, "tools": [TOOL]}
+        turn = openai_chat.parse(json.dumps(body).encode(), f"r{len(self.log.turns)}")
+        prompt = self._turns._made(self.log, turn)
+        completion = np.asarray(self._chat.tokenizer.encode(text), np.int32)
+        log_probs = -np.arange(1, len(completion) + 1, dtype=np.float32) / 100
+        parent = None if prompt.parent is None else prompt.parent.request
+        whole = Turn(turn.request_id, parent, prompt.tokens, completion, log_probs, ((0, len(completion), 0),), "stop")
+        result = self._turns._result(whole, self.log, turn)
+        conversation = digests([*turn.messages, assistant_message(result)], turn.tools)[-1]
+        self.log.turns[whole.request] = Turn(**{**vars(whole), "conversation": conversation})
+        return assistant_message(result)
+
+
+def replies(answer: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """What the client says to an answer: the results of its calls, or another question."""
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": str(number)} for call in answer.get("tool_calls", ())]
+    return results or [{"role": "user", "content": f"and {number}?"}]
+
+
+def check(turns: dict[str, Turn], found: list[Trajectory]) -> None:
+    """Asserts that each drawn token is trained once, at its place, with its log-prob."""
+    trained: dict[str, int] = dict.fromkeys(turns, 0)
+    for trajectory in found:
+        for name in trajectory.turns:
+            turn, start = turns[name], len(turns[name].prompt)
+            assert np.array_equal(trajectory.tokens[: len(turn.tokens)], turn.tokens), "it holds what the model read and drew"
+            begin = start - len(trajectory.prompt)
+            place = slice(begin, begin + len(turn.completion))
+            assert set(trajectory.mask[place].tolist()) in ({0}, {1})
+            np.testing.assert_array_equal(trajectory.log_probs[place], turn.log_probs)
+            trained[name] += int(trajectory.mask[place].sum())
+    assert trained == {name: len(turn.completion) for name, turn in turns.items()}
+    assert sum(int(trajectory.mask.sum()) for trajectory in found) == sum(trained.values()), "and nothing else is"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatTokens:
+    return ChatTokens(write_qwen3_tokenizer(Path(tmp_path_factory.mktemp("qwen3"))), {})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_each_token_is_trained_once_whatever_a_client_does(chat: ChatTokens, data: st.DataObject) -> None:
+    conversation = Conversation(chat)
+    open_ends: list[list[dict[str, Any]]] = [[{"role": "user", "content": "What is 2 + 2?"}]]
+    for number in range(data.draw(st.integers(1, 8), "turns")):
+        messages = list(data.draw(st.sampled_from(open_ends), "goes on from"))
+        answer = conversation.asked(messages, data.draw(st.sampled_from(DRAWN), "drawn"))
+        sent = data.draw(st.sampled_from([*FAITHFUL, *EDITS]), "sent back")(answer)
+        further = [*messages, sent, *replies(sent, number)]
+        if data.draw(st.integers(0, 5), "edited") == 0:
+            further[0] = {"role": "user", "content": "What is 3 + 3?"}
+        open_ends.append(further)
+    check(conversation.log.turns, trajectories(conversation.log.turns.values()))
+
+
+@pytest.mark.parametrize(
+    "sent_back", FAITHFUL, ids=["as it came", "without reasoning", "with ids of its own", "with arguments written anew"]
+)
+def test_calls_and_their_results_are_one_conversation(chat: ChatTokens, sent_back: Any) -> None:
+    """Sixty turns of it: what a client changes that the model does not read, or has drawn itself, forks nothing."""
+    conversation, messages = Conversation(chat), [{"role": "user", "content": "What is 2 + 2?"}]
+    for number in range(60):
+        answer = sent_back(conversation.asked(messages, DRAWN[3 + number % 2]))
+        messages += [answer, *replies(answer, number)]
+    [found] = trajectories(conversation.log.turns.values())
+    assert len(found.turns) == 60
+    check(conversation.log.turns, [found])
