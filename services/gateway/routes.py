@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -128,13 +129,14 @@ class Api:
             self._check_model(asked.model)
             headers = _told(log, asked)
             if asked.stream:
-                return await self._streamed(wire, log, asked, headers)
+                return await self._streamed(request, wire, log, asked, headers)
             turn = asyncio.create_task(self.turns.chat(log, asked))
-            return _answered(wire.answer(asked, await self._awaited(request, turn)), headers)
+            await self._watched(request, turn, math.inf)
+            return _answered(wire.answer(asked, turn.result()), headers)
 
         return route
 
-    async def _streamed(self, wire: WireFormat, log: SessionLog, asked: ChatTurn, headers: dict[str, str]) -> Response:
+    async def _streamed(self, request: Request, wire: WireFormat, log: SessionLog, asked: ChatTurn, headers: dict[str, str]) -> Response:
         """Returns the answer that tells a turn as it is drawn. Raises TurnRefused where it is refused before anything is told."""
         live, start = LiveTurn(), TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
         turn = asyncio.create_task(self.turns.chat(log, asked, live))
@@ -143,7 +145,7 @@ class Api:
             turn, live, start, functools.partial(wire.events, asked), functools.partial(self.turns.text, log, asked, live)
         )
         try:
-            await live.news(SILENT_SECONDS)
+            await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)), math.inf)
             if turn.done():
                 turn.result()
         except BaseException:
@@ -168,7 +170,8 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        return _answered(token_generate.answer(asked, await self._awaited(request, turn)), _told(log, asked))
+        await self._watched(request, turn, math.inf)
+        return _answered(token_generate.answer(asked, turn.result()), _told(log, asked))
 
     async def _count(self, request: Request) -> Response:
         log, body = await self._opened(request)
@@ -176,17 +179,18 @@ class Api:
         self._check_model(asked.model)
         return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=formats.answer_headers(asked))
 
-    async def _awaited(self, request: Request, turn: "asyncio.Task[TurnResult]") -> TurnResult:
-        """Returns a turn's result; ends the turn where its client is gone, so that the engine draws for nobody."""
+    async def _watched(self, request: Request, turn: "asyncio.Task[Any]", seconds: float) -> None:
+        """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine draws for nobody."""
+        end = time.monotonic() + seconds
         try:
-            while not turn.done():
+            while not turn.done() and time.monotonic() < end:
                 await asyncio.wait([turn], timeout=GONE_SECONDS)
                 if not turn.done() and await request.is_disconnected():
                     self.metrics.add("gateway_clients_gone")
                     raise TurnRefused(408, "the client is gone")
-            return turn.result()
-        finally:
+        except BaseException:
             await cancelled([turn])
+            raise
 
     # --- models and sessions
 
