@@ -1,6 +1,7 @@
 """The gateway's endpoints: a session's key, a body, a turn, an answer in the format of the endpoint."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -127,9 +128,9 @@ class Api:
             asked = self.turns.noted(wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
             self._check_model(asked.model)
             turn, headers = asyncio.create_task(self.turns.chat(log, asked)), _told(log, asked)
+            await self._watched(request, turn, SILENT_SECONDS if asked.stream else math.inf)
             if not asked.stream:
-                return _answered(wire.answer(asked, await self._awaited(request, turn)), headers)
-            await asyncio.wait([turn], timeout=SILENT_SECONDS)
+                return _answered(wire.answer(asked, turn.result()), headers)
             if turn.done():
                 turn.result()  # refused before anything was sent
             return StreamingResponse(self._events(wire, asked, turn), media_type="text/event-stream", headers=headers)
@@ -162,7 +163,8 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        return _answered(token_generate.answer(asked, await self._awaited(request, turn)), _told(log, asked))
+        await self._watched(request, turn, math.inf)
+        return _answered(token_generate.answer(asked, turn.result()), _told(log, asked))
 
     async def _count(self, request: Request) -> Response:
         log, body = await self._opened(request)
@@ -170,17 +172,18 @@ class Api:
         self._check_model(asked.model)
         return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=formats.answer_headers(asked))
 
-    async def _awaited(self, request: Request, turn: "asyncio.Task[TurnResult]") -> TurnResult:
-        """Returns a turn's result; ends the turn where its client is gone, so that the engine draws for nobody."""
+    async def _watched(self, request: Request, turn: "asyncio.Task[TurnResult]", seconds: float) -> None:
+        """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine draws for nobody."""
+        end = time.monotonic() + seconds
         try:
-            while not turn.done():
+            while not turn.done() and time.monotonic() < end:
                 await asyncio.wait([turn], timeout=GONE_SECONDS)
                 if not turn.done() and await request.is_disconnected():
                     self.metrics.add("gateway_clients_gone")
                     raise TurnRefused(408, "the client is gone")
-            return turn.result()
-        finally:
+        except BaseException:
             await cancelled([turn])
+            raise
 
     # --- models and sessions
 

@@ -20,7 +20,7 @@ from shared.hooks.call_context import CallContext, current_call
 from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import generate_paths
 from shared.workers.call_server import serve_calls
-from shared.workers.running_call import is_blocked
+from shared.workers.running_call import error_text, is_blocked
 
 BLOCKED_SHARE = 0.25
 """The share of a rollout's time for which it may block its process: those beside it then still have the rest."""
@@ -57,7 +57,7 @@ class GenerateCalls:
             return {"error": "cancelled itself"}
         except BaseException as error:  # it fails its rollout, not this process
             traceback.print_exc()
-            said = str(error) if isinstance(error, UnusableResult) else f"{type(error).__name__}: {error}"
+            said = str(error) if isinstance(error, UnusableResult) else error_text(error)
             return {"error": said, "blocked": is_blocked(error)}
 
     async def _score(self, samples: list[HookSample]) -> None:

@@ -41,11 +41,11 @@ def shared_prefixes(tokens: NDArray[np.int64], starts: Sequence[int]) -> SharedP
     """Finds all that can be shared.
 
     Args:
-        tokens: [T], ids below 2^32. starts: of the sequences, and T.
+        tokens: [T]. starts: of the sequences, and T.
     """
     spans = list(pairwise(starts))
-    encoded = tokens.astype(">u4").tobytes()  # whose order as bytes is that of the ids
-    order = sorted(range(len(spans)), key=lambda index: encoded[4 * spans[index][0] : 4 * spans[index][1]])
+    encoded, width = tokens.tobytes(), tokens.itemsize
+    order = sorted(range(len(spans)), key=lambda index: encoded[width * spans[index][0] : width * spans[index][1]])
     shared = np.zeros(len(spans), np.int64)
     # of all sequences before it in this order, none has more in common with a sequence than its neighbour
     for before, after in pairwise(order):

@@ -35,6 +35,12 @@ def _ask_kernel(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
+def _send(pid: int, number: int) -> None:
+    """Sends a signal, also to a process that has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 def kill_descendants(root: int) -> None:
     """Kills all living processes below a process, and not itself. It reads ``/proc/*/stat``, fields 3 and 4 (proc(5))."""
     for _ in range(MOST_SWEEPS):
@@ -53,8 +59,7 @@ def kill_descendants(root: int) -> None:
         if not living:
             return
         for pid in living:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
 
 
 def _kill_group_when_parent_ends(lifeline: int, scratch: str) -> None:
@@ -77,7 +82,7 @@ def main(lifeline: int, scratch: str, command: list[str]) -> int:
     for descriptor in (0, 1):  # whoever holds the other ends is to see when the command has closed its own
         os.dup2(nothing, descriptor)
     for passed_on in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(passed_on, lambda number, _frame: os.kill(child, number))
+        signal.signal(passed_on, lambda number, _frame: _send(child, number))
     threading.Thread(target=_kill_group_when_parent_ends, args=(lifeline, scratch), daemon=True).start()
     ended, status = os.wait()
     while ended != child:  # an orphan

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from shared.runtime.errors import ConfigError
 from shared.workers import frames, running_call
 from shared.workers.frames import FrameStream
-from shared.workers.running_call import BlockedCall, CallExit, RunningCall, is_blocked
+from shared.workers.running_call import BlockedCall, CallExit, RunningCall, error_text, is_blocked
 
 FIRST_STEPS_SECONDS = 0.001
 """The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting
@@ -81,5 +81,5 @@ async def _call(channel: FrameStream, calls: Calls, serving: asyncio.Task[None],
             return
         answer = {"error": "the call was cancelled"}
     except (BlockedCall, CallExit, SystemExit, KeyboardInterrupt, BaseExceptionGroup) as error:
-        answer = {"error": f"{type(error).__name__}: {error}", "blocked": is_blocked(error)}
+        answer = {"error": error_text(error), "blocked": is_blocked(error)}
     channel.send([call_id, answer])

@@ -48,16 +48,7 @@ def trained(cards: list[ServiceStatus]) -> float:
     return gauge(cards, "buffer", "trained_steps")
 
 
-CROWD = (
-    "--agent",
-    "tests.support.agents:three_turns",
-    "--n-samples-per-prompt",
-    "5",
-    "--rollout-max-response-len",
-    "24",
-    "--sft-steps",
-    "0",
-)
+CROWD = ("--agent", "tests.support.agents:three_turns", "--n-samples-per-prompt", "5", "--rollout-max-response-len", "24")
 
 
 @pytest.mark.extra

@@ -145,7 +145,14 @@ async def bad(data: dict[str, Any], base_url: str, api_key: str) -> Any:
             os._exit(3)
         if kind == "crashes":
             os.abort()
+    if kind == "unspeakable":
+        raise Unspeakable
     return {"nan": float("nan"), "text": "good", "unnamed": {"style": 1.0}, "raises": None}[kind] if kind != "raises" else 1 / 0
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no words")
 
 
 async def waits(data: dict[str, Any], base_url: str, api_key: str) -> float:

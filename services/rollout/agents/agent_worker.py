@@ -22,7 +22,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.hooks.loading import agent_paths, load_agent
 from shared.workers.call_server import serve_calls
-from shared.workers.running_call import is_blocked
+from shared.workers.running_call import error_text, is_blocked
 
 
 class AgentCalls:
@@ -51,7 +51,7 @@ class AgentCalls:
             return {"error": "cancelled itself"}
         except BaseException as error:  # it fails its rollout, not this process
             traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {error}", "blocked": is_blocked(error)}
+            return {"error": error_text(error), "blocked": is_blocked(error)}
 
 
 def share_certificates() -> None:

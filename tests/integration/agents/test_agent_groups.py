@@ -66,6 +66,7 @@ async def test_a_rollout_that_failed_begins_anew_in_a_fresh_session(bench: NewAg
 
 BAD = {
     "raises": "ZeroDivisionError: division by zero",
+    "unspeakable": "Unspeakable: its text cannot be had",
     "silent": "it made no model call",
     "nan": "reward is nan; expected a finite number",
     "text": "a reward is 'good'; expected a finite number",

@@ -2,13 +2,16 @@
 
 import asyncio
 import resource
-import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from shared.runtime.cancellation import cancelled
+from shared.schema.messages import Sampling
 from tests.integration.engine.hall import NewHall
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -39,32 +42,25 @@ class Asker:
             return answer.status, await answer.json(), answer.headers
 
 
-async def test_what_is_not_served_is_told_and_nobody_else_waits_for_it(hall: NewHall) -> None:
+def peak_memory(pid: int) -> int:
+    """MiB."""
+    return int(next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1]) >> 10
+
+
+async def test_what_is_not_served_is_told(hall: NewHall) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     room = await hall()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert resource.prlimit(room.processes[0].process.pid, resource.RLIMIT_NOFILE) == (hard, hard), "clients may be many"
-    one, other, evaluated = [await room.session(evaluation=kind) for kind in (False, False, True)]
+    one, evaluated = [await room.session(evaluation=kind) for kind in (False, True)]
     async with aiohttp.ClientSession() as http:
-        ask, others, evaluating = (Asker(http, room.urls[0], played.key) for played in (one, other, evaluated))
-        slowest = 0.0
-
-        async def look() -> None:
-            nonlocal slowest
-            while True:
-                begin = time.monotonic()
-                assert (await others("/v1/session", method="GET"))[0] == 200
-                slowest = max(slowest, time.monotonic() - begin)
-                await asyncio.sleep(0.05)
-
-        looking = asyncio.create_task(look())
+        ask, evaluating = (Asker(http, room.urls[0], played.key) for played in (one, evaluated))
         for path, changes, field in REFUSALS:
             body = {name: value for name, value in (ASKED | changes).items() if value is not None}
             status, answer, _ = await ask(path, body)
             assert (status, answer["error"]["param"]) == (400, field), answer
-        looking.cancel()
-        assert slowest < 10, "31 MiB of text are not made into tokens while all others wait"
+        assert peak_memory(room.processes[0].process.pid) < 2 << 10, "31 MiB of text were not made into tokens"
         assert not (await one.log()).pending, "nothing was begun that cannot be drawn"
 
         # every refusal has its house's form
@@ -95,6 +91,22 @@ async def test_what_is_not_served_is_told_and_nobody_else_waits_for_it(hall: New
         length = (await one.log()).length
         assert [(await ask("/v1/session/end", {"reward": reward}))[0] for reward in (1.0, 2.0, 1.0)] == [200, 409, 200]
         assert (await one.log()).length == length
+
+
+async def test_nothing_is_drawn_for_a_client_that_is_gone(hall: NewHall) -> None:
+    """Before a streamed answer has begun, and before any other has come."""
+    room = await hall(gateway={"gateway_checkpoint_tokens": 2000})
+    endless = Sampling(temperature=1.0, max_new_tokens=1900, min_new_tokens=1900)
+    clients = [await room.session(sampling=endless) for _ in range(2)]
+    async with aiohttp.ClientSession() as http:
+        asks = [Asker(http, room.urls[0], played.key) for played in clients]
+        body = {name: value for name, value in ASKED.items() if name != "max_tokens"}
+        asking = [asyncio.create_task(ask(CHAT, body | {"stream": stream})) for ask, stream in zip(asks, (True, False), strict=True)]
+        await until(lambda: room.desk.client.generating == 2, "both turns in the engine", 240)
+        await cancelled(asking)
+        await until(lambda: room.desk.client.generating == 0, "an engine that draws for nobody", 60)
+    for played in clients:
+        assert not (await played.log()).turns, "what was begun has not been drawn to its end"
 
 
 async def test_what_an_engine_refuses_is_not_asked_for_again(hall: NewHall) -> None:
