@@ -137,12 +137,6 @@ class SessionStore:
         """Has the record of a session that has ended go in `LATE_SECONDS`."""
         await self._command(f"expiry of session {session}", ("EXPIRE", self._names.session_key(session), LATE_SECONDS))
 
-    async def remove(self, *sessions: str) -> None:
-        """Removes sessions; absent ones are no error."""
-        if sessions:
-            keys = [self._names.session_key(session) for session in sessions]
-            await self._command(f"removal of {len(sessions)} sessions", ("UNLINK", *keys))
-
     async def make_draw_key(self, held: str = "") -> str:
         """Returns the key by which gateways ask replicas for tokens. Where there is none, it is ``held``, or made."""
         key = self._names.session_key(DRAW_KEY)
