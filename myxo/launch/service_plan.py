@@ -1,12 +1,14 @@
 """The plan of the service processes of a run on this machine."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
 from shared.runtime import devices, http_address
-from shared.runtime.http_address import HTTP_VARIABLE
+from shared.runtime.embedded_servers import free_port
+from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
 
 SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "gateway", "trainer")}
 """The module that `python -m` runs for each service."""
@@ -61,6 +63,9 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
                 environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
             if http:
                 environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
+            if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
+                # each of its lives listens there: clients that repeat a request know no other address
+                environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, free_port()))
             module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
             specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
     if config.rollout.agent_service:

@@ -88,6 +88,10 @@ class ParsedTurn:
     calls: tuple[ParsedCall, ...]
 
 
+THOUGHT = "<think>\n a \n</think>\n\nb"
+"""A completion by which is seen whether a family strips reasoning."""
+
+
 class ChatTokens:
     """The chat form of one model.
 
@@ -97,7 +101,12 @@ class ChatTokens:
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
         shows_tools: whether a prompt tells the model of the tools that it is given.
+        told_early: of a completion it can be told before its end what its beginning says: reasoning comes first, and is one piece.
+        plain_markers: most markers are nothing but left out.
+        added_ids: tokens that are no plain text. byte_ids: those that are a byte each. letter: the tokens of `LETTER`.
     """
+
+    LETTER = "x"
 
     def __init__(self, model: Path, variables: Mapping[str, Any]) -> None:
         from renderers import DefaultRendererConfig, create_renderer  # it takes seconds, and only gateways have the package
@@ -110,6 +119,12 @@ class ChatTokens:
         self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
         self.shows_tools = self.has_template and self._differs_with_tools()
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
+        self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
+        self.letter = self.tokenizer.encode(self.LETTER).tolist()
+        self.plain_markers = self.family == "default"
+        self._strips = False
+        reasoning = self.parse_tokens([], self.tokenizer.encode(THOUGHT).tolist(), ()).reasoning
+        self._strips, self.told_early = reasoning == "a", reasoning == "a" or self.family == "default"
 
     def _differs_with_tools(self) -> bool:
         [messages, _] = PROBES[0]
@@ -157,18 +172,26 @@ class ChatTokens:
         begins = ids is not None and np.array_equal(ids[: len(before) + len(drawn)], turn.tokens)
         return ids if begins else None
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
     def parse(self, turn: Turn, tools: Messages) -> ParsedTurn:
         """Returns a turn's completion as a message; nothing of it is repaired."""
-        given = list(tools) or None
+        return self.parse_tokens(turn.prompt.tolist(), turn.completion.tolist(), tools)
+
+    def parse_tokens(self, prompt: list[int], completion: list[int], tools: Messages) -> ParsedTurn:
+        """Returns a completion, or its beginning, as a message. Reasoning that was not closed has the form of one that was."""
         try:
-            found = self._renderer.parse_response(turn.completion.tolist(), tools=given, prompt_ids=turn.prompt.tolist())
+            found = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
         except UNREADABLE:  # a model draws anything
-            return ParsedTurn("", "", (ParsedCall(self.tokenizer.decode(turn.completion), "unreadable"),))
+            return ParsedTurn("", "", (ParsedCall(self.tokenizer.decode(completion), "unreadable"),))
         calls = tuple(
             ParsedCall(call.raw, call_status(str(call.status.value), call.name, call.arguments), call.name or "", call.arguments, call.id)
             for call in found.tool_calls
         )
-        return ParsedTurn(found.content, found.reasoning_content or "", calls)
+        reasoning = found.reasoning_content or ""
+        return ParsedTurn(found.content, reasoning.strip() if self._strips else reasoning, calls)
 
 
 def call_status(status: str, name: Any, arguments: Any) -> str:

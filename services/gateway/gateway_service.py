@@ -16,12 +16,9 @@ from services.gateway.turns import Turns
 from shared.config.ingest_key import ingest_key
 from shared.runtime import http_address, http_endpoints
 from shared.runtime.errors import ConfigError
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.http_address import GATEWAY_VARIABLE, HttpAddress
 from shared.runtime.service_base import Service
 from shared.sessions.session_store import SessionStore
-
-ADDRESS_VARIABLE = "MYXO_GATEWAY"
-"""The environment variable with this gateway's own address, host:port, which wins over the run's."""
 
 URL_VARIABLE = "MYXO_GATEWAY_URL"
 """The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network."""
@@ -48,7 +45,7 @@ async def serve(service: Service) -> None:
     turns = Turns(sessions, replicas, door, chat, model, holder, section)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
-    service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools)
+    service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.told_early)
     app = api.app()
     if config.ingest.ingest_groups != "off":
         add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
@@ -56,7 +53,7 @@ async def serve(service: Service) -> None:
         async with http_endpoints.serving(app, _address(service)) as address:
             service.engine, service.state = gateway_url(address), "ready"
             await service.announce()
-            async with service.background(replicas.keep(), _count(service, api)):
+            async with service.background(replicas.keep(), turns.watch.keep(), _count(service, api)):
                 await service.stopping.wait()
     finally:
         await door.close()
@@ -64,9 +61,9 @@ async def serve(service: Service) -> None:
 
 def _address(service: Service) -> HttpAddress:
     """Returns where this gateway listens: where the environment says, else, as instance ``gateway-2``, two ports after the first."""
-    section, given = service.config.gateway, os.environ.get(ADDRESS_VARIABLE)
+    section, given = service.config.gateway, os.environ.get(GATEWAY_VARIABLE)
     if given:
-        return http_address.parsed(given, ADDRESS_VARIABLE)
+        return http_address.parsed(given, GATEWAY_VARIABLE)
     number = re.search(r"-(\d+)$", service.instance)
     first = HttpAddress(section.gateway_host, section.gateway_port)
     return first.next(int(number[1])) if number and section.gateway_port else first

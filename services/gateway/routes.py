@@ -1,6 +1,7 @@
 """The gateway's endpoints: a session's key, a body, a turn, an answer in the format of the endpoint."""
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,15 +16,17 @@ from pydantic import Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from services.gateway.bounded_body import bounded_body
+from services.gateway.live_turn import LiveTurn
 from services.gateway.replicas import Replicas
 from services.gateway.request_ids import request_id
+from services.gateway.streamed_answer import SILENT_SECONDS, StreamedAnswer
 from services.gateway.turn_sampling import kept_by_task
 from services.gateway.turns import Turns
 from services.gateway.wire import anthropic_messages, formats, token_generate
 from services.gateway.wire.formats import CHAT_FORMATS, WireFormat
 from services.gateway.wire.request import ChatTurn, TokenTurn, TurnResult
 from services.gateway.wire.request_body import RequestFields, read_body
-from services.gateway.wire.turn_events import TurnStart, started
+from services.gateway.wire.turn_events import TurnStart
 from services.gateway.wire.turn_refused import House, TurnRefused, unknown_model
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
@@ -34,9 +37,6 @@ from shared.sessions.session_store import SessionStore
 
 BODY_BYTES = 32 << 20
 """The largest body of a request."""
-
-SILENT_SECONDS = 10.0
-"""The time for which a streamed answer may be silent; also that after which it begins although its turn has not ended."""
 
 GONE_SECONDS = 0.5
 """The interval at which is seen whether a client is still there."""
@@ -127,35 +127,42 @@ class Api:
             log, body = await self._opened(request)
             asked = self.turns.noted(wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
             self._check_model(asked.model)
-            turn, headers = asyncio.create_task(self.turns.chat(log, asked)), _told(log, asked)
-            await self._watched(request, turn, SILENT_SECONDS if asked.stream else math.inf)
-            if not asked.stream:
-                return _answered(wire.answer(asked, turn.result()), headers)
-            if turn.done():
-                turn.result()  # refused before anything was sent
-            return StreamingResponse(self._events(wire, asked, turn), media_type="text/event-stream", headers=headers)
+            headers = _told(log, asked)
+            if asked.stream:
+                return await self._streamed(request, wire, log, asked, headers)
+            turn = asyncio.create_task(self.turns.chat(log, asked))
+            await self._watched(request, turn, math.inf)
+            return _answered(wire.answer(asked, turn.result()), headers)
 
         return route
 
-    async def _events(self, wire: WireFormat, asked: ChatTurn, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
-        """Yields the events of a turn once it has ended, and until then what keeps the connection alive."""
+    async def _streamed(self, request: Request, wire: WireFormat, log: SessionLog, asked: ChatTurn, headers: dict[str, str]) -> Response:
+        """Returns the answer that tells a turn as it is drawn. Raises TurnRefused where it is refused before anything is told."""
+        live, start = LiveTurn(), TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
+        turn = asyncio.create_task(self.turns.chat(log, asked, live))
+        turn.add_done_callback(lambda _: live.end())
+        answer = StreamedAnswer(
+            turn, live, start, functools.partial(wire.events, asked), functools.partial(self.turns.text, log, asked, live)
+        )
+        try:
+            await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)), math.inf)
+            if turn.done():
+                turn.result()
+        except BaseException:
+            await cancelled([turn])
+            raise
+        return StreamingResponse(self._kept(answer, turn), media_type="text/event-stream", headers=headers)
+
+    async def _kept(self, answer: StreamedAnswer, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
+        """Yields an answer's events; ends the turn where its client is gone, so that the engine draws for nobody."""
         self.in_hand += 1
         try:
-            while not turn.done():
-                yield b": waiting\n\n"
-                await asyncio.wait([turn], timeout=SILENT_SECONDS)
-            try:
-                result = turn.result()
-            except MyxoError as error:
-                start = TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
-                events = wire.events(asked, start)
-                yield events.begin()
-                yield events.refused(error if isinstance(error, TurnRefused) else TurnRefused(503, str(error)))
-                return
-            for piece in wire.events(asked, started(result)).whole(result):
-                yield piece
+            async for events in answer.events():
+                yield events
         finally:
             self.in_hand -= 1
+            if not turn.done():
+                self.metrics.add("gateway_clients_gone")
             await cancelled([turn])
 
     async def _generate(self, request: Request) -> Response:
@@ -172,7 +179,7 @@ class Api:
         self._check_model(asked.model)
         return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=formats.answer_headers(asked))
 
-    async def _watched(self, request: Request, turn: "asyncio.Task[TurnResult]", seconds: float) -> None:
+    async def _watched(self, request: Request, turn: "asyncio.Task[Any]", seconds: float) -> None:
         """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine draws for nobody."""
         end = time.monotonic() + seconds
         try:

@@ -6,31 +6,29 @@ asked for again, here or at another gateway, it is answered with what was drawn,
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
+from services.gateway.chat_tokens import ChatTokens
 from services.gateway.conversations import continued, digests
 from services.gateway.draw_client import DrawClient, ReplicaFailed
+from services.gateway.live_turn import LiveTurn
 from services.gateway.replicas import Replicas
+from services.gateway.session_watch import SessionWatch
+from services.gateway.turn_answer import TurnAnswers, stops_of
 from services.gateway.turn_sampling import check_tokens, drawn_sampling
+from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import (
-    CalledTool,
     ChatTurn,
-    MalformedCall,
     RequestedSampling,
     TokenTurn,
     TurnResult,
-    TurnTokens,
-    TurnUsage,
     assistant_message,
 )
 from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt
@@ -80,7 +78,7 @@ class TurnPrompt:
 
 
 class Turns:
-    """The turns of this gateway. ``holder``: its name in sessions' records."""
+    """The turns of this gateway. ``holder``: its name in sessions' records. ``watch``: ends those of sessions that have ended."""
 
     def __init__(
         self,
@@ -93,7 +91,9 @@ class Turns:
         limits: GatewaySection,
     ) -> None:
         self._sessions, self._replicas, self._door, self._chat_tokens = sessions, replicas, door, chat
-        self._model, self._holder, self._limits = model, holder, limits
+        self._holder, self._limits = holder, limits
+        self._answers = TurnAnswers(chat, model)
+        self.watch = SessionWatch(sessions)
         self._log = structlog.get_logger()
 
     def noted(self, asked: ChatTurn) -> ChatTurn:
@@ -102,14 +102,18 @@ class Turns:
             return asked
         return replace(asked, ignored=(*asked.ignored, "tools"))
 
-    async def chat(self, log: SessionLog, asked: ChatTurn) -> TurnResult:
-        """Returns the next message of a conversation. Raises TurnRefused."""
+    async def chat(self, log: SessionLog, asked: ChatTurn, live: LiveTurn | None = None) -> TurnResult:
+        """Returns the next message of a conversation; ``live`` hears its tokens as they are drawn. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)
         if turn is None:
             await self._check(log, asked)
             prompt = await self._prompt(log, asked)
-            turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, asked)
-        return self._result(turn, log, asked)
+            turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, asked, live)
+        return self._answers.chat(turn, log.session, asked)
+
+    def text(self, log: SessionLog, asked: ChatTurn, live: LiveTurn) -> TurnText:
+        """Returns what tells the text of a turn as it is drawn."""
+        return TurnText(self._chat_tokens, live.prompt, asked.tools, stops_of(log.session, asked))
 
     async def tokens(self, log: SessionLog, asked: TokenTurn) -> TurnResult:
         """Returns the tokens that follow a prompt. Raises TurnRefused."""
@@ -118,8 +122,8 @@ class Turns:
             await self._check(log, asked)
             check_tokens(int(asked.prompt.max()), self._replicas.vocabulary, asked.place)
             prompt = TurnPrompt(asked.prompt, log.extended(asked.prompt))
-            turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, None)
-        return self._answer(turn, ParsedTurn("", "", ()), [], spelled=False)
+            turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, None, None)
+        return self._answers.tokens(turn)
 
     async def count(self, log: SessionLog, asked: ChatTurn) -> int:
         """Returns how many tokens the prompt of a turn would have. Raises TurnRefused."""
@@ -161,19 +165,30 @@ class Turns:
     # --- drawing
 
     async def _turn(
-        self, log: SessionLog, request: str, prompt: TurnPrompt, asked: RequestedSampling, min_version: int, chat: ChatTurn | None
+        self,
+        log: SessionLog,
+        request: str,
+        prompt: TurnPrompt,
+        asked: RequestedSampling,
+        min_version: int,
+        chat: ChatTurn | None,
+        live: LiveTurn | None,
     ) -> Turn:
         seconds = min(self._limits.gateway_turn_timeout, log.session.deadline - time.time())
         place = "token_ids" if chat is None else chat.place
         sampling = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids, place)
         try:
-            async with asyncio.timeout(max(seconds, 0.1)):
+            async with self.watch.turn(log, max(seconds, 0.1)):
                 begun = await self._begun(log, request, prompt)
                 if isinstance(begun, Turn):
                     return begun
+                if live is not None:
+                    live.begin(begun)
                 async with self._held(log, request):
-                    return await self._drawn(log, begun, sampling, max(min_version, log.session.min_version), chat)
+                    return await self._drawn(log, begun, sampling, max(min_version, log.session.min_version), chat, live)
         except TimeoutError:
+            if log.ended is not None:
+                raise _over(log) from None
             raise TurnRefused(503, f"the turn did not end within {seconds:.0f} s", code="turn_timeout") from None
         except SessionOver:
             raise _over(log) from None
@@ -229,7 +244,15 @@ class Turns:
         with contextlib.suppress(MyxoError):
             await self._sessions.begin(log, self._record(request, seconds=0.0))
 
-    async def _drawn(self, log: SessionLog, pending: PendingTurn, sampling: Sampling, min_version: int, chat: ChatTurn | None) -> Turn:
+    async def _drawn(
+        self,
+        log: SessionLog,
+        pending: PendingTurn,
+        sampling: Sampling,
+        min_version: int,
+        chat: ChatTurn | None,
+        live: LiveTurn | None,
+    ) -> Turn:
         cached: int | None = None
         while True:
             left = sampling.max_new_tokens - len(pending.completion)
@@ -237,7 +260,7 @@ class Turns:
                 return await self._ended(log, pending, "length", cached or 0, chat)
             # a stop string is not seen where it begins before a draw: such a turn is drawn in one
             most = left if sampling.stop else min(left, self._limits.gateway_checkpoint_tokens)
-            drawn = await self._draw(log, pending, sampling, most, min_version)
+            drawn = await self._draw(log, pending, sampling, most, min_version, live)
             cached = drawn.cached if cached is None else cached
             offset = len(pending.completion)
             if drawn.finish == "stop" or (drawn.finish == "length" and len(drawn.completion) >= left):
@@ -251,7 +274,9 @@ class Turns:
                     raise _over(log)
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _draw(self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int) -> Drawn:
+    async def _draw(
+        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, live: LiveTurn | None
+    ) -> Drawn:
         """Returns further tokens of a turn, from whichever replica gives them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
@@ -265,9 +290,10 @@ class Turns:
                     seed=log.session.seed,
                     min_version=min_version,
                     seconds=self._limits.gateway_turn_timeout,
+                    stream=live is not None,
                 )
                 try:
-                    drawn = await self._door.draw(target.url, request)
+                    drawn = await self._door.draw(target.url, request, None if live is None else live.hear)
                     limit.ended(drawn.retractions, time.monotonic())
                     return drawn
                 except ReplicaFailed as error:
@@ -292,7 +318,7 @@ class Turns:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""
         turn = Turn(whole.request, whole.parent, whole.prompt, whole.completion, whole.log_probs, whole.spans, finish, cached=cached)
         if chat is not None:
-            result = self._result(turn, log, chat)
+            result = self._answers.chat(turn, log.session, chat)
             turn = replace(turn, conversation=digests([*chat.messages, assistant_message(result)], chat.tools)[-1])
         return await self._sessions.append(
             log,
@@ -305,40 +331,6 @@ class Turns:
                 finish=finish,
                 conversation=turn.conversation,
                 cached=cached,
-            ),
-        )
-
-    # --- answering
-
-    def _result(self, turn: Turn, log: SessionLog, asked: ChatTurn) -> TurnResult:
-        parsed = self._chat_tokens.parse(turn, asked.tools)
-        if asked.tool_choice == "none" or not asked.tools:
-            parsed = replace(parsed, content=parsed.content + "".join(call.text for call in parsed.calls), calls=())
-        return self._answer(turn, parsed, [*log.session.sampling.stop, *asked.sampling.stop], spelled=asked.logprobs)
-
-    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> TurnResult:
-        """Returns an answer; ``spelled``: with the text of each token."""
-        called = [call for call in parsed.calls if call.ok]
-        malformed = [call for call in parsed.calls if not call.ok]
-        content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), stops if turn.finish == "stop" else ())
-        versions = [version for _, _, version in turn.spans] or [0]
-        return TurnResult(
-            request_id=turn.request,
-            model=self._model,
-            created=int(time.time()),
-            content=content,
-            finish="tool_calls" if called and turn.finish == "stop" else turn.finish,
-            usage=TurnUsage(prompt=len(turn.prompt), completion=len(turn.completion), cached=min(turn.cached, len(turn.prompt))),
-            versions=(min(versions), max(versions)),
-            reasoning=parsed.reasoning,
-            tool_calls=[_called(call, turn.request, index) for index, call in enumerate(called)],
-            malformed_calls=[MalformedCall(text=call.text, status=call.status) for call in malformed],
-            stop_text=stopped,
-            tokens=TurnTokens(
-                prompt=turn.prompt,
-                completion=turn.completion,
-                logprobs=turn.log_probs,
-                texts=self._chat_tokens.tokenizer.pieces(turn.completion) if spelled else (),
             ),
         )
 
@@ -356,15 +348,3 @@ def _extended(pending: PendingTurn, drawn: Drawn) -> PendingTurn:
         log_probs=np.concatenate([pending.log_probs, drawn.log_probs]),
         spans=joined(pending.spans, drawn.spans, len(pending.completion)),
     )
-
-
-def _cut(content: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Returns a content without the stop string that ended it, and that string."""
-    found = max(((content.rfind(stop), stop) for stop in stops if stop in content), default=None)
-    return (content, None) if found is None else (content[: found[0]], found[1])
-
-
-def _called(call: ParsedCall, request: str, index: int) -> CalledTool:
-    arguments: Mapping[str, Any] | Any = call.arguments
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
-    return CalledTool(id=call.id or f"call_{request[-24:]}_{index}", name=call.name, arguments=text)

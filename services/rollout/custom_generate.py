@@ -18,7 +18,7 @@ from typing import Any
 from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
-from services.rollout.played_group import PlayedGroup, until_complete
+from services.rollout.played_group import PlayedGroup, kept, until_complete
 from services.rollout.replica import Replica
 from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
@@ -115,12 +115,9 @@ class CustomGenerate:
             progress.lose(error)
 
     def _ended(self, task: Task, rollouts: Sequence["_Rollout"], progress: GroupProgress) -> PlayedGroup:
-        if progress.complete:
-            stopped, ended = None, [rollout for rollout in rollouts if rollout.index in progress.kept]
-        else:
-            stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
-            ended = [rollout for rollout in rollouts if rollout.stopped is None or self.goes_on]
-        samples = _numbered([sample for rollout in ended for sample in rollout.stored()])
+        ended, stopped = kept(rollouts, progress)
+        going_on = [rollout for rollout in ended if rollout.stopped is None or self.goes_on]
+        samples = _numbered([sample for rollout in going_on for sample in rollout.stored()])
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             nothing = f"no token of group {task.group} is trained: the loss mask is 0 on all of them"
             raise BadMessage(f"{self.field} = {self.path(task)}: {nothing}")

@@ -10,7 +10,7 @@ import hmac
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -18,7 +18,7 @@ from aiohttp import ClientError, ClientResponse, web
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
-from services.rollout.engine.generation import GenerationRequest
+from services.rollout.engine.generation import Generation, GenerationRequest
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
 from services.rollout.in_flight import Requests
 from services.rollout.served_version import ServedVersion
@@ -181,7 +181,7 @@ class EngineProxy:
         models = [{field: model[field] for field in MODEL_FIELDS if field in model} for model in listed["data"]]
         return web.json_response({"object": "list", "data": models})
 
-    async def _draw(self, request: web.BaseRequest) -> web.Response:
+    async def _draw(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers a gateway, which goes on from what was drawn where the engine aborts it."""
         given = request.headers.get(KEY_HEADER, "").encode()
         if not hmac.compare_digest(given, self.draw_key.encode()) and self.renew_key is not None:
@@ -194,17 +194,31 @@ class EngineProxy:
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, wanted = self._served.incarnation, GenerationRequest(asked.input_ids, asked.sampling.max_new_tokens, seed=asked.seed)
+        if asked.stream:
+            return await self._draw_live(request, client, wanted, asked)
         [found] = await client.generate_group([wanted], asked.sampling, deadline=min(asked.seconds, self._generate_s))
         self._still(life)
-        drawn = Drawn(
-            completion=found.tokens,
-            log_probs=found.log_probs,
-            spans=found.spans,
-            finish=found.finish,
-            cached=found.cached_tokens,
-            retractions=found.retractions,
-        )
-        return web.Response(body=drawn.encode(), content_type=CONTENT_TYPE)
+        return web.Response(body=_drawn(found).encode(), content_type=CONTENT_TYPE)
+
+    async def _draw_live(
+        self, request: web.BaseRequest, client: EngineClient, wanted: GenerationRequest, asked: DrawRequest
+    ) -> web.StreamResponse:
+        """Answers a gateway piece by piece. Where it cannot go on the connection breaks: what was sent is good."""
+        life, response = self._served.incarnation, web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+        try:
+            pieces = client.generate_live(wanted, asked.sampling, deadline=min(asked.seconds, self._generate_s))
+            async with aclosing(pieces):
+                async for found in pieces:
+                    self._still(life)
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(_drawn(found).framed())
+            await response.write_eof()
+        except (MyxoError, ClientError, RequestDenied, TimeoutError) as error:
+            if not response.prepared:
+                raise
+            raise ConnectionResetError(str(error)) from error
+        return response
 
     async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
         self._present()  # before a body is read that nobody would answer
@@ -272,6 +286,17 @@ class EngineProxy:
             yield
         finally:
             self._requests -= 1
+
+
+def _drawn(found: Generation) -> Drawn:
+    return Drawn(
+        completion=found.tokens,
+        log_probs=found.log_probs,
+        spans=found.spans,
+        finish=found.finish,
+        cached=found.cached_tokens,
+        retractions=found.retractions,
+    )
 
 
 @asynccontextmanager

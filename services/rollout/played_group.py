@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from services.rollout.in_flight import Stopped
 from services.rollout.rollout_fate import GroupProgress
@@ -17,6 +17,23 @@ class PlayedGroup(NamedTuple):
     samples: list[Sample]
     stopped: Stopped | None
     aborted: int = 0
+
+
+class PlayedRollout(Protocol):
+    """One rollout: its index, and why it was stopped, if it was."""
+
+    index: int
+    stopped: Stopped | None
+
+
+Made = TypeVar("Made", bound=PlayedRollout)
+
+
+def kept(rollouts: Sequence[Made], progress: GroupProgress) -> tuple[list[Made], Stopped | None]:
+    """Returns the rollouts that make up a complete group; of another all of them, and why it was stopped, if it was."""
+    if progress.complete:
+        return [rollout for rollout in rollouts if rollout.index in progress.kept], None
+    return list(rollouts), next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
 
 
 async def until_complete(playing: Sequence[Coroutine[Any, Any, None]], progress: GroupProgress) -> None:

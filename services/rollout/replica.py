@@ -21,6 +21,7 @@ from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
 from shared.config import sglang_flags
+from shared.hooks.loading import agent_paths
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -213,8 +214,11 @@ class Replica:
         rollout, config = self._rollout, self._service.config
         device = devices.resolve(rollout.rollout_device)
         flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine} if device == "cuda" else {}
-        answers_are_read = not (self._routed or hooks.paths(config, "rollout"))
+        own = hooks.paths(config, "rollout").keys() - agent_paths(config).keys()  # agents ask gateways, and these the replica
+        answers_are_read = not (self._routed or own)
         flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
+        # others expect SGLang's own way: each part of a stream repeats all tokens before it
+        flags["incremental-streaming-output"] = self._drawn_for_gateways and answers_are_read
         if devices.engines_release(config):
             flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
         # replicas draw different samples

@@ -18,7 +18,11 @@ class GatewaySection(Section):
     )
     gateway_host: str = Field(default="127.0.0.1", min_length=1, description="where gateways serve their API", **MUTABLE)
     gateway_port: int = Field(
-        default=0, ge=0, le=65535, description="of the first gateway, each other one port further on; 0: any free ones", **MUTABLE
+        default=0,
+        ge=0,
+        le=65535,
+        description="of the first gateway, each other one port further on; 0: any free ones, which they keep",
+        **MUTABLE,
     )
     gateway_models: list[str] = Field(
         default=[], description="names that requests may give the model besides its own and the run's; *: any", **MUTABLE

@@ -74,6 +74,17 @@ class Tokenizer:
         """Returns the texts of the tokens that are left out of responses."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Returns the ids of the tokens that stand beside the vocabulary of text: special ones, and markers of chat templates."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    @property
+    def byte_ids(self) -> frozenset[int]:
+        """Returns the ids of the tokens that are one byte each, of a vocabulary that falls back to them."""
+        found = (self.token_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(token for token in found if token is not None)
+
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Renders chat messages by the model's chat template, with the generation prompt.
 

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from shared.runtime.errors import ConfigError
 
-HTTP_VARIABLE = "MYXO_HTTP"
+HTTP_VARIABLE, GATEWAY_VARIABLE = "MYXO_HTTP", "MYXO_GATEWAY"
+"""The variables with the address of a service's own metrics, and with that of a gateway's API, which wins over the run's."""
+
 LAST_PORT = 65535
 
 

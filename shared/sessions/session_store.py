@@ -6,6 +6,7 @@ record twice, after a connection that broke, changes nothing (`shared.sessions.s
 
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
 
 from shared.bus.subjects import Subjects
@@ -81,6 +82,14 @@ class SessionStore:
         """Reads what has been appended to a session's log since. Raises SessionUnknown where it has expired."""
         await self._catch_up(log, f"session {log.session.id}", "LLEN")
 
+    async def refresh_all(self, logs: Collection[SessionLog]) -> None:
+        """Reads what has been appended to several logs since, in one round trip. One that has expired stays as it is."""
+        asked = [(log, log.length) for log in logs]
+        if asked:
+            commands = [("LRANGE", self._names.session_key(log.session.id), start, -1) for log, start in asked]
+            for (log, start), found in zip(asked, await self._command("the sessions of turns", *commands), strict=True):
+                log.apply(map(Message.decode, found[log.length - start :]))  # another task may have folded some of them meanwhile
+
     async def begin(self, log: SessionLog, turn: TurnBegun) -> Turn | PendingTurn:
         """Begins a turn, or takes it over where the lease of who drew it has run out.
 
@@ -127,12 +136,6 @@ class SessionStore:
     async def let_go(self, session: str) -> None:
         """Has the record of a session that has ended go in `LATE_SECONDS`."""
         await self._command(f"expiry of session {session}", ("EXPIRE", self._names.session_key(session), LATE_SECONDS))
-
-    async def remove(self, *sessions: str) -> None:
-        """Removes sessions; absent ones are no error."""
-        if sessions:
-            keys = [self._names.session_key(session) for session in sessions]
-            await self._command(f"removal of {len(sessions)} sessions", ("UNLINK", *keys))
 
     async def make_draw_key(self, held: str = "") -> str:
         """Returns the key by which gateways ask replicas for tokens. Where there is none, it is ``held``, or made."""

@@ -22,7 +22,7 @@ from tests.integration.engine.reference import log_probs_over_pushes
 
 RUN_SECONDS = 900
 
-FLAGS = ("--agent", "examples.agents.openai_calculator:run", "--eval-interval", "5", "--rollout-replicas", "2")
+FLAGS = ("--agent", "examples.agents.openai_calculator:run", "--surplus-rollouts", "1", "--eval-interval", "5", "--rollout-replicas", "2")
 
 GOING = (("services.gateway", signal.SIGKILL), ("services.rollout", signal.SIGTERM)) * 2 + (("services.rollout", signal.SIGKILL),)
 """Who goes, and how: a replica that is asked to go leaves in order, and another one comes."""

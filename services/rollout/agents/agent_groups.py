@@ -21,7 +21,7 @@ from services.rollout.agents.session_samples import Conversation, samples_of_ses
 from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
-from services.rollout.played_group import PlayedGroup, until_complete
+from services.rollout.played_group import PlayedGroup, kept, until_complete
 from services.rollout.replica import Replica
 from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
@@ -81,11 +81,8 @@ class AgentGroups:
             _AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task), progress) for index in progress.begun
         ]
         await until_complete([self._play(rollout, in_flight, progress) for rollout in rollouts], progress)
-        if progress.complete:
-            stopped, rollouts = None, [rollout for rollout in rollouts if rollout.index in progress.kept]
-        else:
-            stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
-        samples = [sample for rollout in rollouts for sample in rollout.samples or ()]
+        ended, stopped = kept(rollouts, progress)
+        samples = [sample for rollout in ended for sample in rollout.samples or ()]
         for index, sample in enumerate(samples):
             sample.index = index
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import functools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -22,6 +22,7 @@ from services.rollout.engine.generation import (
     GenerationRequest,
     group_body,
     parse_group,
+    parse_piece,
     parse_version,
     wire_rid,
     without_older_prefix,
@@ -141,6 +142,35 @@ class EngineClient:
         generations = parse_group(answer, requests, version, self.late_versions, f"{self.url}/generate")
         self._retractions += sum(generation.retractions for generation in generations)
         return [without_older_prefix(generation, version) for generation in generations]
+
+    async def generate_live(
+        self, request: GenerationRequest, sampling: Sampling, *, deadline: float = GENERATE_SECONDS
+    ) -> AsyncGenerator[Generation]:
+        """Yields a request's tokens as they are drawn: each piece goes on where the one before ended, and all but the last are ``abort``.
+
+        Otherwise as `generate_group`. A caller that does not take all pieces closes the generator: the engine then aborts the request.
+        """
+        version, where, seen, ended = self.version, f"{self.url}/generate", 0, False
+        body = group_body([request], sampling, self.capabilities, self.cache_key)
+        single = {name: value[0] if name in ("rid", "input_ids", "sampling_params") else value for name, value in body.items()}
+        self.generating += 1
+        try:
+            async with asyncio.timeout(deadline), self.transport.events("/generate", single | {"stream": True}) as answers:
+                async for answer in answers:
+                    piece = parse_piece(answer, request, seen, version, self.late_versions, where)
+                    fresh = piece if seen else without_older_prefix(piece, version)
+                    ended, seen = answer["meta_info"]["finish_reason"] is not None, seen + len(piece.tokens)
+                    self._retractions += piece.retractions if ended else 0
+                    yield fresh
+                    if ended or fresh is not piece:
+                        return
+            raise EngineError(where, f"broke its answer off after {seen} tokens")
+        except TimeoutError:
+            raise DeadlineExceeded("the answer to POST /generate", f"the engine at {self.url}", deadline, "it is being aborted") from None
+        finally:
+            self.generating -= 1
+            if not ended:
+                self._abandon([request])
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""

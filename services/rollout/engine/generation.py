@@ -12,7 +12,7 @@ here: their spans begin one token later than the engine says.
 
 import uuid
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -142,6 +142,27 @@ def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_befo
         raise EngineError(where, f"answered {str(answer)[:200]!r} to a group of {len(requests)}")
     try:
         return [_parse_sample(sample, request, version_before, late, where) for sample, request in zip(answer, requests, strict=True)]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]!r}") from error
+
+
+def parse_piece(answer: Any, request: GenerationRequest, seen: int, version_before: int, late: Set[int], where: str) -> Generation:
+    """Returns what one of a streamed answer's parts adds to the ``seen`` tokens before it; ``abort`` where more may follow.
+
+    An engine tells in each part all tokens so far, or, with ``incremental-streaming-output``, the new ones. Otherwise as `parse_group`.
+    """
+    try:
+        meta = answer["meta_info"]
+        total, drawn = int(meta["completion_tokens"]), meta.get("output_token_logprobs") or []
+        new, version_spans = total - seen, _spans(meta, total, version_before, late, where)
+        if not 0 <= new <= len(drawn):
+            raise EngineError(where, f"{request.rid}: {len(drawn)} log-probs for {new} new tokens")
+        told = {**meta, "output_token_logprobs": drawn[len(drawn) - new :], "weight_versions": None, "finish_reason": meta["finish_reason"]}
+        told["finish_reason"] = told["finish_reason"] or {"type": "abort"}
+        ids = answer["output_ids"]
+        piece = _parse_sample({"meta_info": told, "output_ids": ids[len(ids) - new :]}, request, version_before, late, where)
+        spans = tuple(Span(max(start, seen) - seen, end - seen, version) for start, end, version in version_spans if end > seen)
+        return replace(piece, spans=spans)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]!r}") from error
 

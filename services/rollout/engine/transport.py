@@ -65,6 +65,28 @@ class EngineTransport:
         except aiohttp.ClientError as error:
             raise EngineUnreachable(self.url + path, f"{type(error).__name__}: {error}") from error
 
+    @asynccontextmanager
+    async def events(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[Any]]:
+        """Sends a POST whose answer is a stream of events, and yields their data as they come. It has no deadline of its own.
+
+        Raises EngineError where the answer, or one of its events, is an error; EngineUnreachable.
+        """
+        async with self.stream(path, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as response:
+            if not response.ok:
+                raise EngineError(self.url + path, message_of(_parsed(await response.read())), response.status)
+            yield self._data(path, response)
+
+    async def _data(self, path: str, response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+        rest = b""
+        async for chunk in response.content.iter_any():
+            *whole, rest = (rest + chunk).split(b"\n\n")
+            for event in whole:
+                if event.startswith(b"data: {"):
+                    data = orjson.loads(event[len(b"data: ") :])
+                    if "error" in data:
+                        raise EngineError(self.url + path, message_of(data))
+                    yield data
+
     async def _call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {} if body is None else {"Content-Type": "application/json"}

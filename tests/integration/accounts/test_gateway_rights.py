@@ -51,10 +51,11 @@ async def test_replicas_open_sessions_gateways_play_them_and_nobody_else_sees_th
     await gateway.end("s9", SessionEnded(at=now, reward=1.0))
     assert list((await rollout.read("s9")).turns) == ["r1"]
     assert await rollout.make_draw_key() == await rollout.make_draw_key() == await gateway.draw_key()
+    removal = ("UNLINK", rollout._names.session_key("s9"))
     for role in ("gateway", "reward"):
         with pytest.raises(StoreRefused):
-            await stores[role].remove("s9")
-    await rollout.remove("s9")
+            await stores[role]._command("removal", removal)
+    await rollout._command("removal", removal)
 
 
 async def test_a_gateway_serves_with_its_own_account(guarded: GuardedServers, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from examples.agents import openai_calculator
 from examples.coding import coding_agent
 from examples.search import search_agent
 from services.gateway.chat_tokens import ChatTokens
+from services.gateway.replicas import REFRESH_SECONDS
 from shared.runtime import devices
 from shared.sandbox import coding_tools
 from shared.schema.messages import Generated, Interrupted, Sampling
@@ -194,6 +195,7 @@ async def test_a_turn_waits_while_the_trainer_computes_on_the_engines_device(
     await desk.task(n=1, **SHORT)
     await until(lambda: agents.calls(tmp_path), "the end of the first turn", 240)
     await desk.ask("sleep", WeightsSleep(lasts=240, deadline=240), WeightsAsleep)
+    await asyncio.sleep(4 * REFRESH_SECONDS)  # the gateway knows of no replica any more
     (tmp_path / "go_on").touch()
     await asyncio.sleep(6 * wait)  # its time would be over
     assert len(agents.calls(tmp_path)) == 1 and desk.service.status().engine == ""

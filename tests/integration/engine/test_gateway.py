@@ -19,7 +19,9 @@ from shared.sessions.session import SessionEnded, Turn
 from shared.sessions.trajectories import trajectories
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.hall import CHUNK, NewHall
+from tests.integration.engine.load import resting
 from tests.integration.engine.reference import log_probs
+from tests.support.gateways import Played
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -235,3 +237,31 @@ async def test_the_other_formats_carry_their_sessions_on_too(hall: NewHall, chec
     tokenizer = room.desk.rollout._tokenizer
     assert "".join(block.text for block in second.content) == tokenizer.decode(turns[1].completion)
     assert ended.output_text == tokenizer.decode(responses[1].completion)
+
+
+async def test_a_turn_ends_in_the_engine_once_its_session_does(hall: NewHall) -> None:
+    """The clients stay and wait: one for an answer, one for a stream."""
+    room = await hall(gateway={"gateway_checkpoint_tokens": 2000})
+    long = Sampling(temperature=1.0, max_new_tokens=1900, min_new_tokens=1900)
+    waiting, streaming = await room.session(sampling=long), await room.session(sampling=long)
+    question = [{"role": "user", "content": "count"}]
+
+    async def ended_as(played: Played, stream: bool) -> str:
+        async with played.client(room.urls[0], max_retries=0) as client:
+            with pytest.raises(Exception, match="has ended: given up") as caught:
+                async for _ in await said(client, question, stream=stream):
+                    pass
+            return str(caught.value)
+
+    asking = [asyncio.create_task(ended_as(waiting, False)), asyncio.create_task(ended_as(streaming, True))]
+    await until(lambda: room.desk.client.generating == 2, "both turns in the engine", 240)
+    for played in (waiting, streaming):
+        await room.sessions.end(played.session.id, SessionEnded(at=time.time(), reason="given up"))
+    began = time.monotonic()
+    await until(lambda: resting(room.desk.client), "an engine without requests", 20)
+    assert not [task for task in asking if task.done() and task.exception()], "a client saw something else than the session's end"
+    print(f"the engine rested {time.monotonic() - began:.2f} s after the sessions' end")
+    await asyncio.wait_for(asyncio.gather(*asking), 60)
+    for played in (waiting, streaming):
+        log = await played.log()
+        assert not log.turns and [len(turn.completion) for turn in log.pending.values()] == [0]

@@ -57,7 +57,7 @@ def sessions(store: Store, run_name: str) -> SessionStore:
     return SessionStore(store, run_name)
 
 
-async def test_a_session_is_what_was_appended_to_it(sessions: SessionStore) -> None:
+async def test_a_session_is_what_was_appended_to_it(sessions: SessionStore, store: Store, run_name: str) -> None:
     opened, key = session()
     await sessions.open(opened)
     log = await sessions.find(key)
@@ -67,7 +67,7 @@ async def test_a_session_is_what_was_appended_to_it(sessions: SessionStore) -> N
     assert again.session == opened
     assert [turn.tokens.tolist() for turn in again.turns.values()] == [[1, 2, 5, 6]]
     assert (await sessions.end(opened.id, SessionEnded(at=1.0, reward=0.5))).ended == SessionEnded(at=1.0, reward=0.5)
-    await sessions.remove(opened.id, "never")
+    await store.commands("its end", [("UNLINK", f"{run_name}:session:{opened.id}")])
     with pytest.raises(SessionUnknown, match="opens no session"):
         await sessions.find(key)
 
@@ -145,7 +145,7 @@ async def test_a_session_that_is_gone_takes_no_turn(sessions: SessionStore, stor
     log = await sessions.find(key)
     [left] = await store.commands("its time", [("TTL", f"{run_name}:session:s1")])
     assert KEPT_SECONDS < left <= KEPT_SECONDS + 61
-    await sessions.remove(opened.id)
+    await store.commands("its end", [("UNLINK", f"{run_name}:session:{opened.id}")])
     for gone in (sessions.begin(log, begun("r1")), sessions.refresh(log), sessions.end(opened.id, SessionEnded(at=1.0))):
         with pytest.raises(SessionUnknown):
             await gone

@@ -35,6 +35,13 @@ def test_metrics_ports_follow_one_another_from_the_launchers_own(tmp_path: Path)
     assert not any("MYXO_HTTP" in spec.environment for spec in plan(config, "nats://host"))
 
 
+def test_each_life_of_a_gateway_has_the_same_address(tmp_path: Path) -> None:
+    free = [spec.environment["MYXO_GATEWAY"] for spec in plan(run_config(tmp_path, gateway={"gateway_replicas": 2}), "nats://host")[3:5]]
+    assert all(address.startswith("127.0.0.1:") and int(address.partition(":")[2]) for address in free) and len(set(free)) == 2
+    given = run_config(tmp_path, gateway={"gateway_replicas": 1, "gateway_port": 8000})
+    assert not any("MYXO_GATEWAY" in spec.environment for spec in plan(given, "nats://host"))
+
+
 @pytest.mark.parametrize("http", ["9464", "host:port", "host:65533", "host:-1"])
 def test_an_address_that_is_none_is_refused(tmp_path: Path, http: str) -> None:
     with pytest.raises(ConfigError, match="MYXO_HTTP = "):
