@@ -86,16 +86,21 @@ def _whole_units(
     if max(sum(costs[i] for i in rank) for rank in ranks) > (1 + APART) * sum(costs) / dp_size:
         return None
     count = max(_fewest_bins([lengths[i] for i in rank], budget) for rank in ranks)
-    while True:
-        placed = [_bins_of_rank([[i] for i in rank], lengths, costs, count, budget) for rank in ranks]
-        bins_of_ranks = [bins for bins in placed if bins is not None]
-        if len(bins_of_ranks) == dp_size:
-            if closely and count > 1:
-                bins_of_ranks = [
-                    _close_bins(rank, lengths, costs, units, count, budget) or bins for rank, bins in zip(ranks, bins_of_ranks, strict=True)
-                ]
-            return [[members for (members,) in _rows(bins, costs, 1)] for bins in bins_of_ranks]
+    while (placed := _bins_of_ranks(ranks, lengths, costs, count, budget)) is None:
         count += 1
+    if closely and count > 1:
+        closer = (_close_bins(rank, lengths, costs, units, count, budget) for rank in ranks)
+        placed = [found or bins for found, bins in zip(closer, placed, strict=True)]
+    return [[members for (members,) in _rows(bins, costs, 1)] for bins in placed]
+
+
+def _bins_of_ranks(
+    ranks: Sequence[list[int]], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
+) -> list[list[list[int]]] | None:
+    """Returns ``count`` micro-batches of each rank's samples; None where those of one do not fit."""
+    placed = [_bins_of_rank([[i] for i in rank], lengths, costs, count, budget) for rank in ranks]
+    found = [bins for bins in placed if bins is not None]
+    return found if len(found) == len(ranks) else None
 
 
 def _ranks_of_units(costs: Sequence[float], units: Sequence[Hashable], dp_size: int) -> list[list[int]]:

@@ -91,7 +91,7 @@ class TrainerSection(Section):
     prefix_sharing: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="compute what sequences of a micro-batch begin with alike once: auto where that is exact and saves 10 % of the tokens, "
-        "on wherever it saves any",
+        "on a CPU; on wherever it saves any, on GPUs too",
     )
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
     global_batch_size: int | None = Field(

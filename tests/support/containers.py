@@ -8,7 +8,7 @@ from testcontainers.community.nats import NatsContainer
 from testcontainers.community.redis import RedisContainer
 from testcontainers.core.container import DockerContainer
 
-from shared.runtime.embedded_servers import free_port
+from shared.runtime.embedded_servers import FILE_STORE_BYTES, free_port
 from tests.support.images import base_image
 
 ENGINE_SECONDS = 60
@@ -57,9 +57,10 @@ class ServerContainer:
 
 
 def nats_container() -> ServerContainer:
-    """NATS with JetStream on file."""
+    """NATS with JetStream on file, as the embedded one: the reservations of many runs' streams need not fit the disk."""
     port = free_port()
-    container = NatsContainer(base_image("NATS_IMAGE")).with_command(["-js", "-sd", "/data"]).with_bind_ports(4222, port)
+    container = NatsContainer(base_image("NATS_IMAGE")).with_command(["-c", "/nats.conf"]).with_bind_ports(4222, port)
+    container.with_copy_into_container(f"jetstream {{ store_dir: /data, max_file_store: {FILE_STORE_BYTES} }}\n".encode(), "/nats.conf")
     return ServerContainer(container, f"nats://127.0.0.1:{port}")
 
 

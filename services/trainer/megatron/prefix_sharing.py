@@ -6,6 +6,7 @@ and losses of experts that count tokens) are refused in `[trainer.megatron]` for
 
 from typing import Literal
 
+import torch
 from megatron.core.transformer import TransformerConfig
 
 from shared.runtime.errors import ConfigError
@@ -14,12 +15,15 @@ WORTHWHILE = 0.1
 """The share of a micro-batch's tokens that ``auto`` wants saved: below it, kernels for whole sequences may be the faster ones."""
 
 
-def least_saved(setting: Literal["auto", "on", "off"], config: TransformerConfig) -> float | None:
+Setting = Literal["auto", "on", "off"]
+
+
+def least_saved(setting: Setting, config: TransformerConfig, device: torch.device) -> float | None:
     """Returns the least share of a micro-batch's tokens that sharing must save; None where nothing is shared.
 
     Raises ConfigError: ``on``, where it would not be exact.
     """
-    reason = obstacle(config)
+    reason = obstacle(setting, config, device)
     if setting == "on" and reason is not None:
         raise ConfigError("trainer.prefix_sharing", setting, f"auto or off: {reason}")
     if setting == "off" or reason is not None:
@@ -27,10 +31,12 @@ def least_saved(setting: Literal["auto", "on", "off"], config: TransformerConfig
     return 0.0 if setting == "on" else WORTHWHILE
 
 
-def obstacle(config: TransformerConfig) -> str | None:
-    """Returns why beginnings cannot be shared; None where they can."""
+def obstacle(setting: Setting, config: TransformerConfig, device: torch.device) -> str | None:
+    """Returns why beginnings are not shared, if nobody has said ``off``; None where they are."""
     if config.context_parallel_size > 1:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
         return "Transformer Engine's attention takes whole sequences only"
+    if setting == "auto" and device.type == "cuda":
+        return "its kernels were not measured on a GPU yet; on asks for them"
     return None

@@ -75,7 +75,7 @@ class Conversation:
         log_probs = -np.arange(1, len(completion) + 1, dtype=np.float32) / 100
         parent = None if prompt.parent is None else prompt.parent.request
         whole = Turn(turn.request_id, parent, prompt.tokens, completion, log_probs, ((0, len(completion), 0),), "stop")
-        result = self._turns._result(whole, self.log, turn)
+        result = self._turns._answers.chat(whole, self.log.session, turn)
         conversation = digests([*turn.messages, assistant_message(result)], turn.tools)[-1]
         self.log.turns[whole.request] = Turn(**{**vars(whole), "conversation": conversation})
         return assistant_message(result)

@@ -137,7 +137,7 @@ def test_only_what_is_not_shared_is_computed_and_auto_wants_a_tenth_saved(hf, al
     begin = torch.arange(19)
     little = pack([torch.cat([begin[:4], begin[4:] + 20]), torch.cat([begin[:4], begin[4:] + 40])])  # 3 of 38 tokens
     assert computed(little) == 35 and model.shared_work([little]).tokens == 0
-    model.model.least_saved = least_saved("on", model.model.config)
+    model.model.least_saved = least_saved("on", model.model.config, torch.device("cpu"))
     assert model.shared_work([little]) == (3, 6)
 
 
@@ -183,13 +183,14 @@ def test_on_is_refused_where_it_would_not_be_exact(hf, two_ranks):
         assert "trainer.prefix_sharing" in error and "context parallelism" in error
 
 
-def test_transformer_engine_is_an_obstacle(of_kind):
-    config = of_kind("qwen3").model.config
-    assert (least_saved("auto", config), least_saved("on", config), least_saved("off", config)) == (WORTHWHILE, 0.0, None)
+def test_where_beginnings_are_shared(of_kind):
+    config, cpu, cuda = of_kind("qwen3").model.config, torch.device("cpu"), torch.device("cuda")
+    assert [least_saved(setting, config, cpu) for setting in ("auto", "on", "off")] == [WORTHWHILE, 0.0, None]
+    assert [least_saved(setting, config, cuda) for setting in ("auto", "on", "off")] == [None, 0.0, None]
     config.transformer_impl = "transformer_engine"
     try:
-        assert least_saved("auto", config) is None
+        assert least_saved("auto", config, cpu) is None
         with pytest.raises(ConfigError, match="Transformer Engine"):
-            least_saved("on", config)
+            least_saved("on", config, cpu)
     finally:
         config.transformer_impl = "local"
