@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from myxo.commands.command_arguments import seconds
+from myxo.commands.env_skeletons import SKELETONS
 from myxo.preflight.server_checks import connect
 from shared.bus.subjects import RUN_ID
 from shared.environment import environment_url
@@ -34,37 +35,12 @@ SCHEMAS: dict[str, type] = {
 }
 """The maps of the protocol that have a JSON schema."""
 
-TEMPLATE = '''"""An environment of yours: it scores answers, and plays episodes of several turns. Keep what you need, delete the rest.
-
-Serve it:   myxo env run {module}:{name}
-Check it:   myxo env check http://127.0.0.1:8080
-Train on it, episodes:   --episode-url http://127.0.0.1:8080
-Train on it, scores:     --rm-type environment --environment-url http://127.0.0.1:8080
-"""
-
-
-class {name}:
-    def score(self, request):
-        """Returns one reward for each of request["samples"], which answer request["prompt"]: a number, or named ones with "reward"."""
-        return [float(sample["response"].strip() == request["label"]) for sample in request["samples"]]
-
-    def reset(self, request):
-        """Begins an episode of request["prompt"]. Returns your own state of it, and messages that the model sees behind the prompt."""
-        return {{"turns": 0, "label": request["label"]}}, []
-
-    def step(self, state, message, request):
-        """Takes what the model said. Returns messages that it sees next, a reward or None, and whether the episode is over."""
-        state["turns"] += 1
-        right = message["content"].strip() == state["label"]
-        if right or state["turns"] == 3:
-            return [], float(right), True
-        return [{{"role": "user", "content": "Not yet. Try again."}}], None, False
-'''
-
 
 def declare_new(verb: argparse.ArgumentParser) -> None:
     """Declares ``new``."""
+    kinds = "; ".join(f"{kind}: {skeleton.what}" for kind, skeleton in SKELETONS.items())
     verb.add_argument("name", metavar="NAME", help="of its class, such as GuessingGame; the file is called guessing_game.py")
+    verb.add_argument("--kind", choices=tuple(SKELETONS), default="environment", help=f"{kinds} (default environment)")
     verb.add_argument("--directory", type=Path, default=Path(), help="where the file goes (default: here)")
     verb.set_defaults(run_command=new)
 
@@ -74,15 +50,14 @@ def new(parsed: argparse.Namespace, console: Console) -> int:
     if not parsed.name.isidentifier() or not parsed.name[0].isupper() or not parsed.name.isascii():
         raise ConfigError("NAME", parsed.name, "expected the name of a Python class, such as GuessingGame")
     module = "".join(f"_{letter.lower()}" if letter.isupper() and at else letter.lower() for at, letter in enumerate(parsed.name))
-    path: Path = parsed.directory / f"{module}.py"
+    path, skeleton = parsed.directory / f"{module}.py", SKELETONS[parsed.kind]
     try:
         with path.open("x") as file:
-            file.write(TEMPLATE.format(module=module, name=parsed.name))
+            file.write(skeleton.text(module, parsed.name))
     except OSError as error:
         raise ConfigError("NAME", str(path), f"cannot be written: {error.strerror}") from None
-    console.print(f"{path}: an environment that scores and steps", markup=False, soft_wrap=True)
-    console.print(f"serve it:  myxo env run {module}:{parsed.name}", markup=False, soft_wrap=True)
-    console.print("check it:  myxo env check http://127.0.0.1:8080", markup=False, soft_wrap=True)
+    for line in (f"{path}: {skeleton.what}", *skeleton.commands(module, parsed.name)):
+        console.print(line, markup=False, soft_wrap=True)
     return exit_codes.DONE
 
 
