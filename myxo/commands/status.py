@@ -146,7 +146,7 @@ async def _until_end(access: Access, console: Console) -> None:
         shown.close()
 
 
-async def summary(run: str, directory: Path, console: Console, as_json: bool) -> int:
+async def summary(run: str, directory: Path, console: Console, as_json: bool = False) -> int:
     """Writes and prints a run's summary. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
         return await exit_report.report(access.bus, access.run, access.directory, console, as_json)

