@@ -69,9 +69,10 @@ def test_an_environment_of_verifiers_trains_from_its_own_environment(
     records = list(RolloutReader(tmp_path / "runs" / "environment" / "rollouts").records(lambda head: head.status == "trained"))
     assert len(records) == 4 * steps
     rewards = [sample.parts for record in records for sample in record.samples]
-    for role in ROLES:
-        assert any(role in parts for parts in rewards)
+    seen = [role for role in ROLES if any(role in parts for parts in rewards)]
+    assert seen, "one that forfeits at once leaves the other without a turn"
     if TASKSET == "duel":  # in which both play, and what one wins the other loses
+        assert seen == ROLES
         assert all(len(record.samples) == 2 * 4 for record in records)
         assert sum(sample.reward or 0.0 for record in records for sample in record.samples) == 0.0
         assert any(sample.reward for record in records for sample in record.samples)

@@ -90,7 +90,7 @@ def exact(turn: Turn, model: Callable[[int], Checkpoint], keeps_cache: bool) -> 
         ("in_place", 10, 1, 0.5),
         *(
             pytest.param(mode, 200, 5, 3.0, marks=[pytest.mark.extra, pytest.mark.timeout(3600)])
-            for mode in ("in_place", "abort", "retract")
+            for mode in ("in_place", "abort")  # retract: the suite's engine keeps prefixes, which runs with retract do not
         ),
     ],
 )

@@ -16,8 +16,8 @@ from shared.sandbox.sandbox import Sandbox
 from tests.integration.sandbox.conftest import LIMITS
 from tests.support.waiting import until
 
-BEYOND = 256 << 20
-"""What programs may take over the limit before the sandbox looks: seven times the most that `benchmarks.sandbox` has seen."""
+BEYOND = 512 << 20
+"""What programs may take over the limit before the sandbox looks, on a machine that gives it no turn for long. See `benchmarks.sandbox`."""
 
 ROOT = Path(__file__).parents[3]
 
