@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page_table import put_table
+
 SHAPE = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -55,7 +57,7 @@ def main() -> int:
         print(json.dumps(measure(arguments.only, arguments.steps, arguments.profile)))
         return 0
     if arguments.write:
-        write(json.loads(RESULTS.read_text()))
+        put_table(PAGE, "trainer_mfu", table(json.loads(RESULTS.read_text())))
         return 0
     rows = []
     for case in arguments.case or CASES:
@@ -189,15 +191,6 @@ def show_profile(actor: Any, batches: Any, loss: Any) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         actor.train_step(batches, loss)
     print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=70))
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    """Puts the table into the page about the trainer, between its marks."""
-    start, end = "<!-- trainer_mfu: python -m benchmarks.trainer_mfu --write -->\n", "<!-- /trainer_mfu -->"
-    text = PAGE.read_text()
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(before + start + table(rows) + "\n" + end + after)
 
 
 def line(row: dict[str, Any]) -> str:

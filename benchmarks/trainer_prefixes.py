@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.page_table import put_table
+
 CPU_SHAPE = {
     "model_type": "qwen3",
     "vocab_size": 1024,
@@ -63,7 +65,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
     arguments = parser.parse_args()
     if arguments.write:
-        write(json.loads(RESULTS.read_text()))
+        put_table(PAGE, "trainer_prefixes", table(json.loads(RESULTS.read_text())))
         return 0
     rows = measure(arguments.case or list(CASES), arguments.steps)
     if arguments.json is not None:
@@ -193,15 +195,6 @@ def sample(tokens: list[int], trained: int) -> Any:
         finish="length",
         text="",
     )
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    """Puts the table into the page about the trainer, between its marks."""
-    start, end = "<!-- trainer_prefixes: python -m benchmarks.trainer_prefixes --write -->\n", "<!-- /trainer_prefixes -->"
-    text = PAGE.read_text()
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(before + start + table(rows) + "\n" + end + after)
 
 
 def line(row: dict[str, Any]) -> str:

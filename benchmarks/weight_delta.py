@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page_table import put_table
 from benchmarks.trainer_mfu import SHAPE
 
 RESULTS = Path(__file__).parent / "results" / "weight_delta.json"
@@ -67,7 +68,7 @@ def main() -> int:
         print(json.dumps(measure(arguments.only, arguments.steps)))
         return 0
     if arguments.write:
-        write(json.loads(RESULTS.read_text()))
+        put_table(PAGE, "weight_delta", table(json.loads(RESULTS.read_text())))
         return 0
     rows: list[dict[str, Any]] = []
     for case in arguments.case or BY_DEFAULT:
@@ -228,14 +229,6 @@ def check_equal(path: Path, tensors: list[dict[str, Any]]) -> None:
     for bucket in tensors:
         for name, (dtype, shape, data) in bucket.items():
             assert held.tensors[name] == (dtype, shape) and np.array_equal(held[name], data), name
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    """Puts the table into the page about weights, between its marks."""
-    start, end = "<!-- weight_delta: python -m benchmarks.weight_delta --write -->\n", "<!-- /weight_delta -->"
-    before, _, rest = PAGE.read_text().partition(start)
-    _, _, after = rest.partition(end)
-    PAGE.write_text(before + start + table(rows) + "\n" + end + after)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -28,6 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page_table import put_table
 from benchmarks.trainer_mfu import SHAPE, micro_batch
 from services.rollout.engine.engine_process import UnixConnection
 
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="write a profile of one push there")
     arguments = parser.parse_args()
     if arguments.write:
-        write(json.loads(RESULTS.read_text()))
+        put_table(PAGE, "weight_push", table(json.loads(RESULTS.read_text())))
         return 0
     if "RANK" in os.environ:
         Bench(arguments).run()
@@ -392,13 +393,6 @@ def in_thread(work: Any, *arguments: Any) -> threading.Thread:
 
 def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    """Puts the table into the page about weights, between its marks."""
-    start, end = "<!-- weight_push: python -m benchmarks.weight_push --write -->\n", "<!-- /weight_push -->"
-    before, _, rest = PAGE.read_text().partition(start)
-    PAGE.write_text(before + start + table(rows) + "\n" + end + rest.partition(end)[2])
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -13,6 +13,7 @@ from myxo.commands.up import take_flags
 from myxo.display.text import json_text
 from myxo.doctor import gpus, machine, packages, servers
 from myxo.doctor.diagnosis import Diagnosis, Examination
+from myxo.preflight import Source, checked_config
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, ConfigError, problems_of
 
@@ -80,11 +81,7 @@ def diagnoses(directory: Path, config: Path | None, flags: list[str]) -> Iterato
 
 def _of_config(config: Path, flags: list[str]) -> Iterator[Diagnosis]:
     try:
-        from myxo.preflight import Source, checked_config  # on a machine without a package it may not import
-
         checked_config(Source.of(config, flags), starts=True)
-    except ModuleNotFoundError as error:
-        yield Diagnosis("config", "note", f"{config} cannot be looked at: {error}", "mend the packages first")
     except BadInput as error:
         for problem in problems_of(error):
             mend = problem.expected if isinstance(problem, ConfigError) else ""

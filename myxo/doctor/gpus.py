@@ -10,6 +10,7 @@ from pathlib import Path
 
 from myxo.doctor.diagnosis import Diagnosis, told_by
 from myxo.doctor.packages import cuda_of
+from myxo.preflight.machine_checks import LITTLE_SHARED_MEMORY
 from shared.runtime import devices
 
 OLDEST_DRIVER = {12: 525, 13: 580}
@@ -20,7 +21,6 @@ QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.
 BUSY_SHARE = 0.1
 """The share of a GPU's memory from which on somebody else's use of it is told."""
 
-LITTLE_SHARED_MEMORY = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 

@@ -3,24 +3,20 @@
 import os
 import resource
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from myxo.doctor.diagnosis import Diagnosis
+from myxo.preflight.machine_checks import FEW_FILES, GIB, nearest_existing, unwritable
 from shared.runtime.host_memory import host_memory
 from shared.sandbox.program import SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
-
-GIB = 1 << 30
 
 LEAST_MEMORY = 4 * GIB
 """Bytes that the quick start's services take together."""
 
 LEAST_DISK, LITTLE_DISK = 256 << 20, 5 * GIB
 """Bytes without which a run cannot begin, and those that even small models' checkpoints soon fill."""
-
-FEW_FILES = 1024
 
 
 def examine_memory(_: Path) -> Iterator[Diagnosis]:
@@ -35,12 +31,9 @@ def examine_memory(_: Path) -> Iterator[Diagnosis]:
 
 def examine_directory(directory: Path) -> Iterator[Diagnosis]:
     """Yields whether runs can be written where they are to lie, and what is free there."""
-    place = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".myxo-", dir=place))
-    except OSError as error:
-        found = f"{place} cannot be written: {error.strerror}"
-        yield Diagnosis("disk", "fault", found, f"sudo chown {os.geteuid()} {place}, or give another directory: myxo up --dir DIR")
+    place = nearest_existing(directory.absolute())
+    if (reason := unwritable(directory.absolute())) is not None:
+        yield Diagnosis("disk", "fault", reason, f"sudo chown {os.geteuid()} {place}, or give another directory: myxo up --dir DIR")
         return
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:.1f} GiB are free on the disk of {place}"
@@ -56,7 +49,7 @@ def examine_cache(_: Path) -> Iterator[Diagnosis]:
     """Yields whether models of the hub can be kept."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
-    place = next(parent for parent in (cache.absolute(), *cache.absolute().parents) if parent.exists())
+    place = nearest_existing(cache.absolute())
     if os.access(place, os.W_OK | os.X_OK):
         yield Diagnosis("model cache", "ok", str(cache))
     else:

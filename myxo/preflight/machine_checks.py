@@ -126,7 +126,7 @@ def check_directories(inspection: Inspection) -> Findings:
         "monitoring.wandb_dir": config.monitoring.wandb_dir if config.monitoring.use_wandb else None,
     }
     for field, directory in wanted.items():
-        if directory is not None and (reason := _unwritable(directory)) is not None:
+        if directory is not None and (reason := unwritable(directory)) is not None:
             yield ConfigError(field, str(directory), f"{reason}; give a directory that this user can write")
     root = config.run.root
     for path in [root / name for name in STATE if (root / name).exists()] if os.access(root, os.W_OK) else []:
@@ -138,10 +138,10 @@ def check_disk(inspection: Inspection) -> Findings:
     """Yields a disk on which not one checkpoint has room; notes one that may fill."""
     config, root = inspection.config, inspection.config.trained
     field = "run.dir" if config.trainer.save is None else "trainer.save"
-    if _unwritable(root) is not None:
+    if unwritable(root) is not None:
         return
     removed = STATE if inspection.fresh else ("checkpoints",)  # checkpoints that are there make room for those to come
-    free = shutil.disk_usage(_existing(root)).free + sum(_size_of(root / name) for name in removed)
+    free = shutil.disk_usage(nearest_existing(root)).free + sum(_size_of(root / name) for name in removed)
     size = inspection.model_size
     checkpoint, most = (0, 0) if size is None else (checkpoint_bytes(config, size), disk_bytes(config, size))
     if free < max(checkpoint, LEAST_DISK):
@@ -234,14 +234,14 @@ def _shares_memory(config: RunConfig) -> bool:
     return trainer.colocate or (several and on_gpus)
 
 
-def _existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Returns the nearest of a path and its parents that is there."""
     return next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
 
 
-def _unwritable(directory: Path) -> str | None:
+def unwritable(directory: Path) -> str | None:
     """Returns why nothing can be written into a directory, or it cannot be made; None where all is well. Leaves nothing behind."""
-    existing = _existing(directory)
+    existing = nearest_existing(directory)
     if not existing.is_dir():
         return f"{existing} is a file" if existing.exists() else f"{existing} is a link that leads nowhere"
     try:

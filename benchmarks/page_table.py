@@ -1,0 +1,11 @@
+"""A benchmark's table in a page of the documentation, between marks that name the command which writes it."""
+
+from pathlib import Path
+
+
+def put_table(page: Path, benchmark: str, table: str) -> None:
+    """Puts a table into the page, in the place of what stands between the marks of ``benchmarks.<benchmark>``."""
+    start, end = f"<!-- {benchmark}: python -m benchmarks.{benchmark} --write -->\n", f"<!-- /{benchmark} -->"
+    before, _, rest = page.read_text().partition(start)
+    _, _, after = rest.partition(end)
+    page.write_text(before + start + table + "\n" + end + after)
