@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.display.text import figure_table, json_text
 from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.live.text import figure_table, json_text
 from shared.runtime import exit_codes
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from myxo.commands.command_arguments import add_json
 from myxo.commands.up import take_flags
-from myxo.display.text import json_text
 from myxo.doctor import gpus, machine, packages, servers
 from myxo.doctor.diagnosis import Diagnosis, Examination
 from myxo.preflight import Source, checked_config
+from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, ConfigError, problems_of
 

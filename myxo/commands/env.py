@@ -20,7 +20,6 @@ from myxo.agent_check.agent_conformance import AgentConformance
 from myxo.agent_check.scripted_model import ScriptedModel
 from myxo.commands import env_kinds
 from myxo.commands.command_arguments import add_json, seconds
-from myxo.display.text import json_text
 from myxo.preflight.server_checks import connect
 from shared.bus.connection import Bus
 from shared.bus.subjects import RUN_ID
@@ -29,6 +28,7 @@ from shared.environment.conformance import Check, Conformance, Example
 from shared.environment.environment import Environment
 from shared.environment.environment_client import open_environment
 from shared.environment.environment_url import without_credentials
+from shared.live.text import json_text
 from shared.runtime import exit_codes, server_urls
 from shared.runtime.command_line import Parser
 from shared.runtime.errors import ConfigError

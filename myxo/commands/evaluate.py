@@ -10,18 +10,18 @@ from rich.console import Console
 from myxo.commands.command_arguments import add_json
 from myxo.commands.up import take_flags, up
 from myxo.display.safe_console import SafeConsole
-from myxo.display.text import figure_table
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
 from myxo.run import config_toml, run_directory
 from myxo.run.run_directory import RunDirectory
-from myxo.run.run_summary import EvaluationSummary
 from myxo.run.run_versions import chosen_version, materialized
 from shared.bus import runs
 from shared.config import config_reading, flags, typed_flags
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
+from shared.history.run_summary import EvaluationSummary
 from shared.hub import hub_resolve
+from shared.live.text import figure_table
 from shared.runtime import exit_codes
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, raise_problems

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_json
-from myxo.display.text import json_text
 from shared.config import flags, megatron_flags, presets
 from shared.config.megatron_flags import UNSET, Flag
+from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from myxo.display.text import json_text
 from myxo.doctor.gpus import read_gpus
 from myxo.preflight import Source, checked_config
 from myxo.preflight.inspection import Inspection
@@ -19,6 +18,7 @@ from shared.config import config_reading
 from shared.data.rows import open_rows
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
+from shared.live.text import json_text
 from shared.runtime import devices, exit_codes
 from shared.runtime.errors import ConfigError, raise_problems
 from shared.runtime.safe_text import say

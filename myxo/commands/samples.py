@@ -19,13 +19,13 @@ from myxo.display.safe_console import SafeConsole
 from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
 from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, responses, row_as_plain
 from myxo.preflight.server_checks import given_servers
-from myxo.run.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, ProvenanceStep, kept_group
 from myxo.run.run_access import Access, payloads, reach
 from myxo.run.run_directory import RunDirectory, find
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
 from shared.data.read_progress import ReadProgress
 from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
+from shared.history.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, ProvenanceStep, kept_group
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import Display, panel
-from myxo.display.text import json_text
 from myxo.launch import exit_report
 from myxo.run.run_access import BUS_ERRORS, Access, reach
-from myxo.run.run_summary import collect
-from myxo.run.run_view import RunView, look
-from myxo.run.service_failures import with_all_failures, with_newest_failure
 from shared.bus import runs
 from shared.bus.registry import ENVIRONMENT, Registry
+from shared.history.run_summary import collect
+from shared.live.run_view import RunView, look
+from shared.live.service_failures import with_all_failures, with_newest_failure
+from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import printable_line, say

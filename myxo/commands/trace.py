@@ -13,10 +13,10 @@ from rich.console import Console
 
 from myxo.commands.command_arguments import add_run
 from myxo.run.run_access import Access, reach
-from myxo.run.timeline import Timeline, TraceEvent
 from shared.bus import stream_replay
 from shared.bus.stream_replay import Entry
 from shared.bus.subjects import Subjects
+from shared.history.timeline import Timeline, TraceEvent
 from shared.runtime import exit_codes
 from shared.runtime.atomic_files import replacement
 from shared.runtime.errors import ConfigError

@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display.text import LARGE, duration, number
-from myxo.run.run_view import RunView
+from shared.live.run_view import RunView
+from shared.live.text import LARGE, duration, number
 from shared.runtime.safe_text import printable
 
 PLAIN_SECONDS = 5.0

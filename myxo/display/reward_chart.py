@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from myxo.run.run_summary import EvaluationSummary, Summary
+from shared.history.run_summary import EvaluationSummary, Summary
 from shared.schema.service_messages import WarmStartEnded
 
 SMOOTH = 0.05

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 from rich.text import Text
 
-from myxo.run.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
+from shared.history.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
 from shared.runtime.safe_text import printable
 from shared.schema.ledger import LedgerRecord
 

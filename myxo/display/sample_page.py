@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.display.sample_list import span
-from myxo.display.text import figure_table
-from myxo.run.group_history import GroupRecord, ProvenanceStep
+from shared.history.group_history import GroupRecord, ProvenanceStep
+from shared.live.text import figure_table
 from shared.runtime.safe_text import printable
 from shared.schema.sample import Sample
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from myxo.run.service_failures import full_disk
+from shared.live.service_failures import full_disk
 from shared.runtime.errors import MyxoError
 
 

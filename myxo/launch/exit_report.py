@@ -12,10 +12,10 @@ from rich.text import Text
 
 from myxo.display import reward_chart
 from myxo.display.safe_console import SafeConsole
-from myxo.display.text import duration, figure_table, json_text, shortened_line
 from myxo.run.run_directory import RunDirectory
-from myxo.run.run_summary import EvaluationSummary, Summary, SummaryTally, collect
 from shared.bus.connection import TRANSIENT, Bus
+from shared.history.run_summary import EvaluationSummary, Summary, SummaryTally, collect
+from shared.live.text import duration, figure_table, json_text, shortened_line
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded

@@ -19,14 +19,14 @@ from myxo.launch.supervisor import StopReason, Supervisor
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_access import BUS_ERRORS, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
-from myxo.run.run_view import RunView, look
-from myxo.run.service_failures import RESTARTED, full_disk
 from myxo.run.vocabulary import vocabulary
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.live.run_view import RunView, look
+from shared.live.service_failures import RESTARTED, full_disk
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError

@@ -9,8 +9,8 @@ import structlog
 from myxo.launch.restart_policy import BackOff
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
-from myxo.run.run_view import ServiceError
 from shared.config.store_section import StoreSection
+from shared.live.run_view import ServiceError
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import MyxoError
 

@@ -13,8 +13,8 @@ import structlog
 
 from myxo.launch.restart_policy import MOST_SAME, BackOff, SameDeaths, from_outside
 from myxo.launch.service_plan import ServiceSpec
-from myxo.run.live_services import InstanceStatus
-from myxo.run.service_failures import RESTARTED
+from shared.live.live_services import InstanceStatus
+from shared.live.service_failures import RESTARTED
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import MyxoError

@@ -10,7 +10,7 @@ import pytest
 
 from myxo.display import reward_chart
 from myxo.display.reward_chart import moving_mean
-from myxo.run.run_summary import EvaluationSummary, GroupCounts, Summary
+from shared.history.run_summary import EvaluationSummary, GroupCounts, Summary
 from shared.schema.service_messages import WarmStartEnded
 
 if TYPE_CHECKING:

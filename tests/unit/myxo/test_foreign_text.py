@@ -15,10 +15,10 @@ from rich.text import Text
 from myxo.commands import logs
 from myxo.display.progress_display import Display, panel
 from myxo.display.safe_console import SafeConsole
-from myxo.display.text import json_text, number
-from myxo.run.live_services import InstanceStatus
-from myxo.run.run_view import ServiceError, look
 from shared.config.run_config import RunConfig
+from shared.live.live_services import InstanceStatus
+from shared.live.run_view import ServiceError, look
+from shared.live.text import json_text, number
 from shared.runtime import telemetry
 from shared.runtime.safe_text import printable, printable_line
 from shared.schema.service_messages import ServiceStatus

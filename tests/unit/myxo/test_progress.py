@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from myxo.display.progress_display import Display, Pace, panel
-from myxo.display.text import duration
-from myxo.run.run_view import EvaluationLine, InstanceLine, RunView
+from shared.live.run_view import EvaluationLine, InstanceLine, RunView
+from shared.live.text import duration
 
 VIEW = RunView(
     run="tiny",

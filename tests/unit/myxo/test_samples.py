@@ -13,7 +13,7 @@ from myxo import main as command_line
 from myxo.commands.samples import group_named, target
 from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
 from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, prompt_text, token_lines
-from myxo.run.group_history import STATUSES, GroupProvenance, GroupRecord
+from shared.history.group_history import STATUSES, GroupProvenance, GroupRecord
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import printable
 from shared.schema.ledger import (

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from myxo.launch.exit_report import table
-from myxo.run.run_summary import SummaryTally
 from shared.config.run_config import RunConfig
+from shared.history.run_summary import SummaryTally
 from shared.schema.attestation import attest
 from shared.schema.ledger import (
     BatchFormed,

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from myxo.display.progress_display import panel, what_happened
-from myxo.display.text import LINE_LIMIT, shortened_line
-from myxo.run import service_failures
-from myxo.run.live_services import InstanceStatus
-from myxo.run.run_view import LATELY_SECONDS, RunView, ServiceError, Troubles, troubles
+from shared.live import service_failures
+from shared.live.live_services import InstanceStatus
+from shared.live.run_view import LATELY_SECONDS, RunView, ServiceError, Troubles, troubles
+from shared.live.text import LINE_LIMIT, shortened_line
 from shared.schema.service_messages import ServiceStatus
 
 NOW = 1_700_000_000.0

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from myxo.launch.service_plan import plan
-from myxo.run.live_services import InstanceStatus
-from myxo.run.run_view import EvaluationLine, look
-from myxo.run.step_wait import waiting_for
 from shared.config.run_config import RunConfig
+from shared.live.live_services import InstanceStatus
+from shared.live.run_view import EvaluationLine, look
+from shared.live.step_wait import waiting_for
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 

@@ -7,12 +7,12 @@ gaps; every figure may be absent.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from myxo.display.text import number, shortened_line
-from myxo.run.live_services import InstanceStatus, newest_gauges, newest_status, present, warm_start
-from myxo.run.shown_status import count, shown
-from myxo.run.step_wait import waiting_for
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
+from shared.live.live_services import InstanceStatus, newest_gauges, newest_status, present, warm_start
+from shared.live.shown_status import count, shown
+from shared.live.step_wait import waiting_for
+from shared.live.text import number, shortened_line
 from shared.runtime.child_process import cause
 from shared.schema.service_messages import ServiceStatus
 

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from myxo.run.group_history import GroupHistory, GroupRecord
-from myxo.run.intervals import Interval, measure, overlap
-from myxo.run.service_failures import ServiceFailures, read_failures
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.history.group_history import GroupHistory, GroupRecord
+from shared.history.intervals import Interval, measure, overlap
+from shared.live.service_failures import ServiceFailures, read_failures
 from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScored, LedgerRecord
 from shared.schema.ledger_audit import Audit
 from shared.schema.messages import Trained

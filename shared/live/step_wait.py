@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from myxo.display.text import number
-from myxo.run.live_services import InstanceStatus, newest_gauges, present, warm_start
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
+from shared.live.live_services import InstanceStatus, newest_gauges, present, warm_start
+from shared.live.text import number
 from shared.runtime.child_process import cause
 from shared.schema.service_messages import ServiceStatus
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from nats.js.errors import NotFoundError
 
-from myxo.run.run_view import LATELY_SECONDS, RunView, ServiceError
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
+from shared.live.run_view import LATELY_SECONDS, RunView, ServiceError
 from shared.runtime.errors import BadMessage
 from shared.schema.service_messages import ServiceEvent
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from myxo.display.text import duration, number
 from shared.bus.registry import ENVIRONMENT, STANDBY
+from shared.live.text import duration, number
 from shared.schema.service_messages import ServiceStatus
 
 
