@@ -191,9 +191,12 @@ class FlowHistory:
         for counted in self._counted.values():
             while counted and counted[0][0] < limit:
                 counted.popleft()
-        for ended in (*self.generated.values(), *([spans for kind in (self.pauses, self.looks) for spans in kind.values()])):
-            while ended and ended[0][-1] < limit:
-                ended.popleft()
+        for intervals in self.generated.values():
+            while intervals and intervals[0][1] < limit:
+                intervals.popleft()
+        for spans in (*self.pauses.values(), *self.looks.values()):
+            while spans and spans[0].end < limit:
+                spans.popleft()
         self.looks = {instance: spans for instance, spans in self.looks.items() if spans}
         self.generated = {replica: spans for replica, spans in self.generated.items() if spans}
 

@@ -114,7 +114,7 @@ def _services(found: Symptoms) -> Iterator[Alarm]:
                 AlarmKind.HELD_BACK,
                 f"{shortened_line(status.instance)} holds work back: {shortened_line(status.held_back)}",
                 "A stream or the store is full. Nothing is lost, but nothing new begins until there is room.",
-                "A smaller trainer.save_interval frees payloads sooner; bus.max_queued_bytes, bus.max_ledger_bytes, store.max_bytes allow more.",
+                "A smaller trainer.save_interval frees payloads sooner; bus.max_ledger_bytes and store.max_bytes allow more.",
             )
 
 
@@ -242,7 +242,7 @@ def _machine(found: Symptoms) -> Iterator[Alarm]:
     if memory is not None and memory.share < MEMORY_SHARE:
         yield Alarm(
             AlarmKind.MEMORY,
-            f"this machine has {memory} of memory and swap",
+            f"the console's machine has {memory} of memory and swap",
             "The kernel ends processes when there is none left; services then restart without a reason of their own.",
             "Fewer replicas, a smaller sglang_mem_fraction_static or micro-batch, or another machine for some services.",
         )

@@ -1,6 +1,6 @@
 """Keeps a `FlowHistory` up to date from a run's ledger and events: it begins near their ends, whatever the run's length."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from shared.bus.stream_replay import Entry
@@ -38,6 +38,11 @@ class FlowReader:
         self._names, self._read = Subjects(run), read
         self._seen = {LEDGER: max(0, last - TAIL)}
 
+    @property
+    def sequence(self) -> int:
+        """Returns the sequence of the newest record of the ledger that was read."""
+        return self._seen[LEDGER]
+
     async def catch_up(self) -> bool:
         """Reads on to the streams' present ends; returns whether there was anything new."""
         history, names, before = self.history, self._names, dict(self._seen)
@@ -58,7 +63,7 @@ class FlowReader:
             yield entry
             self._seen[subject] = sequence
 
-    def look(self, statuses: list[ServiceStatus], now: float) -> None:
+    def look(self, statuses: Sequence[ServiceStatus], now: float) -> None:
         """Takes the statuses of the services as they are at ``now``, seconds since the epoch."""
         for status in statuses:
             self.history.look(status.service, status.instance, doing(status), now)

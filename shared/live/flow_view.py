@@ -1,6 +1,6 @@
 """The pipeline of a run at one moment: the one model that the console's Flow page and `myxo top` show. Pure."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -189,17 +189,18 @@ def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interva
 def workload(history: FlowHistory, window: Interval, blocked: str = "") -> Workload:
     """Returns how the steps that ended within a window came about."""
     steps = [step for step in history.steps_in(window) if step.wait_from is not None]
-    seconds: Counter[str] = Counter()
-    awaited: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    awaited: defaultdict[str, float] = defaultdict(float)
     for step in steps:
         for cause, (begin, end) in causes_of(history, step):
             seconds[cause] += end - begin
             if cause in (ADMISSION, QUEUE, GENERATION) and step.last is not None:
                 awaited[step.last.replica] += end - begin
     total = sum(step.ended - step.wait_from for step in steps if step.wait_from is not None)
-    seconds[PUSHING] += sum(push.stall for push in history.pushes if window[0] <= push.at <= window[1])
+    seconds[PUSHING] += sum(push.stall for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0)
     waits = {cause: min(1.0, spent / total) for cause, spent in seconds.items() if spent} if total > 0 else {}
-    return Workload(len(steps), waits, [name for name, _ in awaited.most_common()], _loads(history, window), _lost(history), blocked)
+    order = sorted(awaited, key=lambda replica: -awaited[replica])
+    return Workload(len(steps), waits, order, _loads(history, window), _lost(history), blocked)
 
 
 def _loads(history: FlowHistory, window: Interval) -> dict[str, ReplicaLoad]:
@@ -225,10 +226,10 @@ def _lost(history: FlowHistory) -> float:
 
 
 def _by_activity(load: Workload) -> dict[str, float]:
-    found: Counter[str] = Counter({TRAINING: max(0.0, 1 - load.waiting)} if load.steps else {})
+    found: defaultdict[str, float] = defaultdict(float, {TRAINING: max(0.0, 1 - load.waiting)} if load.steps else {})
     for cause, share in load.waits.items():
         found[WAITS[cause]] += share
-    return dict(found.most_common())
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 # --- stages

@@ -1,6 +1,7 @@
 """The health of a run at one moment: services, restarts, dead groups and alarms, as the console's Health page and `myxo top` show them.
 Pure."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,16 @@ class DeadReason:
 
 
 @dataclass(frozen=True)
+class EventLine:
+    """Something that a service told at ``at`` (seconds since the epoch)."""
+
+    at: float
+    instance: str
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True)
 class HealthView:
     """The health. ``dead``: groups since the run began, None where nobody tells; ``reasons``: of those that are remembered, the most
     frequent first. ``events``: what services told, the newest first."""
@@ -57,7 +68,7 @@ class HealthView:
     services: list[ServiceHealth]
     dead: int | None
     reasons: list[DeadReason]
-    events: list[ServiceEvent]
+    events: list[EventLine]
     disk: Room | None
     memory: Room | None
 
@@ -102,7 +113,7 @@ def health_view(history: FlowHistory, config: RunConfig, statuses: Sequence[Serv
         services=services_of(history, statuses),
         dead=int(dead) if dead is not None else None,
         reasons=reasons_of(history.dead),
-        events=list(history.events)[: -EVENTS_SHOWN - 1 : -1],
+        events=[_line(event) for event in list(history.events)[: -EVENTS_SHOWN - 1 : -1]],
         disk=found.disk,
         memory=found.memory,
     )
@@ -127,3 +138,8 @@ def reasons_of(dead: Sequence[EndedGroup]) -> list[DeadReason]:
     """Returns why groups died, the most frequent reason first."""
     counts, newest = Counter(group.reason for group in dead), {group.reason: group for group in dead}
     return [DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at) for reason, count in counts.most_common()]
+
+
+def _line(event: ServiceEvent) -> EventLine:
+    at = event.at if math.isfinite(event.at) else 0.0
+    return EventLine(at, *(shortened_line(text) for text in (event.instance, event.what, event.detail)))
