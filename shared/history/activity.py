@@ -1,5 +1,6 @@
 """What services did when: disjoint spans of activities, laid over one another, and their shares of a time. Pure."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,13 +29,13 @@ def laid_over(layers: Iterable[Sequence[Span]], window: Interval) -> list[Span]:
     )
     found: list[Span] = []
     active: set[int] = set()
-    for (at, height), following in zip(marks, [*marks[1:], (window[1], 0)], strict=True):
+    for (at, height), (following, _) in itertools.pairwise(marks):
         if height < 0:
             active.discard(~height)
         else:
             active.add(height)
-        if active and following[0] > at:
-            _append(found, Span(ordered[max(active)].activity, at, following[0]))
+        if active and following > at:
+            _append(found, Span(ordered[max(active)].activity, at, following))
     return found
 
 

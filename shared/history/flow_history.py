@@ -4,6 +4,7 @@ It remembers groups in flight and the last `KEPT_SECONDS`, so that memory does n
 ledger: what was admitted before is then known from its score on.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class FlowHistory:
     failures: ServiceFailures = field(default_factory=ServiceFailures)
     newest: float = 0.0
     oldest: float = 0.0
-    """Of the records that were taken: the times of the last and of the first."""
+    """The times of the last and of the first that was taken."""
     _open: dict[str, _OpenGroup] = field(default_factory=dict)
     _batches: dict[int, BatchFormed] = field(default_factory=dict)
     _counted: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class FlowHistory:
 
     def apply(self, record: LedgerRecord) -> None:
         """Takes a record of the ledger; they come in order."""
-        self.newest, self.oldest = max(self.newest, record.at), self.oldest or record.at
+        self._saw(record.at)
         match record:
             case GroupsAdmitted(first=first, count=count):
                 self._open |= {group_id(index): _OpenGroup(record.at) for index in range(first, first + count)}
@@ -170,11 +171,13 @@ class FlowHistory:
     def told(self, event: ServiceEvent) -> None:
         """Takes something that a service has told."""
         self.events.append(event)
+        if math.isfinite(event.at):
+            self._saw(event.at)
         self.failures.take(event)
 
     def look(self, service: str, instance: str, activity: str, at: float) -> None:
         """Takes what a service is seen to do at ``at``, which it has done since the last look."""
-        self.newest = max(self.newest, at)
+        self._saw(at)
         self.kinds[instance] = service
         spans = self.looks.setdefault(instance, deque())
         before = spans[-1] if spans and at - spans[-1].end < LOOK_GAP_S else Span(activity, at, at)
@@ -239,6 +242,9 @@ class FlowHistory:
         return [step for step in self.steps if window[0] <= step.ended <= window[1]]
 
     # --- groups
+
+    def _saw(self, at: float) -> None:
+        self.newest, self.oldest = max(self.newest, at), min(self.oldest or at, at)
 
     def _count(self, what: str, at: float, number: int) -> None:
         self._counted.setdefault(what, deque()).append((at, number))

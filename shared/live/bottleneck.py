@@ -19,6 +19,9 @@ LITTLE = 0.10
 FULL = 0.80
 """A replica that generates this part of the most groups that it generates at once, in the mean, is full."""
 
+QUEUED = 1 / 3
+"""Replicas are full, too, where the awaited groups spent more than this share of the wait for them in the queue."""
+
 FEW_STEPS = 2
 """The least steps that say something about a run."""
 
@@ -67,9 +70,10 @@ class Workload:
 
     @property
     def full(self) -> bool:
-        """Returns whether the replicas have no room: more groups at once would only queue."""
+        """Returns whether the replicas have no room, so that more groups at once would only queue, as the awaited ones did."""
+        queue, generation = self.waits.get(QUEUE, 0.0), self.waits.get(GENERATION, 0.0)
         fills = [load.fill for load in self.replicas.values()]
-        return bool(fills) and sum(fills) / len(fills) >= FULL
+        return queue > QUEUED * (queue + generation) or (bool(fills) and sum(fills) / len(fills) >= FULL)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ TRAINING, GENERATING, RATING = "training", "generating", "scoring"
 
 BUSY = {TRAINING, GENERATING, RATING}
 
+WORKERS = {"rollout", "reward", "trainer"}
+
 WAITING = "waiting"
 
 AWAY = "not seen"
@@ -58,12 +60,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class ServiceTimeline:
-    """What a service did within the window. ``doing``: now; ``busy``: share of the time that it was seen; ``shares``: of each activity."""
+    """What a service did within the window. ``doing``: now; ``busy``: share of the time that it was seen, None for one that only
+    answers others; ``shares``: of each activity."""
 
     service: str
     instance: str
     doing: str
-    busy: float
+    busy: float | None
     shares: dict[str, float]
     spans: list[Span]
 
@@ -200,7 +203,8 @@ def workload(history: FlowHistory, window: Interval, blocked: str = "") -> Workl
     seconds[PUSHING] += sum(push.stall for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0)
     waits = {cause: min(1.0, spent / total) for cause, spent in seconds.items() if spent} if total > 0 else {}
     order = sorted(awaited, key=lambda replica: -awaited[replica])
-    return Workload(len(steps), waits, order, _loads(history, window), _lost(history), blocked)
+    since = steps[0].wait_from if steps and steps[0].wait_from is not None else window[0]
+    return Workload(len(steps), waits, order, _loads(history, (since, window[1])), _lost(history), blocked)
 
 
 def _loads(history: FlowHistory, window: Interval) -> dict[str, ReplicaLoad]:
@@ -279,7 +283,7 @@ def timelines(history: FlowHistory, statuses: Sequence[ServiceStatus], window: I
         shares = {activity: spent / seen for activity, spent in seconds.items()} if seen else {}
         newest = doing(now[instance]) if instance in now else AWAY
         current = spans[-1].activity if newest == "ready" and spans and service == "trainer" else newest
-        busy = sum(share for activity, share in shares.items() if activity in BUSY)
+        busy = sum(share for activity, share in shares.items() if activity in BUSY) if service in WORKERS else None
         found.append(ServiceTimeline(service, instance, current, busy, shares, shown_spans(spans, window)))
     return found
 
