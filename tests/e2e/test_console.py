@@ -4,20 +4,17 @@ import asyncio
 import re
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import aiohttp
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, expect
+from playwright.async_api import expect
 
 from tests.e2e.conftest import write_small_run
 from tests.e2e.launched import LaunchedRun, gauge
-from tests.support.browser import LAPTOP, PHONE, Visit, chromium
+from tests.e2e.live_console import SECONDS, SHOWN_MS, LiveConsole, console_of
+from tests.support.browser import LAPTOP, PHONE, chromium
 from tests.support.foreign_reward import LONG, SCRIPT, TURNED
 from tests.support.waiting import until
 
@@ -28,37 +25,9 @@ PAGES = {"run": "Run", "flow": "Flow", "weights": "Weights", "samples": "Samples
 STEPS = 100_000
 """More than are trained while the tests look: the run is ended by them."""
 
-SECONDS = 120
-"""The time that something may take to show on a slow and busy machine."""
-
-SHOWN_MS = 1000 * SECONDS
-
 FLAGS = (
     "--custom-rm-path", "tests.support.foreign_reward:foreign", "--eval-interval", "4", "--save-interval", "4", "--keep-rollouts-tokens",
 )  # fmt: skip
-
-
-@dataclass
-class LiveConsole:
-    """A run and the browser that looks at it. host: ``address:port`` of the console; token: what opens it."""
-
-    run: LaunchedRun
-    browser: Browser
-    host: str
-    token: str
-
-    @asynccontextmanager
-    async def page(self, where: str = "", size: dict[str, int] = LAPTOP, scheme: Any = "light") -> AsyncIterator[Visit]:
-        """Opens the console as its printed address does, then the page ``where``, as `samples/g00000001`. Asserts a clean visit."""
-        context = await self.browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
-        try:
-            visit = Visit(await context.new_page(), self.host)
-            await visit.page.goto(f"http://{self.host}/?token={self.token}")
-            await visit.go(where)
-            yield visit
-            visit.assert_clean()
-        finally:
-            await context.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -69,10 +38,7 @@ async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> As
         config = write_small_run(directory, tiny_model, RUN, steps=STEPS, staleness=2, endings=("", SCRIPT, TURNED, LONG))
         with LaunchedRun(config, directory / "runs" / RUN, RUN, FLAGS) as run:
             await asyncio.to_thread(run.until, "five steps", lambda cards: gauge(cards, "buffer", "trained_steps") >= 5, 420)
-            found = re.search(r"http://\S+/\?token=\S+", run.output.read_text())
-            assert found, run.said()
-            address = urlsplit(found[0])
-            yield LiveConsole(run, browser, address.netloc, parse_qs(address.query)["token"][0])
+            yield console_of(run, browser)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

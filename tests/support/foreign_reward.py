@@ -12,7 +12,7 @@ LONG = "a_name_that_is_longer_than_any_column_of_any_table_on_any_page"
 PARTS = (SCRIPT, "\u0637\u0648\u0644 \u05d0\u05d5\u05e8\u05da", LONG, "plain")
 
 
-PAUSE_SECONDS = 2.0
+PAUSE_SECONDS = 4.0
 """The time that a reward takes, so that a run of a tiny model lasts as long as somebody looks at it, and leaves them the processor."""
 
 
