@@ -96,6 +96,8 @@ def _names() -> list[str]:
         (run.replica_weights("<replica>", "<verb>"), "request and reply", "the `Weights…` messages of a push"),
         (run.environment("<environment>", "<verb>"), "request and reply", "plain maps, the [environment protocol](environments.md)"),
         (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),
+        (run.event("weights", "pushed"), f"stream `{run.events_stream}`", "`WeightsPushed`"),
+        (run.event("trainer", "metrics"), f"stream `{run.events_stream}`", "`MetricsWritten`"),
         (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`Trained`"),
         (run.event("trainer", "warm_start"), f"stream `{run.events_stream}`", "`WarmStartEnded`"),
         (run.event("service", "<what>"), f"stream `{run.events_stream}`", "`ServiceEvent`"),
