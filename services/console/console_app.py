@@ -1,7 +1,6 @@
 """The console's app: the pages' answers under ``/api``, the feed of changes, and the files that the browser runs."""
 
 import mimetypes
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,10 +21,10 @@ PAGE_MODULES = {"run": run, "flow": flow, "weights": weights, "samples": samples
 
 
 class AwayPart(BaseModel):
-    """Something that is away: a server, a service, or the ledger. ``seconds``: for how long already."""
+    """Something that is away: a server, a service, or the ledger. ``since``: seconds since the epoch."""
 
     name: str
-    seconds: float
+    since: float
     why: str
 
 
@@ -47,11 +46,11 @@ class Overview(BaseModel):
     runs: list[str]
 
 
-def overview(source: RunSource, now: float) -> Overview:
-    """Returns what stands above all pages. ``now``: seconds since the epoch."""
+def overview(source: RunSource) -> Overview:
+    """Returns what stands above all pages."""
     gauges = [status.gauges for status in source.statuses]
     steps = [int(gauge[name]) for gauge in gauges for name in ("trained_steps", "step") if name in gauge and gauge[name] >= 0]
-    away = [AwayPart(name=name, seconds=max(0.0, now - it.since), why=it.why) for name, it in sorted(source.away.items())]
+    away = [AwayPart(name=name, since=it.since, why=it.why) for name, it in sorted(source.away.items())]
     return Overview(
         run=source.run,
         version=__version__,
@@ -72,7 +71,7 @@ def frame_router(source: RunSource) -> APIRouter:
     @router.get("/overview")
     async def read_overview() -> Overview:
         """What stands above all pages."""
-        return overview(source, time.time())
+        return overview(source)
 
     @router.get("/events", response_class=StreamingResponse)
     async def read_events() -> StreamingResponse:
