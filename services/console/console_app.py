@@ -10,11 +10,11 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 
 from services.console.access_token import AccessToken
+from services.console.other_runs import runs_beside
 from services.console.pages import flow, health, run, samples, weights
 from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
-from shared.bus import runs
 
 WEB = Path(__file__).with_name("web")
 
@@ -61,13 +61,6 @@ def overview(source: RunSource) -> Overview:
         away=away,
         runs=runs_beside(source.directory),
     )
-
-
-def runs_beside(directory: Path | None) -> list[str]:
-    """Returns the names of the other runs in the directory that a run's own one lies in."""
-    if directory is None or not directory.parent.is_dir():
-        return []
-    return sorted(path.name for path in directory.parent.iterdir() if path != directory and (path / runs.FROZEN).is_file())
 
 
 def frame_router(source: RunSource) -> APIRouter:
