@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.history.activity import Span, laid_over, mean_at_once, seconds_of
+from shared.history.activity import ActivitySpan, laid_over, mean_at_once, seconds_of
 from shared.history.flow_history import KEPT_SECONDS, PAUSED, FlowHistory
 from shared.history.wait_causes import GroupPassage, wait_causes
 from shared.live.flow_view import flow_view, length_classes, workload
@@ -110,7 +110,7 @@ def test_checkpoints_and_pushes_are_the_trainers_own_part_of_its_wait() -> None:
     waits = workload(history, (0, 170)).waits
     assert waits["saving"] == pytest.approx(6 / 60) and waits["pushing"] == pytest.approx((3 + 1.5) / 60)
     assert waits["admission"] == pytest.approx(1 / 60), "what is left of the wait before the admission"
-    assert history.pauses["rollout-0"][0] == Span(PAUSED, 164.0, 168.0)
+    assert history.pauses["rollout-0"][0] == ActivitySpan(PAUSED, 164.0, 168.0)
 
 
 def test_tokens_are_told_by_length_and_age() -> None:
@@ -172,14 +172,17 @@ def test_what_was_not_looked_at_for_long_is_not_known() -> None:
 
 
 def test_spans_lie_over_one_another() -> None:
-    below, above = [Span("waiting", 0, 100)], [Span("generating", 10, 30), Span("generating", 20, 50), Span("generating", 60, 60)]
-    spans = laid_over([below, above, [Span("paused", 40, 45), Span("paused", math.nan, 60)]], (5, 80))
+    below, above = (
+        [ActivitySpan("waiting", 0, 100)],
+        [ActivitySpan("generating", 10, 30), ActivitySpan("generating", 20, 50), ActivitySpan("generating", 60, 60)],
+    )
+    spans = laid_over([below, above, [ActivitySpan("paused", 40, 45), ActivitySpan("paused", math.nan, 60)]], (5, 80))
     assert spans == [
-        Span("waiting", 5, 10),
-        Span("generating", 10, 40),
-        Span("paused", 40, 45),
-        Span("generating", 45, 50),
-        Span("waiting", 50, 80),
+        ActivitySpan("waiting", 5, 10),
+        ActivitySpan("generating", 10, 40),
+        ActivitySpan("paused", 40, 45),
+        ActivitySpan("generating", 45, 50),
+        ActivitySpan("waiting", 50, 80),
     ]
     assert seconds_of(spans) == {"generating": 35, "waiting": 35, "paused": 5}
     assert laid_over([], (0, 1)) == [] and laid_over([above], (90, 100)) == []
