@@ -59,13 +59,3 @@ def shown_spans(spans: Sequence[ActivitySpan], window: Interval) -> list[Activit
         return list(spans)
     shortest = (window[1] - window[0]) / SPANS_SHOWN
     return [span for span in spans if span.end - span.begin >= shortest]
-
-
-def mean_at_once(intervals: Iterable[Interval], window: Interval) -> tuple[float, int]:
-    """Returns how many of the intervals there are at once: in the mean over the window, and at most."""
-    inside = [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals if end > window[0] and begin < window[1]]
-    seconds, running, most = sum(end - begin for begin, end in inside if end > begin), 0, 0
-    for _, change in sorted(mark for begin, end in inside if end > begin for mark in ((begin, 1), (end, -1))):
-        running += change
-        most = max(most, running)
-    return seconds / max(window[1] - window[0], 1e-9), most

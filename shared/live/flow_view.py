@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
-from shared.history.activity import ActivitySpan, laid_over, mean_at_once, seconds_of, shown_spans
+from shared.history.activity import ActivitySpan, laid_over, seconds_of, shown_spans
 from shared.history.flow_history import ADMITTED, GENERATED, SCORED, TRAINED, FlowHistory, StepRecord, TokensByLength
 from shared.history.intervals import Interval
-from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING, wait_causes
+from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING, GroupPassage, wait_causes
 from shared.live.alarm_kinds import AlarmKind
-from shared.live.bottleneck import FEW_STEPS, Bottleneck, ReplicaLoad, Workload, bottleneck
+from shared.live.bottleneck import FEW_STEPS, Bottleneck, Workload, bottleneck
 from shared.live.live_services import newest_gauges
 from shared.live.shown_status import shown
 from shared.live.step_wait import waiting_for
@@ -198,16 +198,32 @@ def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interva
 def workload(history: FlowHistory, window: Interval, blocked: str = "") -> Workload:
     """Returns how the steps that ended within a window came about."""
     steps = [step for step in history.steps_in(window) if step.wait_from is not None]
-    since = steps[0].wait_from if steps else None
     parts = [(step, cause, end - begin) for step in steps for cause, (begin, end) in causes_of(history, step)]
-    causes = _sums((cause, seconds) for _, cause, seconds in parts)
-    awaited = _sums((step.last.replica, seconds) for step, cause, seconds in parts if step.last is not None and cause in OF_ROLLOUT)
-    stall = sum(push.stall for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0)
+    for_rollout = [(step.last, spent) for step, cause, spent in parts if step.last is not None and cause in OF_ROLLOUT]
+    since = min((step.wait_from or 0.0 for step in steps), default=window[0])
+    return Workload(
+        steps=len(steps),
+        waits=_waits(history, window, steps, [(cause, spent) for _, cause, spent in parts]),
+        awaited=list(_sums((last.replica, spent) for last, spent in for_rollout)),
+        replicas=_busy(history, (since, window[1])),
+        queued=_queued(last for last, _ in for_rollout),
+        lost_tokens=_lost(history),
+        blocked=blocked,
+    )
+
+
+def _waits(history: FlowHistory, window: Interval, steps: Sequence[StepRecord], parts: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Returns the causes' shares of the time of these steps. A push that a step itself stood still for counts as a wait."""
+    stalls = [(PUSHING, push.stall) for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0]
     total = sum(step.ended - (step.wait_from or 0.0) for step in steps)
-    whole = causes | {PUSHING: causes.get(PUSHING, 0.0) + stall}
-    waits = {cause: min(1.0, seconds / total) for cause, seconds in whole.items() if seconds} if total > 0 else {}
-    loads = _loads(history, (window[0] if since is None else since, window[1]))
-    return Workload(len(steps), waits, list(awaited), loads, _lost(history), blocked)
+    return {cause: min(1.0, spent / total) for cause, spent in _sums([*parts, *stalls]).items()} if total > 0 else {}
+
+
+def _queued(awaited: Iterable[GroupPassage]) -> float:
+    """Returns the part of the way of these groups, as far as it is known from their admission on, before a replica took them."""
+    ways = [(max(0.0, last.started - last.admitted), max(0.0, last.generated - last.admitted)) for last in awaited if last.admitted]
+    whole = sum(way for _, way in ways)
+    return sum(min(queue, way) for queue, way in ways) / whole if whole else 0.0
 
 
 def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -218,13 +234,14 @@ def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _loads(history: FlowHistory, window: Interval) -> dict[str, ReplicaLoad]:
+def _busy(history: FlowHistory, window: Interval) -> dict[str, float]:
+    """Returns the share of a window in which each replica generated, of those that did."""
+    length = max(window[1] - window[0], 1e-9)
     found = {}
-    for replica, intervals in history.generated.items():
-        at_once, most = mean_at_once(intervals, window)
+    for replica in history.generated:
         spans = laid_over([_generating(history, replica)], window)
-        found[replica] = ReplicaLoad(sum(span.end - span.begin for span in spans) / (window[1] - window[0]), at_once, most)
-    return {replica: load for replica, load in found.items() if load.most}
+        found[replica] = sum(span.end - span.begin for span in spans) / length
+    return {replica: share for replica, share in found.items() if share}
 
 
 def _generating(history: FlowHistory, replica: str) -> list[ActivitySpan]:
