@@ -17,14 +17,14 @@ from redis.exceptions import RedisError
 
 from services.console.absence import AbsentServices, Away
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
-from shared.bus import runs, stream_replay
+from shared.bus import direct_read, runs
 from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.stream_replay import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
 
@@ -101,12 +101,12 @@ class RunSource:
     async def read(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
     ) -> AsyncIterator[tuple[int, Entry]]:
-        """Yields (sequence, message) as `stream_replay.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
+        """Yields (sequence, message) as `direct_read.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
         bus = self.bus()
         try:
-            async for item in stream_replay.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
+            async for item in direct_read.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
                 yield item
-        except (nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
+        except (DeadlineExceeded, nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
             raise SourceAway(f"{stream} could not be read to its end: {error or type(error).__name__}") from error
 
     def _words(self, what: str) -> str:
