@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import nats.errors
 import nats.js.errors
@@ -17,6 +18,7 @@ from redis.exceptions import RedisError
 
 from services.console.absence import AbsentServices, Away
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
+from shared.accounts.permissions import CONSOLE, ROLES, user_name
 from shared.bus import direct_read, runs
 from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
@@ -30,9 +32,6 @@ from shared.store.payload_store import Store
 
 NATS, STORE, LEDGER = "NATS", "Redis", "the ledger"
 """What may be away besides services."""
-
-CONSOLE = "console"
-"""The role of the console's account."""
 
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 5.0
@@ -187,7 +186,8 @@ class RunSource:
     async def _connected(self) -> Bus:
         """Connects, reads the config, and has the bus tell of what is new."""
         assert self._nats_url is not None
-        bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=self.names.inbox(CONSOLE))
+        inbox = self.names.inbox(role_of(self._nats_url, self.run))
+        bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=inbox)
         try:
             self.config = await runs.load(bus, self.run)
             self._redis_url = self._redis_url or await runs.store_url(bus, self.run)
@@ -233,3 +233,9 @@ class RunSource:
             if self.directory is not None and (path := self.directory / name).exists():
                 return path
         return None
+
+
+def role_of(url: str, run: str) -> str:
+    """Returns the role whose account a URL names, for its replies' subject; the console's own where it names none of the run's."""
+    user = urlsplit(url.split(",")[0]).username or ""
+    return next((role for role in ROLES if user_name(role, run) == user), CONSOLE)

@@ -108,6 +108,11 @@ def rights(run: str) -> tuple[Rights, ...]:
     return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)
 
 
+def rights_of(role: str, run: str) -> Rights:
+    """Returns the rights of one role."""
+    return next(found for found in rights(run) if found.role == role)
+
+
 # --- rights that several roles have
 
 
