@@ -38,6 +38,8 @@ def subjects(run: str) -> Table:
         names.scored("buffer"): (PEOPLE, PEOPLE),
         names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, READERS),
         names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | READERS),
+        names.event("weights", "pushed"): ({TRAINER} | PEOPLE, READERS),
+        names.event("trainer", "metrics"): ({TRAINER} | PEOPLE, READERS),
         names.event("trainer", "step"): ({TRAINER} | PEOPLE, READERS),
         names.event("trainer", "warm_start"): ({TRAINER} | PEOPLE, READERS),
         names.event("service", "joined"): (SERVICES | PEOPLE, READERS),
