@@ -111,7 +111,7 @@ class RunSource:
     def _words(self, what: str) -> str:
         away = self.away.get(what)
         if away is not None:
-            return f"{what} is away since {time.time() - away.since:.0f} s: {away.why}"
+            return f"{what} is away for {time.time() - away.since:.0f} s: {away.why}"
         return f"{what} is not connected yet" if self.live else f"{what} is not there: this run is read from its directory"
 
     # --- what goes on beside them
@@ -147,16 +147,16 @@ class RunSource:
                 self._note(what, str(error) or type(error).__name__)
             await asyncio.sleep(POLL_SECONDS)
 
-    def _note(self, what: str, why: str | None) -> None:
-        """Notes that something is away for a reason, or there (None)."""
+    def _note(self, what: str, why: str | None, since: float | None = None) -> None:
+        """Notes that something is away for a reason, ``since`` then (None: now), or that it is there (no reason)."""
         if why is None:
             if self.away.pop(what, None) is not None:
                 self._news.set()
                 self._log.info("back", what=what)
                 self.feed.touch(OVERVIEW, HEALTH, FLOW)
         elif what not in self.away or self.away[what].why != why:
-            since = self.away[what].since if what in self.away else time.time()
-            self.away[what] = Away(since, why)
+            began = self.away[what].since if what in self.away else since or time.time()
+            self.away[what] = Away(began, why)
             self._log.warning("away", what=what, why=why)
             self.feed.touch(OVERVIEW, HEALTH, FLOW)
 
@@ -181,7 +181,7 @@ class RunSource:
         for name in (self.away.keys() - {NATS, STORE, LEDGER}) - absent.keys():
             self._note(name, None)
         for name, away in absent.items():
-            self._note(name, away.why)
+            self._note(name, away.why, away.since)
 
     async def _connected(self) -> Bus:
         """Connects, reads the config, and has the bus tell of what is new."""

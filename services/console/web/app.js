@@ -106,9 +106,9 @@ function showBanner() {
   const lines = [];
   if (!connected) lines.push(["The console itself does not answer; what is shown is from before. It is asked again."]);
   if (overview?.phase === "failed") lines.push([`The run has failed: ${overview.failure}`]);
-  for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), ` is away since ${span(part.seconds)}: ${part.why}`]);
+  for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), `: ${part.why} (for ${span(part.seconds)})`]);
   if (connected) for (const text of new Set(failed.values())) lines.push([text]);
-  const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n").replace(/since .*?: /g, "");
+  const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n").replace(/ \(for [^)]*\)$/gm, "");
   if (words !== banner.dataset.words) {
     banner.dataset.words = words;
     fill(banner, lines.map((line) => el("p", {}, ...line)));
