@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -42,6 +43,8 @@ READ_SECONDS = 10.0
 
 BUS_ERRORS = (MyxoError, nats.errors.Error, nats.js.errors.Error, *TRANSIENT)
 
+Shared = TypeVar("Shared")
+
 Follower = Callable[[], Awaitable[Collection[str]]]
 """Reads what is new in the ledger or the events since its last call; returns the pages whose data has changed by it."""
 
@@ -60,7 +63,8 @@ class RunSource:
     Attributes:
         config: None until it is known. statuses: of the live services. phase, failure: as `runs.phase_and_reason` gives them.
         away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
-            after `connected`. scratch: a directory for files of this process alone.
+            after `connected`. lookers: called with the statuses of the live services at each look. scratch: a directory for files of
+            this process alone.
     """
 
     def __init__(self, run: str, nats_url: str | None, redis_url: str | None, directory: Path | None) -> None:
@@ -73,10 +77,12 @@ class RunSource:
         self.away: dict[str, Away] = {}
         self.feed = ChangeFeed()
         self.followers: list[Follower] = []
+        self.lookers: list[Callable[[Sequence[ServiceStatus]], None]] = []
         self._nats_url, self._redis_url = nats_url, redis_url
         self._bus: Bus | None = None
         self._store: Store | None = None
         self._services = AbsentServices()
+        self._shared: dict[object, Any] = {}
         self._news = asyncio.Event()
         self._news.set()
         self._scratch = tempfile.TemporaryDirectory(prefix="myxo-console-")
@@ -84,6 +90,11 @@ class RunSource:
         self._log = structlog.get_logger()
 
     # --- for pages
+
+    @property
+    def connected(self) -> bool:
+        """Whether the bus is there."""
+        return self._bus is not None and self._bus.connection.is_connected and NATS not in self.away
 
     def bus(self) -> Bus:
         """Returns the bus. Raises SourceAway while it is not connected."""
@@ -96,6 +107,13 @@ class RunSource:
         if self._store is None or STORE in self.away:
             raise SourceAway(self._words(STORE))
         return self._store
+
+    def shared(self, kind: "Callable[[RunSource], Shared]") -> Shared:
+        """Returns what several pages read together: the one ``kind`` of this source, made when it is first asked for."""
+        if kind not in self._shared:
+            self._shared[kind] = kind(self)
+        found: Shared = self._shared[kind]
+        return found
 
     async def read(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
@@ -169,6 +187,8 @@ class RunSource:
         if (phase, failure) != (self.phase, self.failure):
             self.phase, self.failure = phase, failure
             self.feed.touch(OVERVIEW, HEALTH)
+        for looker in self.lookers:
+            looker(statuses)
         if statuses != self.statuses:
             self.statuses = statuses
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
