@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,7 +64,8 @@ class RunSource:
     Attributes:
         config: None until it is known. statuses: of the live services. phase, failure: as `runs.phase_and_reason` gives them.
         away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
-            after `connected`. scratch: a directory for files of this process alone.
+            after `connected`. lookers: called with the statuses of the live services at each look. scratch: a directory for files of
+            this process alone.
     """
 
     def __init__(self, run: str, nats_url: str | None, redis_url: str | None, directory: Path | None) -> None:
@@ -77,6 +78,7 @@ class RunSource:
         self.away: dict[str, Away] = {}
         self.feed = ChangeFeed()
         self.followers: list[Follower] = []
+        self.lookers: list[Callable[[Sequence[ServiceStatus]], None]] = []
         self._nats_url, self._redis_url = nats_url, redis_url
         self._bus: Bus | None = None
         self._store: Store | None = None
@@ -89,6 +91,11 @@ class RunSource:
         self._log = structlog.get_logger()
 
     # --- for pages
+
+    @property
+    def connected(self) -> bool:
+        """Whether the bus is there."""
+        return self._bus is not None and self._bus.connection.is_connected and NATS not in self.away
 
     def bus(self) -> Bus:
         """Returns the bus. Raises SourceAway while it is not connected."""
@@ -181,6 +188,8 @@ class RunSource:
         if (phase, failure) != (self.phase, self.failure):
             self.phase, self.failure = phase, failure
             self.feed.touch(OVERVIEW, HEALTH)
+        for looker in self.lookers:
+            looker(statuses)
         if statuses != self.statuses:
             self.statuses = statuses
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
