@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from pathlib import Path
 
 import nats.errors
@@ -100,7 +100,7 @@ class RunSource:
 
     async def read(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
-    ) -> AsyncIterator[tuple[int, Entry]]:
+    ) -> AsyncGenerator[tuple[int, Entry], None]:
         """Yields (sequence, message) as `stream_replay.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
         bus = self.bus()
         try:
@@ -211,6 +211,10 @@ class RunSource:
         if self._store is None:
             self._store = Store(self._redis_url, self.run)
         await self._store.ping(deadline=LOOK_SECONDS / 2)
+
+    def follow_again(self) -> None:
+        """Has the followers called once more: one of them has left something for later."""
+        self._news.set()
 
     async def _follow(self) -> None:
         """Calls the followers when there is something new: at the start, at each message, and when the bus is back."""

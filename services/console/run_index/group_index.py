@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.console.run_index.group_query import GroupQuery
-from services.console.run_index.group_tables import decoded, encoded, group_row, new_database, span_rows
+from services.console.run_index.group_tables import decoded, empty, encoded, group_row, new_database, span_rows
 from shared.data.rollout_files import TRAINED
 from shared.history.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
 from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, CheckpointDurable, EvalStarted, LedgerRecord, eval_group_parts
@@ -77,6 +77,13 @@ class GroupIndex:
             self._database.close()
 
     # --- what is put in
+
+    def clear(self) -> None:
+        """Forgets everything: the ledger was made anew."""
+        with self._lock:
+            empty(self._database)
+            self.history, self.sequence = GroupHistory(), 0
+            self.revision += 1
 
     def apply(self, records: Iterable[tuple[int, LedgerRecord]]) -> None:
         """Takes further records, in the ledger's order."""

@@ -51,6 +51,12 @@ def new_database(path: Path) -> sqlite3.Connection:
     return database
 
 
+def empty(database: sqlite3.Connection) -> None:
+    """Empties all tables that the ledger is folded into; where kept responses lie is told by other files."""
+    for table in ("groups", "details", "spans", "told", "batches", "checkpoints", "evaluations"):
+        database.execute(f"DELETE FROM {table}")
+
+
 def group_row(group: GroupRecord) -> tuple[Any, ...]:
     """Returns the row of a group in ``groups``."""
     rewards, rollouts = group.rewards, group.rollouts
