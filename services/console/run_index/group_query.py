@@ -27,9 +27,10 @@ class GroupQuery(BaseModel):
 
     evaluation: held-out prompts in place of training groups. step: in the batch of that step. version: a trained token of that version, or
     between two that are; of held-out prompts the evaluated one. Rewards are the mean of a group's samples; tokens those of all its
-    responses. group: its id, a number, or the beginning of an id. reason: part of the reason of its end. teaches: whether its rewards
-    differ, for one whose rewards are all alike moves no weight. truncated: whether a response ended at its length. retried: whether it was
-    generated more than once. forked: whether a rollout gave several samples. since, until: of its last change, seconds since the epoch.
+    responses. group: its id or its number; of held-out prompts also the beginning. reason: part of the reason of its end. teaches: whether
+    its rewards differ, for a group whose rewards are all alike moves no weight. truncated: whether a response ended at its length. retried:
+    whether it was generated more than once. forked: whether a rollout gave several samples. since, until: of its last change, seconds since
+    the epoch.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -1,8 +1,8 @@
 // A group: its prompt, its samples side by side, and what became of it.
 
-import { el, empty, fill, shown, span } from "../dom.js";
+import { el, empty, fill, shown } from "../dom.js";
 import { left } from "./samples_list.js";
-import { asked, clock, commands, facts, latest, parts, prompt, range, status, visible } from "./samples_parts.js";
+import { asked, clock, commands, facts, latest, parts, prompt, range, seconds, status, visible } from "./samples_parts.js";
 
 const SOURCES = { store: "read from the store", kept: "read from the run's kept responses" };
 
@@ -52,7 +52,7 @@ function showGroup(root, answer, context) {
       ["tokens", shown(row.tokens)],
       ["cut off", row.samples ? `${row.truncated} of ${row.samples}` : null],
       ["replica", visible(row.replica) || null],
-      ["generated in", row.seconds === null ? null : span(row.seconds)],
+      ["generated in", row.seconds === null ? null : seconds(row.seconds)],
       ["data set", row.dataset === null ? null : visible(row.dataset)],
     ]),
     answer.prompt.length

@@ -1,7 +1,7 @@
 // The list of groups: filters, order and page stand in the address, so that every view is a link.
 
-import { el, empty, fill, shown, span } from "../dom.js";
-import { clock, commands, facts, latest, parts, range, status, visible } from "./samples_parts.js";
+import { el, empty, fill, shown } from "../dom.js";
+import { clock, commands, facts, latest, parts, range, seconds, status, visible } from "./samples_parts.js";
 
 const LIMIT = 50;
 
@@ -170,7 +170,7 @@ function rows(groups, asked, sort) {
 
 function row(group) {
   const address = `#/samples/${encodeURIComponent(group.group)}`;
-  const step = group.step !== null ? el("a", { href: `#/samples?step=${group.step}` }, ` step ${shown(group.step)}`) : null;
+  const step = group.step !== null ? [" ", el("a", { href: `#/samples?step=${group.step}` }, `step ${shown(group.step)}`)] : null;
   const named = parts(group.parts);
   const why = group.reason ? el("div", { class: "quiet reason" }, visible(group.reason.length > 90 ? `${group.reason.slice(0, 90)} …` : group.reason)) : null;
   const forked = group.rollouts < group.samples ? el("div", { class: "quiet" }, `${group.rollouts} rollouts, ${group.samples} samples`) : null;
@@ -186,7 +186,7 @@ function row(group) {
     el("td", { class: `number ${group.truncated ? "warn" : ""}` }, group.samples ? `${group.truncated}/${group.samples}` : "–"),
     el("td", { class: "number" }, range(group.oldest, group.newest)),
     el("td", { class: "number" }, shown(group.attempt)),
-    el("td", { class: "number" }, group.seconds === null ? "–" : span(group.seconds)),
+    el("td", { class: "number" }, seconds(group.seconds)),
     el("td", {}, visible(group.replica) || "–"),
     el("td", { class: "number" }, clock(group.at)),
   );

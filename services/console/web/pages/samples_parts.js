@@ -1,6 +1,6 @@
 // What the views of the Samples page share: text of runs made visible, facts, prompts, commands.
 
-import { el, shown } from "../dom.js";
+import { el, shown, span } from "../dom.js";
 
 // controls but tab and newline, marks that turn the direction of writing or are not seen: as in shared/runtime/safe_text.py
 const UNSAFE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f\u2028\u2029\ufeff\ufff9-\ufffb]/g;
@@ -68,6 +68,12 @@ function command({ command, what }, announce) {
 export function range(low, high) {
   if (low === null || high === null) return "–";
   return low === high ? shown(low) : `${shown(low)}–${shown(high)}`;
+}
+
+/** Returns how long something took, short ones with a digit behind the point. */
+export function seconds(value) {
+  if (value === null) return "–";
+  return value < 60 ? `${value.toFixed(1)} s` : span(value);
 }
 
 /** Returns a time of day, with the day where it is not today. */
