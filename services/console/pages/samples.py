@@ -117,7 +117,7 @@ class SamplePages:
 
 def router(source: RunSource) -> APIRouter:
     """Returns the routes."""
-    router, pages = APIRouter(), SamplePages(source, RunIndex(source))
+    router, pages = APIRouter(), SamplePages(source, source.shared(RunIndex))
 
     @router.get("")
     def read_groups(query: Annotated[GroupQuery, Query()]) -> GroupList:
