@@ -1,0 +1,106 @@
+"""The console's app: the pages' answers under ``/api``, the feed of changes, and the files that the browser runs."""
+
+import mimetypes
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
+
+from services.console.access_token import AccessToken
+from services.console.pages import flow, health, run, samples, weights
+from services.console.run_source import RunSource, SourceAway
+from shared import __version__
+from shared.bus import runs
+
+WEB = Path(__file__).with_name("web")
+
+PAGE_MODULES = {"run": run, "flow": flow, "weights": weights, "samples": samples, "health": health}
+
+
+class AwayPart(BaseModel):
+    """Something that is away: a server, a service, or the ledger. ``seconds``: for how long already."""
+
+    name: str
+    seconds: float
+    why: str
+
+
+class Overview(BaseModel):
+    """What stands above all pages. ``live``: whether the run is on a bus, or read from its directory alone. ``steps``: trained, of ``of``.
+
+    ``phase``: running, finished, failed, or None where it is not known; ``failure``: why it failed. ``runs``: others beside this one's
+    directory.
+    """
+
+    run: str
+    version: str
+    live: bool
+    phase: str | None
+    failure: str
+    steps: int | None
+    of: int | None
+    away: list[AwayPart]
+    runs: list[str]
+
+
+def overview(source: RunSource, now: float) -> Overview:
+    """Returns what stands above all pages. ``now``: seconds since the epoch."""
+    gauges = [status.gauges for status in source.statuses]
+    steps = [int(gauge[name]) for gauge in gauges for name in ("trained_steps", "step") if name in gauge and gauge[name] >= 0]
+    away = [AwayPart(name=name, seconds=max(0.0, now - it.since), why=it.why) for name, it in sorted(source.away.items())]
+    return Overview(
+        run=source.run,
+        version=__version__,
+        live=source.live,
+        phase=source.phase,
+        failure=source.failure,
+        steps=max(steps, default=None),
+        of=source.config.rollout.num_rollout if source.config is not None else None,
+        away=away,
+        runs=runs_beside(source.directory),
+    )
+
+
+def runs_beside(directory: Path | None) -> list[str]:
+    """Returns the names of the other runs in the directory that a run's own one lies in."""
+    if directory is None or not directory.parent.is_dir():
+        return []
+    return sorted(path.name for path in directory.parent.iterdir() if path != directory and (path / runs.FROZEN).is_file())
+
+
+def frame_router(source: RunSource) -> APIRouter:
+    """Returns the routes that belong to no page."""
+    router = APIRouter()
+
+    @router.get("/overview")
+    async def read_overview() -> Overview:
+        """What stands above all pages."""
+        return overview(source, time.time())
+
+    @router.get("/events", response_class=StreamingResponse)
+    async def read_events() -> StreamingResponse:
+        """Server-sent events: which page's data has changed, ``{page: revision}``; a ``heartbeat`` each 5 s."""
+        return StreamingResponse(source.feed.events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    return router
+
+
+def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> FastAPI:
+    """Returns the app. ``token``: what opens it; ``names``: of the hosts by which it may be asked."""
+    mimetypes.add_type("text/javascript", ".js")  # some machines' own tables say text/plain, which a browser does not run
+    app = FastAPI(title="Myxo console", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json")
+
+    @app.exception_handler(SourceAway)
+    async def on_away(_request: Request, error: SourceAway) -> JSONResponse:
+        return JSONResponse({"detail": str(error), "away": sorted(source.away)}, 503)
+
+    app.include_router(frame_router(source), prefix="/api", tags=["console"])
+    for page, module in PAGE_MODULES.items():
+        app.include_router(module.router(source), prefix=f"/api/{page}", tags=[page])
+    app.mount("/", StaticFiles(directory=WEB, html=True))
+    app.add_middleware(AccessToken, token=token, names=list(names))
+    return app
