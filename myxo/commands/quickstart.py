@@ -13,8 +13,8 @@ from rich.console import Console
 from myxo.commands.up import take_flags, up
 from myxo.preflight import Source
 from myxo.quickstart.bundled_files import ARITHMETIC, bundled
-from myxo.quickstart.engine_packages import provide
-from shared.runtime.errors import ConfigError, MyxoError
+from myxo.quickstart.engine_packages import NotPrepared, provide
+from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import say
 
 CONFIG = "quickstart.toml"
@@ -52,7 +52,7 @@ def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh
     Args:
         arguments: flags over the config's values.
 
-    Raises ConfigError for a directory that cannot be used or packages that are missing, MyxoError for what cannot be made.
+    Raises ConfigError for a directory that cannot be used or packages that are missing, NotPrepared for what cannot be made.
     """
     missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
     if missing:
@@ -71,11 +71,11 @@ def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh
 
 
 def _prepare() -> None:
-    """Makes model and problems, where an earlier call has not. Raises MyxoError."""
+    """Makes model and problems, where an earlier call has not. Raises NotPrepared."""
     command = [sys.executable, str(bundled(ARITHMETIC) / "prepare.py"), DATA, "--if-missing"]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=PREPARE_SECONDS)
     except subprocess.TimeoutExpired:
-        raise MyxoError(f"`{' '.join(command)}` did not end within {PREPARE_SECONDS:g} s: is this machine short of memory?") from None
+        raise NotPrepared(f"`{' '.join(command)}` did not end within {PREPARE_SECONDS:g} s: is this machine short of memory?") from None
     if ended.returncode != 0:
-        raise MyxoError(f"`{' '.join(command)}` ended with {ended.returncode}: {ended.stderr.strip()[-1000:]}")
+        raise NotPrepared(f"`{' '.join(command)}` ended with {ended.returncode}: {ended.stderr.strip()[-1000:]}")

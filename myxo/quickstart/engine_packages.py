@@ -28,13 +28,13 @@ _DONE = "installed"
 _LAST_LINES = 5
 
 
-class NotInstalled(MyxoError):
-    """Packages could not be installed."""
+class NotPrepared(MyxoError):
+    """What `myxo quickstart` needs could not be installed or made."""
 
 
 def provide(folder: Path) -> None:
     """Installs into ``folder`` whatever of `ENGINE` and `ENGINE_SITE` this environment lacks, and puts it on this process's path and its
-    children's. What a finished earlier call has installed is taken as it is. Raises NotInstalled."""
+    children's. What a finished earlier call has installed is taken as it is. Raises NotPrepared."""
     if any(importlib.util.find_spec(name) is None for name in ENGINE):
         packages = _installed(ENGINE, folder / "packages")
         sys.path.append(str(packages))
@@ -55,18 +55,18 @@ def _installed(names: tuple[str, ...], target: Path) -> Path:
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INSTALL_SECONDS)
     except subprocess.TimeoutExpired:
-        raise NotInstalled(f"`{' '.join(command)}` did not end within {INSTALL_SECONDS:g} s: try it yourself, then again") from None
+        raise NotPrepared(f"`{' '.join(command)}` did not end within {INSTALL_SECONDS:g} s: try it yourself, then again") from None
     if ended.returncode != 0:
         words = " | ".join((ended.stderr or ended.stdout).strip().splitlines()[-_LAST_LINES:])
-        raise NotInstalled(f"`{' '.join(command)}` ended with {ended.returncode}: {words}")
+        raise NotPrepared(f"`{' '.join(command)}` ended with {ended.returncode}: {words}")
     done.write_text("\n".join(wanted))
     return target
 
 
 def _installer(wanted: list[str]) -> list[str]:
-    """Returns the beginning of a command that installs packages for this Python. Raises NotInstalled."""
+    """Returns the beginning of a command that installs packages for this Python. Raises NotPrepared."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if (uv := shutil.which("uv")) is not None:
         return [uv, "pip", "install", "--quiet", "--python", sys.executable]
-    raise NotInstalled(f"neither pip nor uv is here: install {' '.join(wanted)} without what they ask for (--no-deps)")
+    raise NotPrepared(f"neither pip nor uv is here: install {' '.join(wanted)} without what they ask for (--no-deps)")

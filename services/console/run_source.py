@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -42,6 +43,8 @@ READ_SECONDS = 10.0
 """The time without progress after which reading a stream is given up."""
 
 BUS_ERRORS = (MyxoError, nats.errors.Error, nats.js.errors.Error, *TRANSIENT)
+
+Shared = TypeVar("Shared")
 
 Follower = Callable[[], Awaitable[Collection[str]]]
 """Reads what is new in the ledger or the events since its last call; returns the pages whose data has changed by it."""
@@ -78,6 +81,7 @@ class RunSource:
         self._bus: Bus | None = None
         self._store: Store | None = None
         self._services = AbsentServices()
+        self._shared: dict[object, Any] = {}
         self._news = asyncio.Event()
         self._news.set()
         self._scratch = tempfile.TemporaryDirectory(prefix="myxo-console-")
@@ -97,6 +101,13 @@ class RunSource:
         if self._store is None or STORE in self.away:
             raise SourceAway(self._words(STORE))
         return self._store
+
+    def shared(self, kind: "Callable[[RunSource], Shared]") -> Shared:
+        """Returns what several pages read together: the one ``kind`` of this source, made when it is first asked for."""
+        if kind not in self._shared:
+            self._shared[kind] = kind(self)
+        found: Shared = self._shared[kind]
+        return found
 
     async def read(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
