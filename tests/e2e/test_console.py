@@ -36,7 +36,7 @@ async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> As
     async with chromium() as browser:
         directory = tmp_path_factory.mktemp("console")
         config = write_small_run(directory, tiny_model, RUN, steps=STEPS, staleness=2, endings=("", SCRIPT, TURNED, LONG))
-        with LaunchedRun(config, directory / "runs" / RUN, RUN, FLAGS) as run:
+        with LaunchedRun(config, directory / "runs" / RUN, RUN, (*FLAGS, "--dump-details", str(directory / "dumps"))) as run:
             await asyncio.to_thread(run.until, "five steps", lambda cards: gauge(cards, "buffer", "trained_steps") >= 5, 420)
             yield console_of(run, browser)
 
@@ -74,7 +74,15 @@ async def test_a_page_follows_the_run_without_a_reload(live: LiveConsole, page: 
         assert await visit.page.evaluate("window.kept") is True, "the page was loaded again"
 
 
-@pytest.mark.parametrize("page", ["run", "flow", "weights"])
+async def test_every_service_has_its_timeline(live: LiveConsole) -> None:
+    async with live.page("flow") as visit:
+        for service in ("buffer-0", "rollout-0", "reward-0", "trainer-0"):
+            row = visit.page.get_by_role("row").filter(has=visit.page.get_by_role("rowheader", name=service))
+            await expect(row.locator("svg rect").first).to_be_attached(timeout=SHOWN_MS)
+        await expect(visit.page.locator(".verdict")).to_contain_text("wait", timeout=SHOWN_MS)
+
+
+@pytest.mark.parametrize("page", ["run", "weights"])
 async def test_every_chart_has_a_curve(live: LiveConsole, page: str) -> None:
     async with live.page(page) as visit:
         await visit.page.locator("figure.chart").first.wait_for(timeout=SHOWN_MS)
@@ -102,7 +110,7 @@ BARE_CHARTS = """() => {
   const style = getComputedStyle(document.documentElement);
   const colours = [1, 2, 3, 4, 5, 6].map((index) => rgb(style.getPropertyValue(`--series-${index}`).trim()));
   const near = (data, at, colour) => colour.every((part, index) => Math.abs(part - data[at + index]) < 24) && data[at + 3] > 150;
-  return [...document.querySelectorAll("figure.chart")].filter((figure) => {
+  return [...document.querySelectorAll("figure.chart")].filter((figure) => figure.checkVisibility()).filter((figure) => {
     const canvas = figure.querySelector("canvas");
     if (!canvas || !canvas.width) return true;
     const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -125,11 +133,17 @@ async def test_from_a_point_of_a_curve_to_the_tokens_behind_it(live: LiveConsole
         await stage.hover(position={"x": box["width"] / 2, "y": box["height"] / 2})
         await stage.click(position={"x": box["width"] / 2, "y": box["height"] / 2})
         await page.wait_for_url(re.compile(r"#/samples\?.*step=\d+"), timeout=SHOWN_MS)
-        group = page.locator("main a[href*='#/samples/']").first
-        await group.click(timeout=SHOWN_MS)
-        await page.wait_for_url(re.compile(r"#/samples/[^?]+"), timeout=SHOWN_MS)
-        await expect(page.locator("main .token").first).to_be_visible(timeout=SHOWN_MS)
+        await page.locator("main tbody a[href*='#/samples/']").first.click(timeout=SHOWN_MS)
+        await page.wait_for_url(re.compile(r"#/samples/g\d+$"), timeout=SHOWN_MS)
         await expect(page.get_by_role("main")).to_contain_text("myxo replay", timeout=SHOWN_MS)
+        await page.locator("main tbody a[href*='#/samples/']").first.click(timeout=SHOWN_MS)
+        await page.wait_for_url(re.compile(r"#/samples/g\d+/0$"), timeout=SHOWN_MS)
+        tokens = page.locator("main .tokens .token")
+        await expect(tokens.first).to_be_visible(timeout=SHOWN_MS)
+        for colouring in await page.get_by_label("Colour by").locator("option").all():
+            if await colouring.is_enabled():
+                await page.get_by_label("Colour by").select_option(await colouring.get_attribute("value"))
+                await expect(tokens.first).to_be_visible()
 
 
 async def test_foreign_text_is_shown_and_never_run(live: LiveConsole) -> None:
@@ -139,8 +153,8 @@ async def test_foreign_text_is_shown_and_never_run(live: LiveConsole) -> None:
             await visit.settled()
             assert await visit.page.evaluate("window.stolen") is None
             assert await visit.page.locator("main img").count() == 0
-    async with live.page("samples?status=dead") as visit:
-        await expect(visit.page.get_by_role("main")).to_contain_text("<img src=x onerror", timeout=SHOWN_MS)
+    async with live.page("health") as visit:
+        await expect(visit.page.get_by_role("main")).to_contain_text(SCRIPT, timeout=SHOWN_MS)
 
 
 async def test_a_keyboard_is_enough(live: LiveConsole) -> None:

@@ -2,7 +2,7 @@
 
 import { el, empty, fill, shown } from "../dom.js";
 import { left } from "./samples_list.js";
-import { asked, clock, commands, facts, latest, parts, prompt, range, seconds, status, visible } from "./samples_parts.js";
+import { asked, clock, commands, facts, latest, parts, prompt, range, rewardWithParts, seconds, status, visible } from "./samples_parts.js";
 
 const SOURCES = { store: "read from the store", kept: "read from the run's kept responses" };
 
@@ -60,7 +60,7 @@ function showGroup(root, answer, context) {
       : null,
     el("h2", {}, "Samples", answer.source === "none" ? null : el("span", { class: "quiet small" }, ` ${SOURCES[answer.source]}`)),
     answer.absent ? el("p", { class: "quiet" }, `Their text is not there: ${answer.absent}.`) : null,
-    answer.samples.length ? samplesTable(answer) : empty("It has no samples yet; they appear when an attempt has come back with rewards."),
+    answer.samples.length ? samplesTable(answer) : answer.absent ? null : empty("It has no samples yet; they appear when an attempt has come back with rewards."),
     answer.advantage_unknown && answer.samples.length ? el("p", { class: "quiet" }, `Advantages: ${answer.advantage_unknown}.`) : null,
     el("h2", {}, "What became of it"),
     answer.provenance.length ? provenance(answer.provenance) : empty("The ledger that tells it is not there; only kept responses are."),
@@ -98,7 +98,7 @@ function sampleRow(answer, line, forked) {
     {},
     el("th", { scope: "row" }, there ? el("a", { href: address, "data-focus": address }, name) : name),
     forked ? el("td", { class: "number" }, shown(line.rollout)) : null,
-    el("td", { class: "number" }, shown(line.reward), parts(line.parts) ? el("div", { class: "quiet reason" }, parts(line.parts)) : null),
+    el("td", { class: "number" }, rewardWithParts(line.reward, line.parts)),
     el("td", { class: `number ${line.advantage > 0 ? "good" : line.advantage < 0 ? "bad" : ""}` }, signed(line.advantage)),
     el("td", { class: "number" }, shown(line.tokens)),
     el("td", {}, line.finish === "length" ? el("span", { class: "warn" }, "cut off") : line.finish || "–", flags(line)),

@@ -1,7 +1,7 @@
 // The list of groups: filters, order and page stand in the address, so that every view is a link.
 
 import { el, empty, fill, shown } from "../dom.js";
-import { clock, commands, facts, latest, parts, range, seconds, status, visible } from "./samples_parts.js";
+import { clock, commands, facts, latest, range, rewardWithParts, seconds, status, visible } from "./samples_parts.js";
 
 const LIMIT = 50;
 
@@ -171,7 +171,6 @@ function rows(groups, asked, sort) {
 function row(group) {
   const address = `#/samples/${encodeURIComponent(group.group)}`;
   const step = group.step !== null ? [" ", el("a", { href: `#/samples?step=${group.step}` }, `step ${shown(group.step)}`)] : null;
-  const named = parts(group.parts);
   const why = group.reason ? el("div", { class: "quiet reason" }, visible(group.reason.length > 90 ? `${group.reason.slice(0, 90)} …` : group.reason)) : null;
   const forked = group.rollouts < group.samples ? el("div", { class: "quiet" }, `${group.rollouts} rollouts, ${group.samples} samples`) : null;
   return el(
@@ -179,7 +178,7 @@ function row(group) {
     {},
     el("th", { scope: "row" }, el("a", { href: address, "data-focus": group.group }, group.group)),
     el("td", {}, status(group), step, group.dataset ? ` v${group.version}` : null, why),
-    el("td", { class: "number" }, shown(group.reward), named ? el("div", { class: "quiet reason" }, named) : null),
+    el("td", { class: "number" }, rewardWithParts(group.reward, group.parts)),
     el("td", {}, rewardStrip(group.rewards, group.samples), forked),
     el("td", { class: "number" }, shown(group.tokens)),
     el("td", { class: "number" }, shown(group.longest)),
@@ -197,7 +196,7 @@ function rewardStrip(rewards, of) {
   if (!rewards.length) return "–";
   const top = Math.max(...rewards);
   const bottom = Math.min(...rewards);
-  const strip = el("span", { class: "strip", role: "img", "aria-label": `rewards ${rewards.map((reward) => shown(reward, 3)).join(", ")}` });
+  const strip = el("span", { class: "reward-bars", role: "img", "aria-label": `rewards ${rewards.map((reward) => shown(reward, 3)).join(", ")}` });
   strip.title = strip.getAttribute("aria-label");
   for (const reward of rewards.slice(0, 32)) {
     const level = top === bottom ? 4 : Math.round(((reward - bottom) / (top - bottom)) * 8);

@@ -94,10 +94,17 @@ export function status(row, words = row.status) {
   return el("span", { class: `status ${tone}` }, el("span", { "aria-hidden": "true" }, `${STATUS_SIGNS[row.status] ?? "·"} `), visible(words));
 }
 
-/** Returns named rewards as one line. */
+/** Returns named rewards as one line; each name is read in its own direction of writing. Null where there are none. */
 export function parts(values) {
-  const text = Object.entries(values).map(([name, value]) => `${visible(name)} ${shown(value)}`);
-  return text.length ? text.join(", ") : null;
+  const named = Object.entries(values).map(([name, value], index) => el("span", {}, index ? ", " : "", el("bdi", {}, visible(name)), ` ${shown(value)}`));
+  return named.length ? named : null;
+}
+
+/** Returns a reward with its named parts below: as many of them as a line of a table takes, all of them when pointed at. */
+export function rewardWithParts(reward, values) {
+  const named = parts(values);
+  const all = named?.map((part) => part.textContent).join("");
+  return [shown(reward), named ? el("div", { class: "quiet parts", title: all }, named) : null];
 }
 
 /** Returns whether the answer is for what is still shown, and shows a failure where it is one: `load(() => get(…), show, fail)`. */
