@@ -12,12 +12,11 @@ from pydantic import BaseModel
 from services.console.access_token import AccessToken
 from services.console.other_runs import runs_beside
 from services.console.pages import flow, health, run, samples, weights
+from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
 
 WEB = Path(__file__).with_name("web")
-
-PAGE_MODULES = {"run": run, "flow": flow, "weights": weights, "samples": samples, "health": health}
 
 
 class AwayPart(BaseModel):
@@ -91,8 +90,11 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
         return JSONResponse({"detail": str(error), "away": sorted(source.away)}, 503)
 
     app.include_router(frame_router(source), prefix="/api", tags=["console"])
-    for page, module in PAGE_MODULES.items():
-        app.include_router(module.router(source), prefix=f"/api/{page}", tags=[page])
+    pipeline = RunPipeline(source)
+    routers = {"run": run.router(source), "weights": weights.router(source), "samples": samples.router(source)}
+    routers |= {"flow": flow.router(pipeline), "health": health.router(pipeline)}
+    for page, router in routers.items():
+        app.include_router(router, prefix=f"/api/{page}", tags=[page])
     app.mount("/", StaticFiles(directory=WEB, html=True))
     app.add_middleware(AccessToken, token=token, names=list(names))
     return app
