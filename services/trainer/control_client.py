@@ -34,6 +34,7 @@ from shared.schema.messages import (
 )
 from shared.schema.service_messages import ServiceStatus, WarmStartEnded
 from shared.schema.weight_messages import WeightsLive
+from shared.tracing.traces import Traces
 
 Result = TypeVar("Result")
 
@@ -92,6 +93,10 @@ class ControlClient:
     @property
     def config(self) -> RunConfig:
         return self.service.config
+
+    @property
+    def traces(self) -> Traces:
+        return self.service.traces
 
     @property
     def stopping(self) -> bool:

@@ -21,6 +21,7 @@ from services.trainer.control_client import ControlClient, now
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
+from services.trainer.weights.push_phases import PushPhases
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
@@ -64,7 +65,7 @@ class Pusher:
         self.schedule = PushSchedule()
         self._channels: list[WeightChannelAddress] = []
         self._known: dict[str, TensorDigest] = {}
-        self._step = ""  # the step of the push under way, and its request
+        self._phases = PushPhases(-1)  # those of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
         self._pushing: Future[None] | None = None
         self._reading: WeightRead | None = None
@@ -159,7 +160,8 @@ class Pusher:
     def _run(self, push: Push) -> None:
         """Runs the push on all ranks. An error of replicas or channels ends the push and is reported; one among the ranks is raised."""
         started, end = time.monotonic(), time.monotonic() + self._config.push_timeout
-        self._step, self._request = "prepare", None
+        self._phases, self._request = PushPhases(push.version), None
+        self._phases.begin("prepare")
         try:
             if push.engine_ranks:
                 self._join(push, end)
@@ -169,17 +171,24 @@ class Pusher:
             engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             if self._config.check_weight_update_equal:
                 self._transfer(push, end, check=True)
-            self._step = "commit"
+            self._phases.begin("commit")
             committed = self._commit(push, digest, end)
         except (PeerFailure, ChannelBroken) as error:
             self._give_up(push, error)
+            self._trace(str(error), [], 0)
             return
+        self._trace("" if committed else "no replica has committed it", committed, sent)
         if self._link is not None and committed:
             stall = self._reading.stall if self._reading is not None else 0.0
             seconds = time.monotonic() - started
             live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
             self._link.weights_live(live)
             self._results.append(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
+
+    def _trace(self, error: str, replicas: Sequence[str], sent: int) -> None:
+        if self._link is not None and self._link.traces.on and self._channels:
+            for span in self._phases.spans(self._channels[0].name, error, replicas, sent):
+                self._link.traces.add(span)
 
     def _join(self, push: Push, end: float) -> None:
         """Returns once the ranks and all replicas have joined the new channels."""
@@ -220,7 +229,8 @@ class Pusher:
 
         Raises ChannelBroken, on all ranks if one channel broke; PeerFailure on rank 0.
         """
-        self._step, number = ("check", push.number + 1) if check else ("receive", push.number)
+        self._phases.begin("check" if check else "receive")
+        number = push.number + check
         if self._link is not None:
             names = [channel.name for channel in self._channels]
             message = WeightsReceive(version=push.version, push=number, channels=names, check=check, deadline=_left(end))
@@ -249,7 +259,7 @@ class Pusher:
             elif answer.digest != digest:
                 failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
         if failures:
-            raise PeerFailure(self._step, failures)
+            raise PeerFailure(self._phases.present, failures)
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
         """Commits on rank 0: replicas that answer serve the version; the others are fenced, and the push stands."""
@@ -296,10 +306,10 @@ class Pusher:
         self._report_failure(push, error, members, culprits)
 
     def _report_failure(self, push: Push, error: Exception, members: Sequence[Target], culprits: dict[str, str]) -> None:
-        self._log.warning("push_failed", version=push.version, step=self._step, error=str(error), replicas=culprits)
+        self._log.warning("push_failed", version=push.version, step=self._phases.present, error=str(error), replicas=culprits)
         self.schedule.failed(members, culprits, time.monotonic())
         try:
-            message = WeightsAbort(version=push.version, reason=f"{self._step}: {error}")
+            message = WeightsAbort(version=push.version, reason=f"{self._phases.present}: {error}")
             self._ask(members, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
