@@ -44,7 +44,7 @@ help:
 	@echo "make test-docker  those that need a Docker engine with Compose v2"
 	@echo "make lint         ruff, its format, mypy, import contracts"
 	@echo "make size         lines, functions, complexity, names and imports, against their bounds"
-	@echo "make docs         write the generated pages of docs/ anew"
+	@echo "make docs         write the generated pages of docs/ anew, and the website to build/site"
 	@echo "make install      the environment in $(VENV), nothing else"
 	@echo "make clean        remove the environment, runs and caches"
 
@@ -112,6 +112,10 @@ docs: $(READY)
 	@$(BIN)/python -m docs.accounts
 	@$(BIN)/python -m services.rollout.engine.sglang_catalogue --write
 	@$(BIN)/python -m docs.flags
+	@$(BIN)/python -m docs.config_page
+	@$(BIN)/python -m docs.errors_page
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "myxo: the website is in build/site: $(BIN)/python -m http.server --directory build/site"
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -96,6 +96,8 @@ def _names() -> list[str]:
         (run.replica_weights("<replica>", "<verb>"), "request and reply", "the `Weights…` messages of a push"),
         (run.environment("<environment>", "<verb>"), "request and reply", "plain maps, the [environment protocol](environments.md)"),
         (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),
+        (run.event("weights", "pushed"), f"stream `{run.events_stream}`", "`WeightsPushed`"),
+        (run.event("trainer", "metrics"), f"stream `{run.events_stream}`", "`MetricsWritten`"),
         (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`Trained`"),
         (run.event("trainer", "warm_start"), f"stream `{run.events_stream}`", "`WarmStartEnded`"),
         (run.event("service", "<what>"), f"stream `{run.events_stream}`", "`ServiceEvent`"),
@@ -127,7 +129,7 @@ def _section(model: Any, note: str = "") -> list[str]:
         lines += ["| field | type | default |", "|---|---|---|"]
         for name, info in fields.items():
             kind = "int32 [T]" if hints[name] == Tokens else _type(info.annotation)
-            lines.append(f"| `{name}` | {', '.join([kind, *_limits(info)])} | {_default(info)} |")
+            lines.append(f"| `{name}` | {', '.join([kind, *limits(info)])} | {_default(info)} |")
         lines.append("")
     return lines
 
@@ -157,10 +159,11 @@ def _type(annotation: Any) -> str:
     return str(annotation.__name__)
 
 
-def _limits(info: FieldInfo) -> list[str]:
-    limits = [(text, getattr(item, limit, None)) for item in info.metadata for limit, text in _LIMITS.items()]
+def limits(info: FieldInfo) -> list[str]:
+    """The bounds of a field's values, each in words."""
+    found = [(text, getattr(item, limit, None)) for item in info.metadata for limit, text in _LIMITS.items()]
     finite = any(getattr(item, "allow_inf_nan", None) is False for item in info.metadata)
-    return [text.format(value) for text, value in limits if value is not None] + (["finite"] if finite else [])
+    return [text.format(value) for text, value in found if value is not None] + (["finite"] if finite else [])
 
 
 def _default(info: FieldInfo) -> str:

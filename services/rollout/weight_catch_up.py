@@ -208,6 +208,7 @@ class WeightCatchUp:
                 return
         figures = {"bytes": report.bytes, "seconds": round(time.monotonic() - started, 3)}
         self._service.log.info("caught_up", source="peer", replica=source, version=offer.version, **figures)
+        await self._service.tell("caught_up", f"version {offer.version} from {source} in {figures['seconds']:.1f} s")
 
     async def _distrust(self, source: str, reason: str) -> None:
         """Tells that a replica has sent weights that are not the trainer's. This replica stays fenced."""
@@ -277,6 +278,7 @@ class WeightCatchUp:
         self._service.metrics.set(BROKEN_SNAPSHOT, -1)
         timing = {"pull_seconds": round(pulled, 3), "load_seconds": round(time.monotonic() - started - pulled, 3)}
         self._service.log.info("caught_up", source="disk", version=checkpoint.version, **timing)
+        await self._service.tell("caught_up", f"version {checkpoint.version} from disk in {time.monotonic() - started:.1f} s")
 
     async def _pulled(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:
         """Returns the version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, DeadlineExceeded."""

@@ -27,6 +27,7 @@ from shared.schema.weight_messages import (
     WeightsReady,
     WeightsReceive,
     WeightsReceived,
+    WeightsServed,
 )
 
 EXPIRY_MARGIN = 5.0
@@ -55,6 +56,7 @@ class WeightsReceiver:
         self._joined_by = -1  # the replica's incarnation then
         self._prepared: int | None = None  # the version whose channels the engine was last told to join
         self._receiving = False
+        self._paused_at = 0.0
         self._expiry: asyncio.Task[None] | None = None
         self._agreed_until = 0.0
         self.colocation = ColocatedEngine(service, replica)
@@ -159,7 +161,7 @@ class WeightsReceiver:
                 self._end()
                 await self._replica.fence(str(error))
                 raise
-            return Accepted()
+            return WeightsServed(paused=time.monotonic() - self._paused_at)
 
     async def _abort(self, request: WeightsAbort) -> Message:
         served = self._served
@@ -200,6 +202,7 @@ class WeightsReceiver:
         self._served.begin_update(request.version)
         self._replica.show()
         self._expiry = self._service.spawn(self._expire(request.version, request.deadline))
+        self._paused_at = time.monotonic()
         await self.colocation.make_room(request.deadline)
         await client.pause(self._mode, deadline=request.deadline)
         await client.begin_weight_update(deadline=request.deadline)

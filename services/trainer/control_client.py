@@ -29,10 +29,11 @@ from shared.schema.messages import (
     EvalFigures,
     EvaluationsEnded,
     EvaluationsRequest,
+    Message,
     RunDone,
     Trained,
 )
-from shared.schema.service_messages import ServiceStatus, WarmStartEnded
+from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive
 from shared.tracing.traces import Traces
 
@@ -132,9 +133,9 @@ class ControlClient:
 
     # --- published reports
 
-    def report(self, what: str, message: Trained | WarmStartEnded) -> None:
-        """Publishes the trainer's event ``what``, without waiting."""
-        log_failure(self.begin(self.service.event("trainer", what, message)), f"the report of {what}")
+    def report(self, what: str, message: Message, plane: str = "trainer") -> None:
+        """Publishes the event ``what`` of a plane, without waiting."""
+        log_failure(self.begin(self.service.event(plane, what, message)), f"the report of {what}")
 
     def tell(self, what: str, detail: str) -> None:
         """Publishes an event about this service, without waiting."""

@@ -33,8 +33,8 @@ from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_profiler import StepProfiler
 from services.trainer.step_scheduler import StepScheduler
-from services.trainer.step_spans import checkpoint_span, step_spans
 from services.trainer.train_data import POSTPROCESS, postprocessed
+from services.trainer.training_spans import checkpoint_span, step_spans
 from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
@@ -224,10 +224,13 @@ class Trainer(RoleWorker):
     # --- pushes and checkpoints
 
     def _push(self, push: Push) -> None:
+        started = time.monotonic()
         with self._colocation.pushing():
             self._pusher.begin(push)
             if self._colocation.colocated:
                 self._pusher.wait()
+        if self._metrics is not None:
+            self._metrics.stood_still("push", time.monotonic() - started)
 
     def _leave(self, done: bool) -> None:
         self._pusher.wait()

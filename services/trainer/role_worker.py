@@ -233,7 +233,10 @@ class RoleWorker:
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps
-        self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
+        seconds = time.monotonic() - started
+        if self._metrics is not None:
+            self._metrics.stood_still("save", seconds)
+        self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(seconds, 2))
 
     def _save_at_once(self) -> None:
         """Returns once the training's present state is on disk, ahead of its interval."""

@@ -17,6 +17,9 @@ CA_VARIABLE = "MYXO_CA_FILE"
 ROUTER_KEY = "MYXO_ROUTER_KEY"
 """The variable of the key to a router's control plane."""
 
+CONSOLE_TOKEN = "MYXO_CONSOLE_TOKEN"
+"""The variable of the token that opens the console."""
+
 
 def nats_url() -> str | None:
     """Returns ``NATS_URL``, or what is in the file of ``NATS_URL_FILE``; None where neither is set. Raises ConfigError."""
@@ -31,6 +34,11 @@ def redis_url() -> str | None:
 def router_key() -> str | None:
     """Returns the same for ``MYXO_ROUTER_KEY``. Raises ConfigError."""
     return _given(ROUTER_KEY)
+
+
+def console_token() -> str | None:
+    """Returns the same for ``MYXO_CONSOLE_TOKEN``. Raises ConfigError."""
+    return _given(CONSOLE_TOKEN)
 
 
 def _given(variable: str) -> str | None:

@@ -1,6 +1,6 @@
 """The wire schema of live services: the events that they publish, and their state in the registry."""
 
-from shared.schema.limits import Gauges, Name, Reason
+from shared.schema.limits import Count, Gauges, Name, Reason, Timestamp
 from shared.schema.message import Message
 
 
@@ -18,6 +18,16 @@ class WarmStartEnded(Message):
         every = -(-len(losses) // points) or 1
         parts = [losses[begin : begin + every] for begin in range(0, len(losses), every)]
         return cls(steps=len(losses), every=every, losses=[sum(part) / len(part) for part in parts])
+
+
+class MetricsWritten(Message):
+    """Event ``<run>.trainer.metrics``: what a trainer process (``role``: actor, critic) has measured of ``step``, by the names of
+    docs/metrics.md. A step that is trained again after a restart is written again."""
+
+    role: Name
+    step: Count
+    values: dict[str, float]
+    at: Timestamp
 
 
 class ServiceEvent(Message):

@@ -95,6 +95,12 @@ class WeightsCommit(Message):
     deadline: float = Field(gt=0)
 
 
+class WeightsServed(Message):
+    """Replica's answer to a `WeightsCommit`: it serves the version. ``paused``: seconds in which it generated nothing for this push."""
+
+    paused: float = Field(ge=0)
+
+
 class WeightsAbort(Message):
     """The push of ``version`` failed for ``reason``: the replica is fenced until one succeeds."""
 
@@ -110,6 +116,36 @@ class WeightsLive(Message):
     seconds: FiniteFloat
     bytes: int
     digest: str = ""
+    at: Timestamp
+
+
+class ReplicaPush(Part):
+    """One replica's part in a push. ``paused``: seconds in which it generated nothing; ``loading``: from its first wait for a bucket to the
+    last one's loading; None where it did not come that far. ``failure``: why it does not serve the version; empty: it does."""
+
+    replica: Name
+    paused: float | None = None
+    loading: float | None = None
+    failure: Reason = ""
+
+
+class WeightsPushed(Message):
+    """Event ``<run>.weights.pushed``: a push of ``version`` has ended, well or not.
+
+    ``joining``: seconds to make the channels (0: they stood); ``transfer``: from the first bucket's export until the last replica had
+    loaded and checked everything; ``activation``: the commit; ``seconds``: all of it; ``stall``: of it, what the trainer waited for. Steps
+    that were not reached have 0. ``bytes``: sent by all ranks. ``failure``: why no replica serves it; empty: one does.
+    """
+
+    version: Count
+    replicas: list[ReplicaPush]
+    joining: float = 0.0
+    transfer: float = 0.0
+    activation: float = 0.0
+    seconds: float = 0.0
+    stall: float = 0.0
+    bytes: int = 0
+    failure: Reason = ""
     at: Timestamp
 
 

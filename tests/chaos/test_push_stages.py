@@ -16,11 +16,13 @@ from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights import pusher
 from services.trainer.weights.push_protocol import PushRequest
 from services.trainer.weights.pusher import Pusher
-from shared.bus import runs
+from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
+from shared.schema.weight_messages import WeightsPushed
 from shared.transfer.group_channel import GroupSender
 from tests.chaos.parts import BUCKET_BYTES, PUSH_SECONDS
 from tests.chaos.test_weights import Parts
@@ -127,6 +129,21 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
                 assert not (tmp_path / "wrong").exists(), (tmp_path / "wrong").read_text()
         finally:
             trainer.close()
+        events = link.call(pushes(link), SECONDS)
+    told = {part.failure.partition(":")[0] for event in events for part in event.replicas if part.replica == VICTIM and part.failure}
+    assert told >= {"offer", "prepare", "receive", "commit"}, events
+    for event in events:
+        serving = [part for part in event.replicas if not part.failure]
+        assert bool(serving) == (not event.failure), event
+        assert all(part.paused and part.loading and event.bytes and event.transfer > 0 for part in serving), event
+        assert event.seconds >= event.joining + event.transfer + event.activation - 1e-6
+
+
+async def pushes(link: ControlClient) -> list[WeightsPushed]:
+    """Returns what the run's events tell of its pushes."""
+    names = Subjects(link.service.run)
+    events = stream_replay.read(link.service.bus, names.events_stream, WeightsPushed, names.event("weights", "pushed"))
+    return [event async for _, event in events]
 
 
 def serve(cards: dict[str, ServiceStatus], version: int, *names: str) -> bool:

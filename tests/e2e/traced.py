@@ -68,5 +68,5 @@ def assert_pushed(receiver: OtlpReceiver, pushes: list[ReceivedSpan]) -> None:
     assert pushes
     for push in pushes:
         parts = {(span.service, span.name) for span in receiver.traces()[push.trace] if span is not push}
-        assert parts >= {("trainer", "push: receive"), ("trainer", "push: commit"), ("rollout", "receive"), ("rollout", "commit")}, parts
+        assert parts >= {("trainer", "push: transfer"), ("trainer", "push: activate"), ("rollout", "receive"), ("rollout", "commit")}, parts
         assert push.attributes["bytes"] > 0 and push.attributes["replicas"] == "rollout-0" and not push.failed

@@ -25,7 +25,7 @@ from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Rope
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Batch, BatchGroup, EvalFigures, EvaluationsEnded, EvaluationsRequest, Payload, RewardPart, Trained
-from shared.schema.service_messages import ServiceStatus, WarmStartEnded
+from shared.schema.service_messages import MetricsWritten, ServiceStatus, WarmStartEnded
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -155,4 +155,11 @@ async def test_a_step_is_written_everywhere(
     ended = stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
     assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]
     assert [event.metrics["loss"] for event in told] == [2.0, 1.0]
+    shown: dict[str, list[float]] = {}
+    events_of = stream_replay.read(bus, names.events_stream, MetricsWritten, subject=names.event("trainer", "metrics"))
+    async for _, event in events_of:
+        assert event.role == "actor"
+        for tag, value in event.values.items():
+            shown.setdefault(tag, []).append(value)
+    assert {tag: pytest.approx(values, rel=1e-5) for tag, values in shown.items()} == written, "readers of the bus see what files have"
     assert told[0].metrics["agreement_abs_diff"] == 2.0

@@ -34,6 +34,8 @@ def subjects(run: str) -> Table:
         names.scored("buffer"): (PEOPLE, PEOPLE),
         names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, PEOPLE),
         names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | PEOPLE),
+        names.event("weights", "pushed"): ({TRAINER} | PEOPLE, PEOPLE),
+        names.event("trainer", "metrics"): ({TRAINER} | PEOPLE, PEOPLE),
         names.event("trainer", "step"): ({TRAINER} | PEOPLE, PEOPLE),
         names.event("trainer", "warm_start"): ({TRAINER} | PEOPLE, PEOPLE),
         names.event("service", "joined"): (SERVICES | PEOPLE, PEOPLE),

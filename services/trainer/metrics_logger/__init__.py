@@ -16,7 +16,7 @@ from services.trainer.batches import TrainBatch, baselines_of, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import NOTHING, Work
 from services.trainer.log_hook import RolloutLog
-from services.trainer.metrics_logger.writers import Prometheus, TensorBoard, WeightsAndBiases, Writer
+from services.trainer.metrics_logger.writers import EventStream, Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.objective.advantage import reward_advantages
 from services.trainer.partition import Partition
 from services.trainer.weights.push_schedule import PushResult
@@ -30,6 +30,12 @@ SUMS = ("agreement_abs_diff", "agreement_tokens")
 
 MOST_PARTS = 64
 """The most names of rewards that one trainer process writes: each makes four time series that are never removed."""
+
+STANDING_STILL = ("save", "push")
+"""What a trainer does between two steps besides waiting for a batch."""
+
+SFT_SHOWN_SECONDS = 1.0
+"""The least time between two flushes of the warm start's numbers, whose steps are short."""
 
 _ILLEGAL = re.compile(r"[^-/\w.]")  # TensorBoard's own rule; W&B and Prometheus then have the same names
 
@@ -80,14 +86,15 @@ class MetricsLogger:
     ) -> None:
         self._control, self._config, self._objective = control, config, config.algorithm
         directory = config.trained / "tensorboard" / ("" if role == "actor" else role)
-        self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control)]
+        self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control), EventStream(control, role)]
         if config.monitoring.use_wandb:
             self._writers.append(WeightsAndBiases(config, role))
         self._speed, self._role, self._log = speed, role, log
         self._parts = RewardParts()
         self._last_end: float | None = None
+        self._stood_still = dict.fromkeys(STANDING_STILL, 0.0)
         self._sft_losses: list[float] = []
-        self._sft_first = 0.0
+        self._sft_first = self._sft_shown = 0.0
         self._zero_std: dict[str, float] = {}
         self._evaluated = 0  # of the evaluations that the buffer has told of
 
@@ -124,6 +131,7 @@ class MetricsLogger:
             gauges["train_tokens_per_s"] = performance["wall_tok_per_s"]
         self._control.gauges(gauges)
         self.evaluations()
+        self._flush()
 
     def recorded(self, partition: Partition, sample_stats: Table, started: float, ended: float) -> None:
         """Writes one batch of a run that trains nothing. ``started``, ``ended``: seconds since the epoch, of its reading."""
@@ -133,12 +141,18 @@ class MetricsLogger:
         self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=metrics))
         self._control.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("reward", "removed_samples")}})
         self.evaluations()
+        self._flush()
+
+    def stood_still(self, what: str, seconds: float) -> None:
+        """Notes that the trainer did one of `STANDING_STILL` for ``seconds`` before its next step."""
+        self._stood_still[what] += seconds
 
     def critic(self, batch: TrainBatch, results: list[StepResult], started: float, ended: float) -> None:
         """Writes one step of the critic: the means over its optimizer steps."""
         metrics = averaged(results) | {"step_time": ended - started}
         self._write(batch.step, "critic", metrics)
         self._control.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("value_loss", "value_clipfrac", "grad_norm")}})
+        self._flush()
 
     def sft(self, step: int, steps: int, result: StepResult) -> None:
         """Writes one step of the warm start, the ``step``-th of ``steps``; the last one's end is reported with all losses."""
@@ -151,6 +165,9 @@ class MetricsLogger:
             gauges["sft_seconds_left"] = (now - self._sft_first) / (step - 1) * (steps - step)
         self._sft_losses.append(result.loss)
         self._control.gauges(gauges)
+        if step == steps or now - self._sft_shown > SFT_SHOWN_SECONDS:
+            self._sft_shown = now
+            self._flush()
         if step == steps:
             self._control.report("warm_start", WarmStartEnded.of(self._sft_losses))
 
@@ -167,6 +184,7 @@ class MetricsLogger:
         pace = {"push_seconds": result.seconds, "push_stall_seconds": result.stall, "push_gb_per_s": result.gb_per_s}
         self._control.gauges({"version": result.version, **pace})
         self.evaluations()
+        self._flush()
 
     def evaluations(self) -> None:
         """Writes the evaluations that have ended since it was last called; their step is the version's."""
@@ -182,6 +200,10 @@ class MetricsLogger:
             self.evaluations()
         for writer in self._writers:
             writer.close()
+
+    def _flush(self) -> None:
+        for writer in self._writers:
+            writer.flush()
 
     def _write_samples(
         self,
@@ -233,7 +255,8 @@ class MetricsLogger:
         }
         if self._last_end is not None:  # what the first step waited for is not known
             found["wall_tok_per_s"] = batch.metrics["tokens"] / (waited + seconds)
-        self._last_end = ended
+        found |= {f"train_{what}_time": spent for what, spent in self._stood_still.items()}
+        self._last_end, self._stood_still = ended, dict.fromkeys(STANDING_STILL, 0.0)
         assert self._speed is not None  # of a model that is trained
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training, shared)
 

@@ -1,5 +1,6 @@
 """The destinations of a trainer's metrics: each writer takes numbers by name and the step that they belong to."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 from services.trainer.control_client import ControlClient
 from shared.config.run_config import RunConfig
 from shared.runtime import extras
+from shared.schema.service_messages import MetricsWritten
 
 STEP = "step"
 """W&B's axis: its own step must only grow, and a resumed run makes steps again."""
@@ -22,6 +24,9 @@ class Writer(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes numbers of one step; names are those of docs/metrics.md."""
+
+    def flush(self) -> None:
+        """Shows readers what was written."""
 
     def close(self) -> None:
         """Writes out buffered numbers and closes the destination."""
@@ -37,6 +42,9 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def flush(self) -> None:
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -50,8 +58,30 @@ class Prometheus:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._control.gauges(values, in_status=False)
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+
+class EventStream:
+    """Events on the bus, one for all that was written of a step until the next flush: for whoever watches the run from elsewhere."""
+
+    def __init__(self, control: ControlClient, role: str) -> None:
+        self._control, self._role = control, role
+        self._values: dict[int, dict[str, float]] = {}
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._values.setdefault(step, {}).update(values)
+
+    def flush(self) -> None:
+        written, self._values = self._values, {}
+        for step, values in written.items():
+            self._control.report("metrics", MetricsWritten(role=self._role, step=step, values=values, at=time.time()))
+
+    def close(self) -> None:
+        self.flush()
 
 
 class WeightsAndBiases:
@@ -90,6 +120,9 @@ class WeightsAndBiases:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({STEP: step, **values})
+
+    def flush(self) -> None:
+        pass
 
     def close(self) -> None:
         self._run.finish()

@@ -21,8 +21,9 @@ from services.trainer.control_client import ControlClient, now
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
-from services.trainer.weights.push_phases import PushPhases
+from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
+from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.weights_section import WeightsSection
@@ -37,9 +38,11 @@ from shared.schema.weight_messages import (
     WeightsLive,
     WeightsOffer,
     WeightsPrepare,
+    WeightsPushed,
     WeightsReady,
     WeightsReceive,
     WeightsReceived,
+    WeightsServed,
 )
 from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.group_channel import on_stream
@@ -65,11 +68,12 @@ class Pusher:
         self.schedule = PushSchedule()
         self._channels: list[WeightChannelAddress] = []
         self._known: dict[str, TensorDigest] = {}
-        self._phases = PushPhases(-1)  # those of the push under way, and its request
+        self._record = PushRecord(0, (), {}, 0.0)  # of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
         self._pushing: Future[None] | None = None
         self._reading: WeightRead | None = None
         self._closing = False
+        self._declined: dict[str, str] = {}  # who declined the last offer → why
         self._results: list[PushResult] = []
         self._log: Any = structlog.get_logger()
 
@@ -83,13 +87,18 @@ class Pusher:
         if not targets:
             return None
         offered = self._ask(targets, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
+        self._declined = {}
         try:
             offered.wait()  # only replicas that answer join a channel: its members would wait for a dead one
         except PeerFailure as error:
             self._log.warning("offer_declined", version=version, replicas=error.failures)
             self.schedule.blame([target for target in targets if target.instance in error.failures], time.monotonic())
+            self._declined = error.failures
         digests = {name: answer.digest for name, answer in offered.answers.items()}
-        return self.schedule.next_push(version, targets, digests, skip_unchanged=self._config.skip_unchanged)
+        if (push := self.schedule.next_push(version, targets, digests, skip_unchanged=self._config.skip_unchanged)) is None:
+            self._record, self._request = PushRecord(version, (), self._declined, time.monotonic()), None
+            self._report(time.monotonic(), "every replica declined the offer")
+        return push
 
     def lags(self, version: int) -> bool:
         """Returns, on rank 0, whether some replica is behind and may be offered the version now."""
@@ -160,8 +169,8 @@ class Pusher:
     def _run(self, push: Push) -> None:
         """Runs the push on all ranks. An error of replicas or channels ends the push and is reported; one among the ranks is raised."""
         started, end = time.monotonic(), time.monotonic() + self._config.push_timeout
-        self._phases, self._request = PushPhases(push.version), None
-        self._phases.begin("prepare")
+        members = [target.instance for target in self.schedule.members]
+        self._record, self._request = PushRecord(push.version, members, self._declined, started), None
         try:
             if push.engine_ranks:
                 self._join(push, end)
@@ -171,24 +180,20 @@ class Pusher:
             engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             if self._config.check_weight_update_equal:
                 self._transfer(push, end, check=True)
-            self._phases.begin("commit")
+            self._record.begin(COMMIT, time.monotonic())
             committed = self._commit(push, digest, end)
         except (PeerFailure, ChannelBroken) as error:
+            ended = time.monotonic()
             self._give_up(push, error)
-            self._trace(str(error), [], 0)
+            self._trace(self._report(ended, str(error)))
             return
-        self._trace("" if committed else "no replica has committed it", committed, sent)
+        self._trace(self._report(time.monotonic(), "" if committed else "no replica confirmed that it serves it", sent))
         if self._link is not None and committed:
-            stall = self._reading.stall if self._reading is not None else 0.0
+            stall = self._stall()
             seconds = time.monotonic() - started
             live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
             self._link.weights_live(live)
             self._results.append(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
-
-    def _trace(self, error: str, replicas: Sequence[str], sent: int) -> None:
-        if self._link is not None and self._link.traces.on and self._channels:
-            for span in self._phases.spans(self._channels[0].name, error, replicas, sent):
-                self._link.traces.add(span)
 
     def _join(self, push: Push, end: float) -> None:
         """Returns once the ranks and all replicas have joined the new channels."""
@@ -229,8 +234,8 @@ class Pusher:
 
         Raises ChannelBroken, on all ranks if one channel broke; PeerFailure on rank 0.
         """
-        self._phases.begin("check" if check else "receive")
         number = push.number + check
+        self._record.begin(CHECK if check else RECEIVE, time.monotonic())
         if self._link is not None:
             names = [channel.name for channel in self._channels]
             message = WeightsReceive(version=push.version, push=number, channels=names, check=check, deadline=_left(end))
@@ -259,20 +264,21 @@ class Pusher:
             elif answer.digest != digest:
                 failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
         if failures:
-            raise PeerFailure(self._phases.present, failures)
+            raise PeerFailure(self._record.step, failures)
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
         """Commits on rank 0: replicas that answer serve the version; the others are fenced, and the push stands."""
         if self._link is None:
             return []
         members, message = self.schedule.members, WeightsCommit(version=push.version, digest=digest, deadline=_left(end))
-        request = self._ask(members, "commit", lambda _: message, Accepted, message.deadline)
+        request = self._ask(members, "commit", lambda _: message, WeightsServed, message.deadline)
         try:
             request.wait()
         except PeerFailure as error:
             self._report_failure(push, error, [target for target in members if target.instance not in request.answers], error.failures)
         committed = [target for target in members if target.instance in request.answers]
         self.schedule.confirmed(committed, push.version, digest)
+        self._record.serve({name: answer.paused for name, answer in request.answers.items()})
         return [target.instance for target in committed]
 
     def _together(self, work: Callable[[], object]) -> None:
@@ -306,13 +312,33 @@ class Pusher:
         self._report_failure(push, error, members, culprits)
 
     def _report_failure(self, push: Push, error: Exception, members: Sequence[Target], culprits: dict[str, str]) -> None:
-        self._log.warning("push_failed", version=push.version, step=self._phases.present, error=str(error), replicas=culprits)
+        self._log.warning("push_failed", version=push.version, step=self._record.step, error=str(error), replicas=culprits)
+        self._record.failed(culprits)
         self.schedule.failed(members, culprits, time.monotonic())
         try:
-            message = WeightsAbort(version=push.version, reason=f"{self._phases.present}: {error}")
+            message = WeightsAbort(version=push.version, reason=f"{self._record.step}: {error}")
             self._ask(members, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
+
+    def _stall(self) -> float:
+        return self._reading.stall if self._reading is not None else 0.0
+
+    def _report(self, ended: float, failure: str, sent: int = 0) -> WeightsPushed | None:
+        """Publishes, on rank 0, what the push came to, and returns it. ``ended``: monotonic; ``failure``: why none serves its version;
+        ``sent``: bytes."""
+        if self._link is None:
+            return None
+        if self._request is not None:
+            self._record.received(self._request.answers)
+        event = self._record.event(ended, now(), stall=self._stall(), sent=sent, failure=failure)
+        self._link.report("pushed", event, plane="weights")
+        return event
+
+    def _trace(self, event: WeightsPushed | None) -> None:
+        if event is not None and self._link is not None and self._link.traces.on and self._channels:
+            for span in push_spans(event, self._channels[0].name):
+                self._link.traces.add(span)
 
     def _ask(
         self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Answer], seconds: float

@@ -1,0 +1,1 @@
+"""The console: what a run does, live and afterwards, in a browser. It reads what other services tell and keep, and changes nothing."""

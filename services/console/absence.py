@@ -1,0 +1,83 @@
+"""Which services of a running run are away, by what the registry shows of them over time. Pure.
+
+A service that was killed leaves its status in the registry until its TTL: it is away as soon as its status is no longer renewed. Times are
+compared with this process's own clock alone; other machines' clocks may differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shared.bus.registry import ENVIRONMENT
+from shared.config.run_config import RunConfig
+from shared.schema.service_messages import ServiceStatus
+
+STALE_SHARE = 0.5
+"""A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within."""
+
+NOT_AT_WORK = ("starting", "stopping", "failed")
+
+
+@dataclass(frozen=True)
+class Away:
+    """Since when something is away (seconds since the epoch), and why."""
+
+    since: float
+    why: str
+
+
+@dataclass
+class _Seen:
+    """What was seen of an instance: the time on its newest status, when that came in, whether it was ever at work."""
+
+    at: float
+    seen: float
+    worked: bool = False
+
+
+@dataclass
+class AbsentServices:
+    """The services seen so far."""
+
+    _seen: dict[tuple[str, str], _Seen] = field(default_factory=dict)
+
+    def look(self, config: RunConfig | None, statuses: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
+        """Returns what is away: an instance that is silent or starts again, or a kind of service of which there is none.
+
+        Args:
+            config: None while no services are expected. statuses: what the registry holds. now: seconds since the epoch.
+        """
+        services = [status for status in statuses if status.service != ENVIRONMENT]
+        there = {(status.service, status.instance) for status in services}
+        for status in services:
+            known = self._seen.setdefault((status.service, status.instance), _Seen(status.at, now))
+            if known.at != status.at:
+                known.at, known.seen = status.at, now
+        if config is None:
+            return {}
+        absent = {}
+        for status in services:
+            known = self._seen[status.service, status.instance]
+            if why := _problem(status, known, now, config.bus.registry_ttl * STALE_SHARE):
+                absent[status.instance] = Away(known.seen, why)
+            elif status.state not in NOT_AT_WORK:
+                known.worked = True
+        for kind in _needed(config) - {service for service, _ in there}:
+            last = max((known.seen for (service, _), known in self._seen.items() if service == kind), default=now)
+            worked = any(service == kind for service, _ in self._seen)
+            absent[kind] = Away(last, "its status is gone from the registry" if worked else "not started yet")
+        return absent
+
+
+def _problem(status: ServiceStatus, known: _Seen, now: float, patience: float) -> str:
+    if now - known.seen > patience:
+        return "silent: its status is no longer renewed"
+    if known.worked and status.state in NOT_AT_WORK:
+        return f"{status.state} again" if status.state == "starting" else status.state
+    return ""
+
+
+def _needed(config: RunConfig) -> set[str]:
+    """Returns the kinds of services that a run cannot do without."""
+    critic = {"critic"} if config.algorithm.has_critic and not config.debug.debug_rollout_only else set()
+    gateway = {"gateway"} if config.gateways else set()
+    return {"buffer", "rollout", "reward", "trainer"} | critic | gateway

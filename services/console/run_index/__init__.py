@@ -1,0 +1,1 @@
+"""What a run's ledger has told so far, in a database that answers in pages."""

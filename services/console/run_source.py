@@ -1,0 +1,255 @@
+"""What all pages read: the run's config, bus, store, directory and services, and which of them is away.
+
+Nothing here fails because something is down: it is noted in `RunSource.away`, tried again, and taken out when it is back.
+"""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nats.errors
+import nats.js.errors
+import structlog
+from redis.exceptions import RedisError
+
+from services.console.absence import AbsentServices, Away
+from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
+from shared.bus import runs, stream_replay
+from shared.bus.bus_errors import TRANSIENT
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.stream_replay import Entry
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import MyxoError
+from shared.schema.service_messages import ServiceStatus
+from shared.store.payload_store import Store
+
+NATS, STORE, LEDGER = "NATS", "Redis", "the ledger"
+"""What may be away besides services."""
+
+CONSOLE = "console"
+"""The role of the console's account."""
+
+POLL_SECONDS = 1.0
+LOOK_SECONDS = 5.0
+"""The deadline of one look at bus or store."""
+
+READ_SECONDS = 10.0
+"""The time without progress after which reading a stream is given up."""
+
+BUS_ERRORS = (MyxoError, nats.errors.Error, nats.js.errors.Error, *TRANSIENT)
+
+Shared = TypeVar("Shared")
+
+Follower = Callable[[], Awaitable[Collection[str]]]
+"""Reads what is new in the ledger or the events since its last call; returns the pages whose data has changed by it."""
+
+
+class SourceAway(MyxoError):
+    """What a page asks for cannot be read now; the text says what is away and since when."""
+
+
+class RunSource:
+    """A run as the console sees it.
+
+    Args:
+        run: its id. nats_url, redis_url: None where there is none, of a run of which only the directory is left.
+        directory: the run's directory, where this machine has it.
+
+    Attributes:
+        config: None until it is known. statuses: of the live services. phase, failure: as `runs.phase_and_reason` gives them.
+        away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
+            after `connected`. lookers: called with the statuses of the live services at each look. scratch: a directory for files of
+            this process alone.
+    """
+
+    def __init__(self, run: str, nats_url: str | None, redis_url: str | None, directory: Path | None) -> None:
+        self.run, self.names, self.directory = run, Subjects(run), directory
+        self.config: RunConfig | None = None if directory is None else runs.frozen(directory)
+        self.live = nats_url is not None
+        self.statuses: list[ServiceStatus] = []
+        self.phase: str | None = None
+        self.failure = ""
+        self.away: dict[str, Away] = {}
+        self.feed = ChangeFeed()
+        self.followers: list[Follower] = []
+        self.lookers: list[Callable[[Sequence[ServiceStatus]], None]] = []
+        self._nats_url, self._redis_url = nats_url, redis_url
+        self._bus: Bus | None = None
+        self._store: Store | None = None
+        self._services = AbsentServices()
+        self._shared: dict[object, Any] = {}
+        self._news = asyncio.Event()
+        self._news.set()
+        self._scratch = tempfile.TemporaryDirectory(prefix="myxo-console-")
+        self.scratch = Path(self._scratch.name)
+        self._log = structlog.get_logger()
+
+    # --- for pages
+
+    @property
+    def connected(self) -> bool:
+        """Whether the bus is there."""
+        return self._bus is not None and self._bus.connection.is_connected and NATS not in self.away
+
+    def bus(self) -> Bus:
+        """Returns the bus. Raises SourceAway while it is not connected."""
+        if self._bus is None or not self._bus.connection.is_connected:
+            raise SourceAway(self._words(NATS))
+        return self._bus
+
+    def store(self) -> Store:
+        """Returns the store of payloads. Raises SourceAway while it does not answer."""
+        if self._store is None or STORE in self.away:
+            raise SourceAway(self._words(STORE))
+        return self._store
+
+    def shared(self, kind: "Callable[[RunSource], Shared]") -> Shared:
+        """Returns what several pages read together: the one ``kind`` of this source, made when it is first asked for."""
+        if kind not in self._shared:
+            self._shared[kind] = kind(self)
+        found: Shared = self._shared[kind]
+        return found
+
+    async def read(
+        self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
+    ) -> AsyncIterator[tuple[int, Entry]]:
+        """Yields (sequence, message) as `stream_replay.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
+        bus = self.bus()
+        try:
+            async for item in stream_replay.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
+                yield item
+        except (nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
+            raise SourceAway(f"{stream} could not be read to its end: {error or type(error).__name__}") from error
+
+    def _words(self, what: str) -> str:
+        away = self.away.get(what)
+        if away is not None:
+            return f"{what} is away since {time.time() - away.since:.0f} s: {away.why}"
+        return f"{what} is not connected yet" if self.live else f"{what} is not there: this run is read from its directory"
+
+    # --- what goes on beside them
+
+    async def keep(self) -> None:
+        """Looks at everything again and again, until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(), name="console follows")
+                if self.live:
+                    tasks.create_task(self._watch(NATS, self._look_at_bus), name="console looks at the bus")
+                    tasks.create_task(self._watch(STORE, self._look_at_store), name="console looks at the store")
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections, and removes the scratch directory."""
+        if self._bus is not None:
+            await self._bus.close()
+        if self._store is not None:
+            await self._store.close()
+        self._scratch.cleanup()
+
+    async def _watch(self, what: str, look: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await look()
+                self._note(what, None)
+            except TimeoutError:
+                self._note(what, f"no answer within {LOOK_SECONDS:g} s")
+            except (RedisError, *BUS_ERRORS) as error:
+                self._note(what, str(error) or type(error).__name__)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _note(self, what: str, why: str | None) -> None:
+        """Notes that something is away for a reason, or there (None)."""
+        if why is None:
+            if self.away.pop(what, None) is not None:
+                self._news.set()
+                self._log.info("back", what=what)
+                self.feed.touch(OVERVIEW, HEALTH, FLOW)
+        elif what not in self.away or self.away[what].why != why:
+            since = self.away[what].since if what in self.away else time.time()
+            self.away[what] = Away(since, why)
+            self._log.warning("away", what=what, why=why)
+            self.feed.touch(OVERVIEW, HEALTH, FLOW)
+
+    async def _look_at_bus(self) -> None:
+        bus = self._bus or await self._connected()
+        if not bus.connection.is_connected:
+            raise SourceAway("the connection broke, and is being restored")
+        statuses = await Registry(bus, self.run).alive()
+        phase, failure = await runs.phase_and_reason(bus, self.run, deadline=LOOK_SECONDS)
+        if (phase, failure) != (self.phase, self.failure):
+            self.phase, self.failure = phase, failure
+            self.feed.touch(OVERVIEW, HEALTH)
+        for looker in self.lookers:
+            looker(statuses)
+        if statuses != self.statuses:
+            self.statuses = statuses
+            self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
+        self._note_services()
+
+    def _note_services(self) -> None:
+        """Notes the services that are away. While the bus is away, nothing is known of them."""
+        running = self.phase == runs.RUNNING and self.config is not None
+        absent = self._services.look(self.config if running else None, self.statuses, time.time())
+        for name in (self.away.keys() - {NATS, STORE, LEDGER}) - absent.keys():
+            self._note(name, None)
+        for name, away in absent.items():
+            self._note(name, away.why)
+
+    async def _connected(self) -> Bus:
+        """Connects, reads the config, and has the bus tell of what is new."""
+        assert self._nats_url is not None
+        bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=self.names.inbox(CONSOLE))
+        try:
+            self.config = await runs.load(bus, self.run)
+            self._redis_url = self._redis_url or await runs.store_url(bus, self.run)
+
+            async def on_news(_message: object) -> None:
+                self._news.set()
+
+            for subject in (self.names.ledger(">"), *(self.names.event(plane, ">") for plane in ("weights", "trainer", "service"))):
+                await bus.connection.subscribe(subject, cb=on_news)
+        except BaseException:
+            await bus.close()
+            raise
+        self._bus = bus
+        self._news.set()
+        self.feed.touch(*self.feed.revisions)
+        return bus
+
+    async def _look_at_store(self) -> None:
+        if self._redis_url is None:
+            raise SourceAway("its address is not known yet")
+        if self._store is None:
+            self._store = Store(self._redis_url, self.run)
+        await self._store.ping(deadline=LOOK_SECONDS / 2)
+
+    async def _follow(self) -> None:
+        """Calls the followers when there is something new: at the start, at each message, and when the bus is back."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for follower in self.followers:
+                try:
+                    self.feed.touch(*await follower())
+                    self._note(LEDGER, None)
+                except SourceAway:
+                    self._news.set()
+                except MyxoError as error:
+                    self._note(LEDGER, str(error))
+            await asyncio.sleep(POLL_SECONDS)
+
+    def in_directory(self, name: str) -> Path | None:
+        """Returns a file or directory of the run on this machine; None where it has none."""
+        with contextlib.suppress(OSError):
+            if self.directory is not None and (path := self.directory / name).exists():
+                return path
+        return None

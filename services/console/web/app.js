@@ -1,0 +1,182 @@
+// The frame: pages by the address's hash, the feed, the banner that says what is away.
+
+import { get as ask } from "./api.js";
+import { el, fill, shown } from "./dom.js";
+import { follow } from "./live.js";
+
+const PAGES = { run: "Run", flow: "Flow", weights: "Weights", samples: "Samples", health: "Health" };
+const THEMES = ["system", "light", "dark"];
+
+const main = document.getElementById("main");
+const banner = document.getElementById("banner");
+const announcer = document.getElementById("announcer");
+
+let overview = null;
+let current = null; // {name, view, rest}: the page that is shown
+let mounting = 0;
+let connected = true;
+const failed = new Map(); // path → what went wrong when it was last asked
+
+/** Returns {page, rest, params} of a hash such as #/samples/g00000012?sort=age. */
+function route(hash) {
+  const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");
+  const [page, ...rest] = path.split("/").map(decoded);
+  return { page: page in PAGES ? page : "run", rest: rest.filter(Boolean), params: new URLSearchParams(query) };
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+async function get(path, params = {}, signal = undefined) {
+  try {
+    const answer = await ask(path, params, signal);
+    if (failed.delete(path)) showBanner();
+    return answer;
+  } catch (error) {
+    if (!signal?.aborted && (error.status === 0 || error.status === 401 || error.status >= 500)) {
+      failed.set(path, error.message);
+      showBanner();
+    }
+    throw error;
+  }
+}
+
+function announce(text) {
+  announcer.textContent = text;
+}
+
+function context(here) {
+  return { get, announce, go: (hash) => (location.hash = hash), runs: overview?.runs ?? [], rest: here.rest, params: here.params };
+}
+
+/** Shows the page that the hash names; the page that is there is told where only its parameters have changed. */
+async function show() {
+  const here = route(location.hash);
+  const key = here.page;
+  if (current?.key === key && current.view.navigate) {
+    current.view.navigate(context(here));
+    return;
+  }
+  const turn = ++mounting;
+  current?.view.unmount();
+  current = null;
+  failed.clear();
+  showBanner();
+  for (const link of document.querySelectorAll("#pages a")) {
+    if (link.dataset.page === here.page) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  showTitle(here.page);
+  const module = await import(`./pages/${here.page}.js`);
+  if (turn !== mounting) return;
+  const root = el("div", { class: `page page-${here.page}` });
+  fill(main, root);
+  current = { key, page: here.page, view: module.mount(root, context(here)) };
+}
+
+function showTitle(page) {
+  document.title = `${PAGES[page]} · ${overview?.run ?? "Myxo"}`;
+}
+
+async function refreshOverview() {
+  try {
+    overview = await get("overview");
+  } catch {
+    return;
+  }
+  document.getElementById("title").textContent = overview.run;
+  document.getElementById("progress").textContent = progress(overview);
+  showTitle(route(location.hash).page);
+  showBanner();
+}
+
+function progress({ phase, steps, of, live }) {
+  const done = steps === null ? "" : of === null ? `step ${shown(steps)}` : `${shown(steps)} of ${shown(of)} steps`;
+  const state = live ? (phase ?? "connecting") : "from its directory";
+  return [state, done].filter(Boolean).join(" · ");
+}
+
+/** Says what is away, and what could not be asked; hidden where all is well. */
+function showBanner() {
+  const lines = [];
+  if (!connected) lines.push(["The console itself does not answer; what is shown is from before. It is asked again."]);
+  if (overview?.phase === "failed") lines.push([`The run has failed: ${overview.failure}`]);
+  for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), ` is away since ${clock(part.since)}: ${part.why}`]);
+  if (connected) for (const text of new Set(failed.values())) lines.push([text]);
+  const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n");
+  if (words !== banner.dataset.words) {
+    banner.dataset.words = words;
+    fill(banner, lines.map((line) => el("p", {}, ...line)));
+  }
+  banner.hidden = lines.length === 0;
+}
+
+/** Returns a time of day, of seconds since the epoch. */
+function clock(seconds) {
+  return new Date(1000 * seconds).toLocaleTimeString("en-GB");
+}
+
+function onChange(pages) {
+  if (pages.includes("overview")) refreshOverview();
+  if (current && pages.includes(current.page)) current.view.refresh();
+}
+
+function onState(state) {
+  if (state === connected) return;
+  connected = state;
+  showBanner();
+  if (state) onChange(["overview", current?.page]);
+}
+
+// --- theme
+
+function theme(value) {
+  if (value === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = value;
+  const button = document.getElementById("theme");
+  const name = { system: "Auto", light: "Light", dark: "Dark" }[value];
+  button.textContent = name;
+  button.setAttribute("aria-label", `${name} colours. Press to change.`);
+  document.dispatchEvent(new Event("themechange"));
+}
+
+function stored() {
+  try {
+    const value = localStorage.getItem("theme");
+    return THEMES.includes(value) ? value : "system";
+  } catch {
+    return "system"; // storage is turned off
+  }
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(stored()) + 1) % THEMES.length];
+  try {
+    localStorage.setItem("theme", next);
+  } catch {
+    // it holds for this page then
+  }
+  theme(next);
+});
+
+// --- start
+
+theme(stored());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("themechange")));
+fill(
+  document.getElementById("pages"),
+  Object.entries(PAGES).map(([page, name]) => el("a", { href: `#/${page}`, "data-page": page }, name)),
+);
+addEventListener("hashchange", show);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+refreshOverview();
+show();
+follow(onChange, onState);

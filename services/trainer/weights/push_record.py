@@ -1,0 +1,66 @@
+"""The record of one push: when each step began, and what every replica came to. Pure: its callers give the time."""
+
+from collections.abc import Iterable, Mapping
+
+from shared.schema.weight_messages import ReplicaPush, WeightsPushed, WeightsReceived
+
+PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"
+"""The steps of a push, in their order."""
+
+_NEXT = {PREPARE: (RECEIVE,), RECEIVE: (CHECK, COMMIT), COMMIT: ()}
+
+
+class PushRecord:
+    """Takes what happens in a push of ``version``, and makes the event of it.
+
+    Args:
+        replicas: its members. declined: replica → why it did not accept the offer. now: monotonic seconds.
+    """
+
+    def __init__(self, version: int, replicas: Iterable[str], declined: Mapping[str, str], now: float) -> None:
+        self.version, self.step, self._began = version, PREPARE, {PREPARE: now}
+        self._replicas = tuple(replicas)
+        self._failures = {name: f"offer: {reason}" for name, reason in declined.items()}
+        self._loading: dict[str, float] = {}
+        self._paused: dict[str, float] = {}
+
+    def begin(self, step: str, now: float) -> None:
+        """Takes that a step begins."""
+        self.step, self._began[step] = step, now
+
+    def received(self, answers: Mapping[str, WeightsReceived]) -> None:
+        """Takes the answers of those that have loaded everything."""
+        self._loading = {name: answer.seconds for name, answer in answers.items()}
+
+    def serve(self, paused: Mapping[str, float]) -> None:
+        """Takes who serves the version, and for how many seconds each was paused."""
+        self._paused = dict(paused)
+
+    def failed(self, culprits: Mapping[str, str]) -> None:
+        """Takes why replicas have failed the present step."""
+        self._failures |= {name: f"{self.step}: {reason}" for name, reason in culprits.items()}
+
+    def event(self, now: float, at: float, *, stall: float = 0.0, sent: int = 0, failure: str = "") -> WeightsPushed:
+        """Returns the event of the push that has ended. ``now``: monotonic; ``at``: since the epoch; ``sent``: bytes."""
+        return WeightsPushed(
+            version=self.version,
+            replicas=[self._replica(name) for name in dict.fromkeys((*self._replicas, *self._failures))],
+            joining=self._seconds(PREPARE, now),
+            transfer=self._seconds(RECEIVE, now),
+            activation=self._seconds(COMMIT, now),
+            seconds=now - self._began[PREPARE],
+            stall=stall,
+            bytes=sent,
+            failure=failure,
+            at=at,
+        )
+
+    def _replica(self, name: str) -> ReplicaPush:
+        failure = "" if name in self._paused else self._failures.get(name, f"{self.step}: the push failed for others")
+        return ReplicaPush(replica=name, paused=self._paused.get(name), loading=self._loading.get(name), failure=failure)
+
+    def _seconds(self, step: str, now: float) -> float:
+        """Returns the seconds of a step, up to the next one or the push's end; 0 where it did not begin."""
+        if (began := self._began.get(step)) is None:
+            return 0.0
+        return next((self._began[later] for later in _NEXT[step] if later in self._began), now) - began
