@@ -157,6 +157,8 @@ class Trainer(RoleWorker):
         wanted = needs(self._objective, len(prepared.steps))
         if wanted.proximal:  # with a single step the policy itself is the proximal one
             prepared = self._computed(prepared, "proximal_log_probs", self._log_probs(""))
+        elif self._config.debug.train_dump is not None:  # for whoever compares them with the engine's; nothing reads this field
+            prepared = self._computed(prepared, "trainer_log_probs", self._log_probs(""))
         if self._reference is not None:
             with self._reference.in_place_of_the_policy():
                 prepared = self._computed(prepared, "ref_log_probs", self._log_probs("ref_"))

@@ -113,7 +113,7 @@ class RoleWorker:
     def _log_prefix_sharing(self) -> None:
         """Tells once why beginnings are not shared, where nobody has asked for that."""
         setting = self._config.trainer.prefix_sharing
-        reason = obstacle(setting, self._actor.model.config, runtime.device())
+        reason = obstacle(self._actor.model.config)
         if self._control is not None and setting != "off" and reason is not None:
             self._log.info("prefix_sharing_off", reason=reason)
 

@@ -106,7 +106,7 @@ function showBanner() {
   const lines = [];
   if (!connected) lines.push(["The console itself does not answer; what is shown is from before. It is asked again."]);
   if (overview?.phase === "failed") lines.push([`The run has failed: ${overview.failure}`]);
-  for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), ` is away since ${clock(part.since)}: ${part.why}`]);
+  for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), `: ${part.why} (since ${clock(part.since)})`]);
   if (connected) for (const text of new Set(failed.values())) lines.push([text]);
   const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n");
   if (words !== banner.dataset.words) {
