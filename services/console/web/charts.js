@@ -65,7 +65,7 @@ export function chart(parent, options) {
       scales: { x: { time: false, range: wide }, y: { distr: log ? 3 : 1, range: log ? undefined : padded } },
       axes: [
         { ...axis, label: xLabel, labelSize: 16, labelFont: "11px system-ui", size: 28, values: (_, ticks) => ticks.map((tick) => shown(tick)) },
-        { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick, 3))) },
+        { ...axis, size: 54, values: (_plot, ticks, _axis, _space, step) => ticks.map((tick) => tickText(tick, step)) },
       ],
       series: [
         {},
@@ -265,6 +265,14 @@ function lostValues({ values, unusual, unusualTotal }) {
 
 function drawable(value) {
   return value === undefined ? undefined : typeof value === "number" && Number.isFinite(value) ? value : null;
+}
+
+/** Returns the text of a tick, with as many digits as tell it from the next one, `step` away. */
+function tickText(tick, step) {
+  if (tick === null) return "";
+  const size = Math.abs(tick);
+  if (size >= 1e6 || (size > 0 && step < 1e-4)) return tick.toExponential(Math.min(6, Math.max(0, Math.ceil(Math.log10(size / step)))));
+  return tick.toLocaleString("en", { maximumFractionDigits: Math.max(0, -Math.floor(Math.log10(step))) });
 }
 
 /** Returns the range of an axis with a little room, none below 0 where nothing is; a curve that is flat lies in the middle. */
