@@ -30,7 +30,8 @@ USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
 Trains the batches again that a run has written with --save-debug-rollout-data TEMPLATE, without bus, store and engines. CONFIG is the
 run's file, or its directory, which keeps the config that it ran with. Each step's metrics are a line of JSON on standard output;
-checkpoints, TensorBoard's files and the final weights lie in the run's directory with -replay behind its name. Flags are laid over the config as by `myxo up`, --deterministic among them."""
+checkpoints, TensorBoard's files and the final weights lie in the run's directory with -replay behind its name. Flags are
+laid over the config as by `myxo up`, --deterministic among them."""
 
 CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"
 """The environment variable with the path of the config that the launcher has written for its ranks."""
