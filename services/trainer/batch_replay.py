@@ -143,14 +143,14 @@ def _replay(arguments: list[str]) -> RunConfig:
     from services.trainer.dumped_batches import dumped_steps
 
     path, template, *rest = arguments
-    config = _given(Path(path), flags.parse(rest))
+    config = replay_config(Path(path), flags.parse(rest))
     config = hub_resolve.local(hub_resolve.pinned(config, hub_resolve.pins_in(config.run.root)), hub_resolve.MODELS)
     config = replayed(config, template, dumped_steps(template))
     shutil.rmtree(config.run.root, ignore_errors=True)
     return config
 
 
-def _given(path: Path, given: dict[str, dict[str, Any]]) -> RunConfig:
+def replay_config(path: Path, given: dict[str, dict[str, Any]]) -> RunConfig:
     """Returns the config of a file, or the one that a run's directory keeps, with flags over it. Raises ConfigError, or Problems."""
     if not path.is_dir():
         return config_reading.load(path, given)
