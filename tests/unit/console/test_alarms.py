@@ -8,8 +8,9 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.history.flow_history import DeadGroup, FlowHistory, StepRecord
 from shared.live.alarm_kinds import AlarmKind
-from shared.live.alarms import Room, Symptoms, alarms
+from shared.live.alarms import Symptoms, alarms
 from shared.live.health_view import health_view, symptoms
+from shared.live.room import Room
 from shared.schema.ledger import GroupDead, GroupsDropped
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 
