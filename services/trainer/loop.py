@@ -34,6 +34,7 @@ from services.trainer.role_worker import RoleWorker
 from services.trainer.step_profiler import StepProfiler
 from services.trainer.step_scheduler import StepScheduler
 from services.trainer.train_data import POSTPROCESS, postprocessed
+from services.trainer.training_spans import checkpoint_span, step_spans
 from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
@@ -146,6 +147,9 @@ class Trainer(RoleWorker):
         if self._control is not None:
             report = Trained(step=batch.step, version=batch.version, started=started, ended=ended, attestation=attestation)
             self._control.trained(report)
+            if self._control.traces.on:
+                for span in step_spans(batch, started, ended):
+                    self._control.traces.add(span)
 
     def _prepared(self, batch: Batch, ahead: Batch | None) -> TrainBatch:
         """Returns the batch with every field that its loss reads: log-probs of present and frozen policies, KL, values, advantages."""
@@ -270,3 +274,5 @@ class Trainer(RoleWorker):
             with contextlib.suppress(StopAsked):
                 control.durable(steps)
                 self._durable = steps
+                if steps == self._begun_save and self._save_began is not None:
+                    control.traces.add(checkpoint_span(steps, self._save_began, time.time()))
