@@ -46,7 +46,7 @@ async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> As
 async def test_a_page_is_whole_for_everybody(live: LiveConsole, page: str, scheme: str) -> None:
     """One heading, landmarks, no fault that axe calls serious, on a laptop and on a phone, in light and dark; no error, nothing foreign."""
     async with live.page(page, scheme=scheme) as visit:
-        await expect(visit.page.get_by_role("main").get_by_role("heading").first).to_be_visible(timeout=SHOWN_MS)
+        await visit.filled(SHOWN_MS)
         await expect(visit.page).to_have_title(re.compile(rf"{PAGES[page]} .* {RUN}"))
         assert await visit.page.locator("h1").count() == 1
         await expect(visit.page.get_by_role("navigation").get_by_role("link", name=PAGES[page])).to_have_attribute("aria-current", "page")
@@ -220,7 +220,7 @@ async def test_what_is_killed_is_named_and_comes_back(live: LiveConsole, program
             await expect(banner).to_contain_text(named, timeout=SHOWN_MS)
             for other in PAGES:
                 await visit.go(other)
-                await expect(page.get_by_role("main").get_by_role("heading").first).to_be_visible(timeout=SHOWN_MS)
+                await visit.filled(SHOWN_MS)
                 await expect(banner).to_contain_text(named, timeout=SHOWN_MS)
         finally:
             live.run.process.send_signal(signal.SIGCONT)

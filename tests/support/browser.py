@@ -69,6 +69,10 @@ class Visit:
         """Opens a view of the page by its address's hash, as a link does. where: such as ``samples?step=3``."""
         await self.page.evaluate("where => { location.hash = '#/' + where }", where)
 
+    async def filled(self, timeout_ms: float) -> None:
+        """Waits until the page says something, if only what will appear in it."""
+        await self.page.wait_for_function("document.querySelector('main .page')?.innerText.trim().length > 20", timeout=timeout_ms)
+
     async def settled(self, quiet_ms: int = 300) -> None:
         """Waits until nothing in the page has changed for a while, at most ten times as long: a live page may never come to rest."""
         await self.page.evaluate(_SETTLED, quiet_ms)
