@@ -20,14 +20,13 @@ from playwright.async_api import Browser
 
 from benchmarks import command_line
 from shared.runtime.embedded_servers import free_port
-from tests.support.browser import LAPTOP, chromium
+from tests.support.browser import FILLED, LAPTOP, chromium
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
 PAGES = ("run", "flow", "weights", "samples", "health")
 
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-FILLED = "document.querySelector('main .page')?.innerText.trim().length > 40"
 
 
 def main() -> None:
@@ -79,7 +78,7 @@ async def _visit(browser: Browser, url: str, token: str, page: str) -> dict[str,
         tab = await context.new_page()
         await context.request.get(f"{url}?token={token}")  # takes the cookie
         await tab.goto(f"{url}#/{page}", wait_until="commit")
-        await tab.wait_for_function(FILLED, polling=10)
+        await tab.locator("main .page").filter(has_text=FILLED).wait_for()
         data = await tab.evaluate("performance.now()")
         return {"paint": await tab.evaluate(PAINT), "data": data}
     finally:

@@ -1,5 +1,6 @@
 """Debian's Chromium by Playwright, and what a page did in it: its errors, and every request."""
 
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,9 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 LAPTOP, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 GRAVE = ("serious", "critical")
 """The impacts, in axe's words, that nobody should have to live with."""
+
+FILLED = re.compile(r"(\S\s*){20}")
+"""The text of a page that says something."""
 
 
 @asynccontextmanager
@@ -71,7 +75,7 @@ class Visit:
 
     async def filled(self, timeout_ms: float) -> None:
         """Waits until the page says something, if only what will appear in it."""
-        await self.page.wait_for_function("document.querySelector('main .page')?.innerText.trim().length > 20", timeout=timeout_ms)
+        await self.page.locator("main .page").filter(has_text=FILLED).wait_for(timeout=timeout_ms)
 
     async def settled(self, quiet_ms: int = 300) -> None:
         """Waits until nothing in the page has changed for a while, at most ten times as long: a live page may never come to rest."""
