@@ -24,7 +24,7 @@ SIZE = {"width": 1280, "height": 800}
 COLOURS = 96
 """Of a picture's palette: more would make the files larger, and no prettier."""
 
-STEPS = 45
+STEPS = 25
 """So many of the quick start's 60 are trained when the pictures are taken."""
 
 
@@ -39,7 +39,7 @@ async def learning(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     text = (ROOT / "examples/arithmetic/quickstart.toml").read_text().replace("runs/quickstart/data", str(data))
     config.write_text(text.replace("[run]", f'[run]\ndir = "{tmp_path}/runs"'))
     async with chromium() as browser:
-        with LaunchedRun(config, tmp_path / "runs" / "quickstart", "quickstart", ("--eval-interval", "10")) as run:
+        with LaunchedRun(config, tmp_path / "runs" / "quickstart", "quickstart", ("--eval-interval", "5", "--keep-rollouts-tokens")) as run:
             await asyncio.to_thread(run.until, f"{STEPS} steps", lambda cards: gauge(cards, "buffer", "trained_steps") >= STEPS, 1800)
             yield console_of(run, browser)
 
@@ -52,13 +52,14 @@ async def test_pictures_of_the_console(learning: LiveConsole) -> None:
             await visit.settled(800)
             await take(page, f"console-run{ending}")
             await visit.go("flow")
-            await expect(page.locator("figure.chart .u-over").first).to_be_visible(timeout=SHOWN_MS)
+            await expect(page.locator(".verdict")).to_be_visible(timeout=SHOWN_MS)
             await visit.settled(800)
             await take(page, f"console-flow{ending}")
             await visit.go(f"samples?step={STEPS - 5}")
-            await page.locator("main a[href*='#/samples/']").first.click(timeout=SHOWN_MS)
-            await page.wait_for_url(re.compile(r"#/samples/[^?]+"), timeout=SHOWN_MS)
-            await expect(page.locator("main .token").first).to_be_visible(timeout=SHOWN_MS)
+            await page.locator("main tbody a[href*='#/samples/']").first.click(timeout=SHOWN_MS)
+            await page.wait_for_url(re.compile(r"#/samples/g\d+$"), timeout=SHOWN_MS)
+            await page.locator("main tbody a[href*='#/samples/']").first.click(timeout=SHOWN_MS)
+            await expect(page.locator("main .tokens .token").first).to_be_visible(timeout=SHOWN_MS)
             await visit.settled(800)
             await take(page, f"console-sample{ending}")
 
