@@ -148,12 +148,13 @@ def version_rows(
 def _row(item: VersionHistory, serves: Mapping[str, int], interval: int) -> VersionRow:
     push = item.pushed
     failed = [tried.failure for tried in item.pushes if tried.failure]
+    replicas = _replicas(item, serves)
     row = VersionRow(
         version=item.version,
         step=item.version * interval,
         at=item.at,
-        served=bool(item.replicas),
-        replicas=_replicas(item, serves),
+        served=bool(item.replicas) or any(part.now for part in replicas),
+        replicas=replicas,
         attempts=len(item.pushes),
         failure=failed[-1] if failed else "",
     )
