@@ -153,7 +153,7 @@ def _row(item: VersionHistory, serves: Mapping[str, int], interval: int) -> Vers
         version=item.version,
         step=item.version * interval,
         at=item.at,
-        served=bool(item.replicas) or any(part.now for part in replicas),
+        served=item.pushed is not None or bool(item.replicas) or any(part.now for part in replicas),
         replicas=replicas,
         attempts=len(item.pushes),
         failure=failed[-1] if failed else "",
