@@ -9,7 +9,7 @@ from shared.config.run_config import RunConfig
 from shared.history.activity import ActivitySpan, laid_over, seconds_of
 from shared.history.flow_history import KEPT_SECONDS, PAUSED, FlowHistory
 from shared.history.wait_causes import GroupPassage, wait_causes
-from shared.live.flow_view import flow_view, length_classes, workload
+from shared.live.flow_view import causes_of, flow_view, length_classes, workload
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -22,7 +22,7 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
-from shared.schema.service_messages import MetricsWritten, ServiceStatus
+from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 
 
@@ -112,6 +112,33 @@ def test_checkpoints_and_pushes_are_the_trainers_own_part_of_its_wait() -> None:
     assert waits["saving"] == pytest.approx(6 / 60) and waits["pushing"] == pytest.approx((3 + 1.5) / 60)
     assert waits["admission"] == pytest.approx(1 / 60), "what is left of the wait before the admission"
     assert history.pauses["rollout-0"][0] == ActivitySpan(PAUSED, 164.0, 168.0)
+
+
+def told(instance: str, what: str, at: float) -> ServiceEvent:
+    return ServiceEvent(service=instance.partition("-")[0], instance=instance, what=what, at=at)
+
+
+def test_a_trainer_that_died_waited_for_itself() -> None:
+    history = two_steps()
+    for event in (told("trainer-0", "joined", 50.0), told("trainer-0", "restarted", 112.0), told("trainer-0", "joined", 118.0)):
+        history.told(event)
+    history.look("trainer", "trainer-0", "loading the checkpoint", 119.0)
+    history.look("trainer", "trainer-0", "loading the checkpoint", 125.0)
+    history.look("trainer", "trainer-0", "ready", 126.0)
+    causes = dict(causes_of(history, history.steps[1]))
+    assert causes["restarting"] == (110.0, 125.0) and causes["queue"] == (125.0, 130.0) and "admission" not in causes
+    assert history.absences("trainer-0") == [ActivitySpan("not there", 112.0, 118.0)]
+    assert "restarting" not in dict(causes_of(two_steps(), two_steps().steps[1]))
+
+
+def test_a_replica_waits_between_its_groups_and_is_not_there_while_it_restarts(run_config: RunConfig) -> None:
+    history = FlowHistory()
+    history.apply(admitted(0, 2, 100.0))
+    history.apply(GroupsScored(groups=[scored(0, 100, 110), scored(1, 130, 140)], at=150.0))
+    history.told(told("rollout-0", "restarted", 115.0))
+    history.told(told("rollout-0", "joined", 120.0))
+    [line] = flow_view(history, run_config, [], 999.0, 100.0).services
+    assert line.shares == pytest.approx({"generating": 20 / 40, "waiting": 15 / 40, "not there": 5 / 40}) and line.busy == 0.5
 
 
 def test_tokens_are_told_by_length_and_age() -> None:
