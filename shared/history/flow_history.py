@@ -23,6 +23,7 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
+    RunFinished,
     group_id,
 )
 from shared.schema.messages import SampleMeta, ScoredGroup
@@ -123,6 +124,7 @@ class FlowHistory:
     newest: float = 0.0
     oldest: float = 0.0
     """The times of the last and of the first that was taken."""
+    finished: bool = False
     _open: dict[str, _OpenGroup] = field(default_factory=dict)
     _batches: dict[int, BatchFormed] = field(default_factory=dict)
     _counted: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
@@ -135,6 +137,7 @@ class FlowHistory:
         self._saw(record.at)
         match record:
             case GroupsAdmitted(first=first, count=count):
+                self.finished = False  # a finished run can be given more steps
                 self._open |= {group_id(index): _OpenGroup(record.at) for index in range(first, first + count)}
                 self._count(ADMITTED, record.at, count)
             case GroupsScored(groups=groups):
@@ -157,6 +160,8 @@ class FlowHistory:
                 self._batches[step] = self._batches[step].model_copy(update={"groups": kept + added})
             case BatchTrained():
                 self._trained(record)
+            case RunFinished():
+                self.finished = True
 
     def metric(self, written: MetricsWritten) -> None:
         """Takes what a trainer process has measured of a step."""

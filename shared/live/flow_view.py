@@ -192,10 +192,14 @@ def doing(status: ServiceStatus) -> str:
 
 def _blocked(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus]) -> str:
     """Returns what keeps a live run from going on; before its first steps, what it waits for."""
+    if not statuses or history.finished:
+        return ""
     for status in statuses:
         if status.held_back:
             return f"room: {status.instance} holds back ({status.held_back})"
-    return waiting_for(config, statuses, ()) if statuses and len(history.steps) < FEW_STEPS else ""
+    at_work = {status.service for status in statuses if status.state == "ready" or (status.service == "rollout" and status.version >= 0)}
+    begun = len(history.steps) >= FEW_STEPS and at_work >= {"buffer", "rollout", "reward", "trainer"}
+    return "" if begun else waiting_for(config, statuses, ())
 
 
 def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interval]]:

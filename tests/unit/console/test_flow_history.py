@@ -19,6 +19,7 @@ from shared.schema.ledger import (
     GroupsAdmitted,
     GroupsDropped,
     GroupsScored,
+    RunFinished,
     group_id,
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
@@ -216,6 +217,22 @@ def test_spans_lie_over_one_another() -> None:
 
 def status(service: str, instance: str, state: str = "ready", **gauges: float) -> ServiceStatus:
     return ServiceStatus(service=service, instance=instance, host="h", pid=1, http="", state=state, version=1, gauges=gauges, at=170.0)
+
+
+def test_a_run_whose_trainer_loads_waits_for_it(run_config: RunConfig) -> None:
+    history, ready = (
+        two_steps(),
+        [status("buffer", "buffer-0", live_version=1), status("rollout", "rollout-0"), status("reward", "reward-0")],
+    )
+    history.apply(trained(2, 171.0, 172.0))
+    history.apply(trained(3, 173.0, 174.0))
+    for trainer in ([status("trainer", "trainer-0", "loading the model")], []):
+        said = flow_view(history, run_config, [*ready, *trainer], 175.0, 100.0).bottleneck.sentence
+        assert said == ("The run waits for trainer-0 loading the model." if trainer else "The run waits for a trainer service.")
+    second = [*ready, status("rollout", "rollout-1", "starting"), status("trainer", "trainer-0")]
+    assert flow_view(history, run_config, second, 175.0, 100.0).bottleneck.waiting != "the run", "one replica goes on"
+    history.apply(RunFinished(steps=4, at=176.0))
+    assert flow_view(history, run_config, ready, 177.0, 100.0).bottleneck.waiting != "the run", "who leaves is not waited for"
 
 
 def test_the_view_of_a_live_run_and_of_one_at_rest(run_config: RunConfig) -> None:
