@@ -1,8 +1,9 @@
 """The console service: from its environment to an app that serves until it is asked to stop.
 
 Environment: ``MYXO_RUN``; ``NATS_URL`` and ``REDIS_URL`` (or their files) of a run on a bus; ``MYXO_RUN_DIRECTORY``, where the run's files
-lie; ``MYXO_CONSOLE``, host:port (default: any free port of loopback); ``MYXO_CONSOLE_TOKEN`` or the file of ``MYXO_CONSOLE_TOKEN_FILE``
-(default: a new one); ``MYXO_CONSOLE_HOSTS``, further names of its host, separated by commas; ``MYXO_HTTP`` for its health check.
+lie; ``MYXO_RUN_AT_REST``, where no services are to be expected; ``MYXO_CONSOLE``, host:port (default: any free port of loopback);
+``MYXO_CONSOLE_TOKEN`` or the file of ``MYXO_CONSOLE_TOKEN_FILE`` (default: a new one); ``MYXO_CONSOLE_HOSTS``, further names of its host,
+separated by commas; ``MYXO_HTTP`` for its health check.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.failures import background
 from shared.runtime.http_address import HTTP_VARIABLE, HttpAddress
 
-ADDRESS, HOSTS, DIRECTORY = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO_RUN_DIRECTORY"
+ADDRESS, HOSTS, DIRECTORY, AT_REST = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO_RUN_DIRECTORY", "MYXO_RUN_AT_REST"
 
 LOOPBACK = HttpAddress("127.0.0.1", 0)
 
@@ -58,7 +59,8 @@ def source_of_environment() -> RunSource:
     nats_url = server_urls.nats_url()
     if nats_url is None and directory is None:
         raise ConfigError("NATS_URL", None, f"required in the environment, or {DIRECTORY} with the directory of a run that is over")
-    return RunSource(run, nats_url, server_urls.redis_url(), None if directory is None else Path(directory))
+    where = None if directory is None else Path(directory)
+    return RunSource(run, nats_url, server_urls.redis_url(), where, at_rest=bool(os.environ.get(AT_REST)))
 
 
 def _health(source: RunSource) -> contextlib.AbstractAsyncContextManager[str]:
