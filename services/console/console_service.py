@@ -3,7 +3,7 @@
 Environment: ``MYXO_RUN``; ``NATS_URL`` and ``REDIS_URL`` (or their files) of a run on a bus; ``MYXO_RUN_DIRECTORY``, where the run's files
 lie; ``MYXO_RUN_AT_REST``, where no services are to be expected; ``MYXO_CONSOLE``, host:port (default: any free port of loopback);
 ``MYXO_CONSOLE_TOKEN`` or the file of ``MYXO_CONSOLE_TOKEN_FILE`` (default: a new one); ``MYXO_CONSOLE_HOSTS``, further names of its host,
-separated by commas; ``MYXO_HTTP`` for its health check.
+separated by commas; ``MYXO_CONSOLE_URL``, by which browsers reach it, where that is not its address; ``MYXO_HTTP`` for its health check.
 """
 
 import asyncio
@@ -25,6 +25,8 @@ from shared.runtime.failures import background
 from shared.runtime.http_address import HTTP_VARIABLE, HttpAddress
 
 ADDRESS, HOSTS, DIRECTORY, AT_REST = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO_RUN_DIRECTORY", "MYXO_RUN_AT_REST"
+
+URL = "MYXO_CONSOLE_URL"
 
 LOOPBACK = HttpAddress("127.0.0.1", 0)
 
@@ -49,6 +51,14 @@ async def serve() -> None:
         at = await stack.enter_async_context(http_endpoints.serving(console_app(source, token, names), address))
         structlog.get_logger().info("console_serves", at=at)
         await stopping.wait()
+
+
+def print_address() -> None:
+    """Prints the address of the console of this environment, with its token. Raises ConfigError where the token is not in it."""
+    token = server_urls.console_token()
+    if token is None:
+        raise ConfigError(server_urls.CONSOLE_TOKEN, None, "required in the environment, or its file; `myxo up` has printed the address")
+    print(f"{os.environ.get(URL) or 'http://' + os.environ.get(ADDRESS, str(LOOPBACK))}/?token={token}")
 
 
 def source_of_environment() -> RunSource:
