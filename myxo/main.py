@@ -15,6 +15,7 @@ from shared.runtime import exit_codes, telemetry
 from shared.runtime.command_line import Parser, complain, ended
 
 COMMANDS = {
+    "quickstart": ("quickstart:declare", "train a tiny model on this machine's CPU, in a directory of its own"),
     "init": ("init:declare", "write a first config for a model and a file of prompts"),
     "up": ("up:declare_up", "run a config's run on this machine"),
     "train": ("train:declare", "run a run on this machine from flags alone, slime's and Megatron's among them"),
@@ -26,6 +27,7 @@ COMMANDS = {
     "audit": ("audit:declare", "replay a run's ledger and check its invariants; exits 1 on a violation"),
     "samples": ("samples:declare", "the groups of a run, what became of them, and their samples"),
     "watch": ("status:declare_watch", "the progress of a run whose services were started elsewhere, to its end, then its summary"),
+    "top": ("top:declare", "who waits for whom in a run, what would help, what its services do, and alarms, live"),
     "env": ("env:declare", "environments: make one, serve it, check that it keeps the protocol"),
     "accounts": ("accounts:declare", "make the accounts of a run on NATS and Redis"),
     "simulate": ("service_tools:declare", "throughput and staleness of every policy, simulated"),

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
-from shared.history.flow_history import EndedGroup, StepRecord
+from shared.history.flow_history import DeadGroup, StepRecord
 from shared.live.alarm_kinds import AlarmKind
+from shared.live.room import Room
 from shared.live.text import duration, number, shortened_line
 from shared.schema.service_messages import ServiceStatus
 
@@ -43,22 +44,6 @@ class Alarm:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Free and all bytes of something."""
-
-    free: int
-    total: int
-
-    @property
-    def share(self) -> float:
-        """Returns the share that is free."""
-        return self.free / self.total if self.total else 1.0
-
-    def __str__(self) -> str:
-        return f"{self.free / 2**30:.1f} of {self.total / 2**30:.1f} GiB free"
-
-
-@dataclass(frozen=True)
 class Symptoms:
     """What alarms are judged by.
 
@@ -72,7 +57,7 @@ class Symptoms:
     push_seconds: Sequence[float] = ()
     statuses: Sequence[ServiceStatus] = ()
     restarts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    dead: Sequence[EndedGroup] = ()
+    dead: Sequence[DeadGroup] = ()
     stale_share: float = 0.0
     away: Mapping[str, str] = field(default_factory=dict)
     disk: Room | None = None

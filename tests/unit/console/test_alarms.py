@@ -1,15 +1,17 @@
 """Each alarm by what raises it, and by what just does not."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.history.flow_history import EndedGroup, FlowHistory, StepRecord
+from shared.history.flow_history import DeadGroup, FlowHistory, StepRecord
 from shared.live.alarm_kinds import AlarmKind
-from shared.live.alarms import Room, Symptoms, alarms
+from shared.live.alarms import Symptoms, alarms
 from shared.live.health_view import health_view, symptoms
+from shared.live.room import Room
 from shared.schema.ledger import GroupDead, GroupsDropped
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 
@@ -45,7 +47,7 @@ RAISED: list[tuple[AlarmKind, Symptoms]] = [
     (AlarmKind.NO_SIGNAL, Symptoms(steps=[step(index, equal_rewards=6) for index in range(5)])),
     (AlarmKind.TRUNCATION, Symptoms(steps=[step(index, truncated=12) for index in range(5)])),
     (AlarmKind.UNREAD, Symptoms(steps=[step(index, unread=12) for index in range(5)])),
-    (AlarmKind.DEAD, Symptoms(dead=[EndedGroup("g1", "too old", 1.0)])),
+    (AlarmKind.DEAD, Symptoms(dead=[DeadGroup("g1", "too old", 1.0)])),
     (AlarmKind.DROPPED, Symptoms(stale_share=0.3)),
     (AlarmKind.PUSH_GROWS, Symptoms(push_seconds=[1.0] * 15 + [3.0] * 5)),
     (AlarmKind.DISK, Symptoms(disk=Room(1 << 30, 1 << 40))),
@@ -62,6 +64,11 @@ def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptom
 
 def test_every_kind_of_alarm_can_be_raised() -> None:
     assert {kind for kind, _ in RAISED} == set(AlarmKind)
+
+
+def test_every_kind_of_alarm_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "bottlenecks.md").read_text()
+    assert [kind.value for kind in AlarmKind if f"\n| {kind.value} |" not in page] == []
 
 
 @pytest.mark.parametrize(
