@@ -28,15 +28,20 @@ ADDRESS, HOSTS, DIRECTORY, AT_REST = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO
 
 URL = "MYXO_CONSOLE_URL"
 
+NICENESS = 5
+"""How far it stands back, on a machine that has little time, behind the services that it looks at."""
+
 LOOPBACK = HttpAddress("127.0.0.1", 0)
 
 
 async def serve() -> None:
     """Serves until SIGTERM or SIGINT. Raises ConfigError for an environment that cannot be used."""
+    os.nice(NICENESS)
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    source, token = source_of_environment(), server_urls.console_token() or new_token()
+    source, given_token = source_of_environment(), server_urls.console_token()
+    token = given_token or new_token()
     if len(token) < LEAST_TOKEN:
         raise ConfigError(server_urls.CONSOLE_TOKEN, "…", f"at least {LEAST_TOKEN} characters that nobody can guess")
     given = os.environ.get(ADDRESS)
@@ -49,7 +54,8 @@ async def serve() -> None:
         if HTTP_VARIABLE in os.environ:
             await stack.enter_async_context(_health(source))
         at = await stack.enter_async_context(http_endpoints.serving(console_app(source, token, names), address))
-        structlog.get_logger().info("console_serves", at=at)
+        # a token that was made here is known to nobody else
+        structlog.get_logger().info("console_serves", at=at, **({} if given_token else {"url": f"http://{at}/?token={token}"}))
         await stopping.wait()
 
 
