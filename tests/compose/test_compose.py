@@ -4,6 +4,7 @@ The tests are one story in order, over one stack (`stack` in conftest.py): bring
 """
 
 import json
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -62,7 +63,8 @@ def test_the_console_alone_is_published_and_on_loopback(stack: Stack) -> None:
     }
     assert published == {("console", "127.0.0.1")}
     said = stack.compose("exec", "-T", "console", "python", "-m", "services.console", "address")
-    with urllib.request.urlopen(said.strip(), timeout=60) as page:
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with browser.open(said.strip(), timeout=60) as page:
         assert b"Myxo" in page.read()
 
 
