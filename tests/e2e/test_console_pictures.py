@@ -39,7 +39,7 @@ async def learning(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     text = (ROOT / "examples/arithmetic/quickstart.toml").read_text().replace("runs/quickstart/data", str(data))
     config.write_text(text.replace("[run]", f'[run]\ndir = "{tmp_path}/runs"'))
     async with chromium() as browser:
-        with LaunchedRun(config, tmp_path / "runs" / "quickstart", "quickstart", ("--eval-interval", "5", "--keep-rollouts-tokens")) as run:
+        with LaunchedRun(config, tmp_path / "runs" / "quickstart", "quickstart", ("--console", "--eval-interval", "5", "--keep-rollouts-tokens")) as run:
             await asyncio.to_thread(run.until, f"{STEPS} steps", lambda cards: gauge(cards, "buffer", "trained_steps") >= STEPS, 1800)
             yield console_of(run, browser)
 
