@@ -1,7 +1,8 @@
 """The website's hooks, which `mkdocs.yml` names: pages link to files all over the repository, and on the website those stand there, too.
 
 ``mkdocs build --strict`` checks every link. A link that leaves ``docs/`` (an example's README, a test that shows a claim) leads to a page
-under ``repository/``: the file itself where it is Markdown, else its text. Formulas become MathML. So the site is whole without the network.
+under ``repository/``: the file itself where it is Markdown, else its text. Formulas become MathML. So the site is whole
+without the network.
 """
 
 import html
