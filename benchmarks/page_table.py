@@ -3,9 +3,10 @@
 from pathlib import Path
 
 
-def put_table(page: Path, benchmark: str, table: str) -> None:
-    """Puts a table into the page, in the place of what stands between the marks of ``benchmarks.<benchmark>``."""
-    start, end = f"<!-- {benchmark}: python -m benchmarks.{benchmark} --write -->\n", f"<!-- /{benchmark} -->"
+def put_table(page: Path, benchmark: str, table: str, name: str = "") -> None:
+    """Puts a table into the page, in the place of what stands between the marks of ``benchmarks.<benchmark>``; ``name``: one of several."""
+    name = name or benchmark
+    start, end = f"<!-- {name}: python -m benchmarks.{benchmark} --write -->\n", f"<!-- /{name} -->"
     before, _, rest = page.read_text().partition(start)
     _, _, after = rest.partition(end)
     page.write_text(before + start + table + "\n" + end + after)

@@ -50,7 +50,7 @@ GPU_SHAPE = CPU_SHAPE | {
     "num_key_value_heads": 8,
     "head_dim": 128,
 }
-RESULTS = Path(__file__).parent / "results" / "trainer_prefixes.json"
+RESULTS = [Path(__file__).parent / "results" / f"{name}.json" for name in ("trainer_prefixes", "trainer_prefixes_gpu")]
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
 
 Draw = Callable[[int], list[int]]
@@ -65,7 +65,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
     arguments = parser.parse_args()
     if arguments.write:
-        put_table(PAGE, "trainer_prefixes", table(json.loads(RESULTS.read_text())))
+        for results in RESULTS:
+            put_table(PAGE, "trainer_prefixes", table(json.loads(results.read_text())), results.stem)
         return 0
     rows = measure(arguments.case or list(CASES), arguments.steps)
     if arguments.json is not None:

@@ -19,6 +19,11 @@ settings.load_profile("myxo")
 _numbers = itertools.count(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declares the suites' own options."""
+    parser.addoption("--pictures", action="store_true", help="take the documentation's pictures of the console anew, into docs/pictures")
+
+
 @pytest.fixture(autouse=True)
 def own_logs() -> Iterator[None]:
     """A command that a test runs in this process may silence or redirect the logs; the next test has them as they were."""

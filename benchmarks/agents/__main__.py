@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,13 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of the parts that are asked for, and what they were measured on."""
     dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     machine = Machine(options.device, options.gpus, dtype, dict(options.sglang))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{len(os.sched_getaffinity(0))} cores",
+        "device": f"{machine.device}, {machine.dtype}",
+        "model": str(options.model) if options.model else f"random weights, {options.shape}",
+        "packages": {name: importlib.metadata.version(name) for name in ("sglang", "openai")},
+    }
     with tempfile.TemporaryDirectory(prefix="mx-") as name:
         directory = Path(name)
         model = options.model or await asyncio.to_thread(write_model, directory / "model", options.shape)
@@ -99,19 +106,21 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             async with site(directory, run_config(directory, "overhead-c", model, machine, 1, True), machine) as made:
                 await made.start_gateways(1)
                 found["overhead"] = await by_format(made, Tokenizer(model).eos_id or 0, options.requests, options.at_once)
+                _keep(found, options, "overhead")
         if {"pace", "prefixes", "crowd"} & set(options.parts):
-            found |= await _with_engines(options, machine, directory, model)
-    return {
-        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, not reserved: load {os.getloadavg()[0]:.1f} at the end",
-        "device": f"{machine.device}, {machine.dtype}",
-        "model": str(options.model) if options.model else f"random weights, {options.shape}",
-        "packages": {name: importlib.metadata.version(name) for name in ("sglang", "openai")},
-        **found,
-    }
+            await _with_engines(options, machine, directory, model, found)
+    found["machine"] += f", not reserved: load {os.getloadavg()[0]:.1f} at the end"
+    return found
 
 
-async def _with_engines(options: argparse.Namespace, machine: Machine, directory: Path, model: Path) -> dict[str, Any]:
+def _keep(found: dict[str, Any], options: argparse.Namespace, part: str) -> None:
+    """Says that a part is measured, and writes what there is by now: a run that breaks off leaves that."""
+    print(f"{time.strftime('%H:%M:%S')} measured: {part}", file=sys.stderr, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+async def _with_engines(options: argparse.Namespace, machine: Machine, directory: Path, model: Path, found: dict[str, Any]) -> None:
     load = Load(options.sessions, options.turns, options.opening, options.further, options.tokens)
     crowd = Load(options.crowd, options.turns, options.further, options.further, options.crowd_tokens)
     repetitions, replicas = options.repetitions, options.replicas if {"prefixes", "crowd"} & set(options.parts) else 1
@@ -120,12 +129,12 @@ async def _with_engines(options: argparse.Namespace, machine: Machine, directory
         "agent_options": {"turns": options.turns, "further": options.further},
         **({"agent_workers": options.agent_workers} if options.agent_workers else {}),
     }
-    found: dict[str, Any] = {}
     async with site(directory, run_config(directory, "agents-a", model, machine, replicas, True, **rollout), machine) as made:
         url = await made.start_replica()
         await made.start_gateways(1)
         if "pace" in options.parts:
             found["pace"] = await compared(made, url, load, repetitions)
+            _keep(found, options, "pace")
         for _ in range(replicas - 1):
             await made.start_replica()
         if "prefixes" in options.parts:
@@ -133,9 +142,11 @@ async def _with_engines(options: argparse.Namespace, machine: Machine, directory
                 "cache and affinity": await prefilled(made, load, -(-repetitions // 2), apart=False),
                 "cache alone": await prefilled(made, load, -(-repetitions // 2), apart=True),
             }
+            _keep(found, options, "prefixes with cache")
         if "crowd" in options.parts:
             await made.start_gateways(options.gateways)
             found["crowd"] = {"gateways": options.gateways, "replicas": replicas, **await crowded(made, crowd)}
+            _keep(found, options, "crowd")
     if "prefixes" in options.parts:
         async with site(directory, run_config(directory, "agents-b", model, machine, replicas, False, **rollout), machine) as made:
             for _ in range(replicas):
@@ -143,7 +154,6 @@ async def _with_engines(options: argparse.Namespace, machine: Machine, directory
             await made.start_gateways(1)
             found["prefixes"]["affinity alone"] = await prefilled(made, load, -(-repetitions // 2), apart=False)
             found["prefixes"] |= {"load": vars(load), "replicas": replicas}
-    return found
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from myxo.display.progress_display import Display
 from myxo.launch import erase, exit_report
+from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
+from myxo.launch.console_process import ConsoleProcess
 from myxo.launch.disk_watch import DiskWatch
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
@@ -20,6 +22,7 @@ from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_access import BUS_ERRORS, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.vocabulary import vocabulary
+from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -79,6 +82,7 @@ class Launch:
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
+        self._browser: ConsoleProcess | None = None
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
@@ -86,7 +90,7 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
-        self._servers = RunServers(self._directory, self._given, self._config.store)
+        self._servers = RunServers(self._directory, self._given, self._config.store, rights_of(CONSOLE, self._run))
         self._servers.start()
         try:
             inbox = Subjects(self._run).inbox("operator")
@@ -117,9 +121,25 @@ class Launch:
             return await self._report(bus)
         await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
-        self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid()))
-        self._began = await runs.trained_steps(bus, run)
-        return await self._supervise(bus, specs)
+        self._start_console()
+        url = "" if self._browser is None else self._browser.url
+        self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid(), url))
+        try:
+            self._began = await runs.trained_steps(bus, run)
+            return await self._supervise(bus, specs)
+        finally:
+            if self._browser is not None:
+                self._browser.stop()
+
+    def _start_console(self) -> None:
+        """Starts the console, and says where it is."""
+        if not self._config.console.console:
+            return
+        nats_url, redis_url = self._servers.guest_urls
+        environment = {"MYXO_RUN": self._run, "NATS_URL": nats_url, "REDIS_URL": redis_url, "MYXO_RUN_DIRECTORY": str(self._directory.root)}
+        self._browser = ConsoleProcess(self._config.console, self._directory.log(CONSOLE_INSTANCE), environment)
+        if self._browser.url:
+            self._say(f"Console: {self._browser.url}")
 
     # --- while it runs
 
@@ -160,6 +180,8 @@ class Launch:
             if disk.look(now):
                 self._servers.write_again()
             self._servers.tick(now)
+            if self._browser is not None:
+                self._browser.tick(now)
             held_back = any(status.held_back for status in self._statuses)
             if disk.text or held_back or not bus.connection.is_connected:
                 self._away = now

@@ -9,6 +9,7 @@ import structlog
 from myxo.launch.restart_policy import BackOff
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
+from shared.accounts.permissions import Rights
 from shared.config.store_section import StoreSection
 from shared.live.run_view import ServiceError
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
@@ -42,19 +43,27 @@ class RunServers:
 
     Args:
         given: servers from the environment; what is absent there is embedded, with its files in ``directory``.
-        store: durability and memory of the embedded Valkey.
+        store: durability and memory of the embedded Valkey. guest: an account that embedded servers have besides their own.
+
+    ``guest_urls``: those of NATS and the store for that account; of given servers their own.
     """
 
-    def __init__(self, directory: RunDirectory, given: GivenServers, store: StoreSection) -> None:
+    def __init__(self, directory: RunDirectory, given: GivenServers, store: StoreSection, guest: Rights | None = None) -> None:
         self.managed: list[ManagedServer] = []
         self.troubled = float("-inf")
         """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
-        self.nats_url = given.nats_url or self._managed(EmbeddedNats(directory.nats))
-        self.redis_url = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes))
+        nats_url, redis_url = given.nats_url, given.redis_url
+        self.nats_url, guest_nats = (nats_url, nats_url) if nats_url else self._managed(EmbeddedNats(directory.nats, guest))
+        self.redis_url, guest_redis = (
+            (redis_url, redis_url)
+            if redis_url
+            else self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
+        )
+        self.guest_urls = guest_nats, guest_redis
 
-    def _managed(self, server: EmbeddedServer) -> str:
+    def _managed(self, server: EmbeddedNats | EmbeddedValkey) -> tuple[str, str]:
         self.managed.append(ManagedServer(server, BackOff(at_once=True), time.monotonic()))
-        return server.url
+        return server.url, server.guest_url
 
     def start(self) -> None:
         """Starts the embedded ones. Raises MyxoError with the reason of the first that does not start."""

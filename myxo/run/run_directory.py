@@ -64,11 +64,13 @@ class RunHeld(MyxoError):
 
 @dataclass(frozen=True)
 class ServerUrls:
-    """Addresses of a live run's servers, credentials included, and the process id of its launcher."""
+    """Addresses of a live run's servers, credentials included, and the process id of its launcher. ``console``: its address with its
+    token, empty where it has none."""
 
     nats_url: str
     redis_url: str
     pid: int
+    console: str = ""
 
 
 class RunDirectory:

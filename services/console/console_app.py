@@ -1,7 +1,6 @@
 """The console's app: the pages' answers under ``/api``, the feed of changes, and the files that the browser runs."""
 
 import mimetypes
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,21 +10,20 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 
 from services.console.access_token import AccessToken
+from services.console.other_runs import runs_beside
 from services.console.pages import flow, health, run, samples, weights
+from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
-from shared.bus import runs
 
 WEB = Path(__file__).with_name("web")
 
-PAGE_MODULES = {"run": run, "flow": flow, "weights": weights, "samples": samples, "health": health}
-
 
 class AwayPart(BaseModel):
-    """Something that is away: a server, a service, or the ledger. ``seconds``: for how long already."""
+    """Something that is away: a server, a service, or the ledger. ``since``: seconds since the epoch."""
 
     name: str
-    seconds: float
+    since: float
     why: str
 
 
@@ -47,11 +45,11 @@ class Overview(BaseModel):
     runs: list[str]
 
 
-def overview(source: RunSource, now: float) -> Overview:
-    """Returns what stands above all pages. ``now``: seconds since the epoch."""
+def overview(source: RunSource) -> Overview:
+    """Returns what stands above all pages."""
     gauges = [status.gauges for status in source.statuses]
     steps = [int(gauge[name]) for gauge in gauges for name in ("trained_steps", "step") if name in gauge and gauge[name] >= 0]
-    away = [AwayPart(name=name, seconds=max(0.0, now - it.since), why=it.why) for name, it in sorted(source.away.items())]
+    away = [AwayPart(name=name, since=it.since, why=it.why) for name, it in sorted(source.away.items())]
     return Overview(
         run=source.run,
         version=__version__,
@@ -65,13 +63,6 @@ def overview(source: RunSource, now: float) -> Overview:
     )
 
 
-def runs_beside(directory: Path | None) -> list[str]:
-    """Returns the names of the other runs in the directory that a run's own one lies in."""
-    if directory is None or not directory.parent.is_dir():
-        return []
-    return sorted(path.name for path in directory.parent.iterdir() if path != directory and (path / runs.FROZEN).is_file())
-
-
 def frame_router(source: RunSource) -> APIRouter:
     """Returns the routes that belong to no page."""
     router = APIRouter()
@@ -79,7 +70,7 @@ def frame_router(source: RunSource) -> APIRouter:
     @router.get("/overview")
     async def read_overview() -> Overview:
         """What stands above all pages."""
-        return overview(source, time.time())
+        return overview(source)
 
     @router.get("/events", response_class=StreamingResponse)
     async def read_events() -> StreamingResponse:
@@ -99,8 +90,11 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
         return JSONResponse({"detail": str(error), "away": sorted(source.away)}, 503)
 
     app.include_router(frame_router(source), prefix="/api", tags=["console"])
-    for page, module in PAGE_MODULES.items():
-        app.include_router(module.router(source), prefix=f"/api/{page}", tags=[page])
+    pipeline = RunPipeline(source)
+    routers = {"run": run.router(source), "weights": weights.router(source), "samples": samples.router(source)}
+    routers |= {"flow": flow.router(pipeline), "health": health.router(pipeline)}
+    for page, router in routers.items():
+        app.include_router(router, prefix=f"/api/{page}", tags=[page])
     app.mount("/", StaticFiles(directory=WEB, html=True))
     app.add_middleware(AccessToken, token=token, names=list(names))
     return app

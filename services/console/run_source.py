@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import nats.errors
 import nats.js.errors
@@ -17,22 +19,20 @@ from redis.exceptions import RedisError
 
 from services.console.absence import AbsentServices, Away
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
-from shared.bus import runs, stream_replay
+from shared.accounts.permissions import CONSOLE, ROLES, user_name
+from shared.bus import direct_read, runs
 from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.stream_replay import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
 
 NATS, STORE, LEDGER = "NATS", "Redis", "the ledger"
 """What may be away besides services."""
-
-CONSOLE = "console"
-"""The role of the console's account."""
 
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 5.0
@@ -42,6 +42,8 @@ READ_SECONDS = 10.0
 """The time without progress after which reading a stream is given up."""
 
 BUS_ERRORS = (MyxoError, nats.errors.Error, nats.js.errors.Error, *TRANSIENT)
+
+Shared = TypeVar("Shared")
 
 Follower = Callable[[], Awaitable[Collection[str]]]
 """Reads what is new in the ledger or the events since its last call; returns the pages whose data has changed by it."""
@@ -61,7 +63,8 @@ class RunSource:
     Attributes:
         config: None until it is known. statuses: of the live services. phase, failure: as `runs.phase_and_reason` gives them.
         away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
-            after `connected`. scratch: a directory for files of this process alone.
+            after `connected`. lookers: called with the statuses of the live services at each look. scratch: a directory for files of
+            this process alone.
     """
 
     def __init__(self, run: str, nats_url: str | None, redis_url: str | None, directory: Path | None) -> None:
@@ -74,10 +77,12 @@ class RunSource:
         self.away: dict[str, Away] = {}
         self.feed = ChangeFeed()
         self.followers: list[Follower] = []
+        self.lookers: list[Callable[[Sequence[ServiceStatus]], None]] = []
         self._nats_url, self._redis_url = nats_url, redis_url
         self._bus: Bus | None = None
         self._store: Store | None = None
         self._services = AbsentServices()
+        self._shared: dict[object, Any] = {}
         self._news = asyncio.Event()
         self._news.set()
         self._scratch = tempfile.TemporaryDirectory(prefix="myxo-console-")
@@ -85,6 +90,11 @@ class RunSource:
         self._log = structlog.get_logger()
 
     # --- for pages
+
+    @property
+    def connected(self) -> bool:
+        """Whether the bus is there."""
+        return self._bus is not None and self._bus.connection.is_connected and NATS not in self.away
 
     def bus(self) -> Bus:
         """Returns the bus. Raises SourceAway while it is not connected."""
@@ -98,21 +108,28 @@ class RunSource:
             raise SourceAway(self._words(STORE))
         return self._store
 
+    def shared(self, kind: "Callable[[RunSource], Shared]") -> Shared:
+        """Returns what several pages read together: the one ``kind`` of this source, made when it is first asked for."""
+        if kind not in self._shared:
+            self._shared[kind] = kind(self)
+        found: Shared = self._shared[kind]
+        return found
+
     async def read(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
     ) -> AsyncIterator[tuple[int, Entry]]:
-        """Yields (sequence, message) as `stream_replay.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
+        """Yields (sequence, message) as `direct_read.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
         bus = self.bus()
         try:
-            async for item in stream_replay.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
+            async for item in direct_read.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
                 yield item
-        except (nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
+        except (DeadlineExceeded, nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
             raise SourceAway(f"{stream} could not be read to its end: {error or type(error).__name__}") from error
 
     def _words(self, what: str) -> str:
         away = self.away.get(what)
         if away is not None:
-            return f"{what} is away since {time.time() - away.since:.0f} s: {away.why}"
+            return f"{what} is away for {time.time() - away.since:.0f} s: {away.why}"
         return f"{what} is not connected yet" if self.live else f"{what} is not there: this run is read from its directory"
 
     # --- what goes on beside them
@@ -148,16 +165,16 @@ class RunSource:
                 self._note(what, str(error) or type(error).__name__)
             await asyncio.sleep(POLL_SECONDS)
 
-    def _note(self, what: str, why: str | None) -> None:
-        """Notes that something is away for a reason, or there (None)."""
+    def _note(self, what: str, why: str | None, since: float | None = None) -> None:
+        """Notes that something is away for a reason, ``since`` then (None: now), or that it is there (no reason)."""
         if why is None:
             if self.away.pop(what, None) is not None:
                 self._news.set()
                 self._log.info("back", what=what)
                 self.feed.touch(OVERVIEW, HEALTH, FLOW)
         elif what not in self.away or self.away[what].why != why:
-            since = self.away[what].since if what in self.away else time.time()
-            self.away[what] = Away(since, why)
+            began = self.away[what].since if what in self.away else since or time.time()
+            self.away[what] = Away(began, why)
             self._log.warning("away", what=what, why=why)
             self.feed.touch(OVERVIEW, HEALTH, FLOW)
 
@@ -170,6 +187,8 @@ class RunSource:
         if (phase, failure) != (self.phase, self.failure):
             self.phase, self.failure = phase, failure
             self.feed.touch(OVERVIEW, HEALTH)
+        for looker in self.lookers:
+            looker(statuses)
         if statuses != self.statuses:
             self.statuses = statuses
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
@@ -182,12 +201,13 @@ class RunSource:
         for name in (self.away.keys() - {NATS, STORE, LEDGER}) - absent.keys():
             self._note(name, None)
         for name, away in absent.items():
-            self._note(name, away.why)
+            self._note(name, away.why, away.since)
 
     async def _connected(self) -> Bus:
         """Connects, reads the config, and has the bus tell of what is new."""
         assert self._nats_url is not None
-        bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=self.names.inbox(CONSOLE))
+        inbox = self.names.inbox(role_of(self._nats_url, self.run))
+        bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=inbox)
         try:
             self.config = await runs.load(bus, self.run)
             self._redis_url = self._redis_url or await runs.store_url(bus, self.run)
@@ -233,3 +253,9 @@ class RunSource:
             if self.directory is not None and (path := self.directory / name).exists():
                 return path
         return None
+
+
+def role_of(url: str, run: str) -> str:
+    """Returns the role whose account a URL names, for its replies' subject; the console's own where it names none of the run's."""
+    user = urlsplit(url.split(",")[0]).username or ""
+    return next((role for role in ROLES if user_name(role, run) == user), CONSOLE)

@@ -93,7 +93,7 @@ class Actor:
         if initialized is not None:
             initialized()
         megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
-        least = least_saved(trainer.prefix_sharing, megatron, runtime.device())
+        least = least_saved(trainer.prefix_sharing, megatron)
         chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head)
         if settings.lora is not None:
             lora.attach(chunks, megatron, architecture, settings.lora, trainer.seed)

@@ -220,10 +220,13 @@ class Trainer(RoleWorker):
     # --- pushes and checkpoints
 
     def _push(self, push: Push) -> None:
+        started = time.monotonic()
         with self._colocation.pushing():
             self._pusher.begin(push)
             if self._colocation.colocated:
                 self._pusher.wait()
+        if self._metrics is not None:
+            self._metrics.stood_still("push", time.monotonic() - started)
 
     def _leave(self, done: bool) -> None:
         self._pusher.wait()

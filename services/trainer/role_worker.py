@@ -112,7 +112,7 @@ class RoleWorker:
     def _log_prefix_sharing(self) -> None:
         """Tells once why beginnings are not shared, where nobody has asked for that."""
         setting = self._config.trainer.prefix_sharing
-        reason = obstacle(setting, self._actor.model.config, runtime.device())
+        reason = obstacle(self._actor.model.config)
         if self._control is not None and setting != "off" and reason is not None:
             self._log.info("prefix_sharing_off", reason=reason)
 
@@ -231,7 +231,10 @@ class RoleWorker:
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps
-        self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
+        seconds = time.monotonic() - started
+        if self._metrics is not None:
+            self._metrics.stood_still("save", seconds)
+        self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(seconds, 2))
 
     def _save_at_once(self) -> None:
         """Returns once the training's present state is on disk, ahead of its interval."""

@@ -2,7 +2,7 @@
 
     DIR/nats/      nats.conf, certificate.pem, key.pem
     DIR/redis/     redis.conf, health (password of the account that may only ping), certificate.pem, key.pem
-    DIR/<role>/    nats_url, redis_url, ca.pem; rollout's, and that of the router, which has nothing else: router_key
+    DIR/<role>/    nats_url, redis_url, ca.pem; rollout's, and that of the router, which has nothing else: router_key; console's: token
 
 In compose each of these directories is a separate volume, which only its owner's container mounts.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shared.accounts.permissions import HEALTH, ROLES, ROLLOUT, Rights, rights
+from shared.accounts.permissions import CONSOLE, HEALTH, ROLES, ROLLOUT, Rights, rights
 from shared.accounts.render import CERTIFICATE, KEY, MEMORY, NatsSettings, RedisSettings, nats_conf, redis_conf
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
@@ -24,6 +24,12 @@ NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"
 
 ROUTER_KEY = "router_key"
 """The name of the file with the key to the router's control plane."""
+
+TOKEN = "token"
+"""The name of the file with what opens the console."""
+
+_BARE = (HEALTH, ROUTER_KEY, TOKEN)
+"""Files that hold a password alone, not a URL."""
 
 OWNER_ONLY = 0o400
 """The mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)."""
@@ -91,7 +97,7 @@ def _make(directory: Path, deployment: Deployment) -> list[str]:
     said.append(f"passwords: {len(passwords) - kept} made, {kept} kept")
     written = []
     for path, text in _texts(directory, deployment, roles, passwords).items():
-        if write(path, text.encode(), OWNER_ONLY if path.name in (NATS_URL, REDIS_URL, ROUTER_KEY) else EVERYBODY):
+        if write(path, text.encode(), OWNER_ONLY if path.name in (NATS_URL, REDIS_URL, ROUTER_KEY, TOKEN) else EVERYBODY):
             written.append(str(path.relative_to(directory)))
     said.append(f"files: {', '.join(written) or 'all as they were'}")
     said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
@@ -102,7 +108,7 @@ def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, s
     """Returns every password by its file, known or newly made, and how many were known."""
     places = [directory / role.role / NATS_URL for role in roles]
     places += [directory / role.role / REDIS_URL for role in roles if role.store is not None]
-    places += [directory / REDIS / HEALTH, directory / ROUTER / ROUTER_KEY]
+    places += [directory / REDIS / HEALTH, directory / ROUTER / ROUTER_KEY, directory / CONSOLE / TOKEN]
     known = {path: password for path in places if (password := _password(path))}
     passwords = {path: known.get(path) or secrets.token_urlsafe(PASSWORD_BYTES) for path in places}
     return passwords, len(known)
@@ -126,6 +132,7 @@ def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], p
     texts[directory / REDIS / "redis.conf"] = redis_conf(roles, store, replace(redis_settings, tls=tls))
     texts[directory / REDIS / HEALTH] = store[HEALTH]
     texts |= {directory / home / ROUTER_KEY: passwords[directory / ROUTER / ROUTER_KEY] for home in (ROUTER, ROLLOUT)}
+    texts[directory / CONSOLE / TOKEN] = passwords[directory / CONSOLE / TOKEN]
     return texts
 
 
@@ -133,12 +140,12 @@ def _password(path: Path) -> str | None:
     """Returns the password in a file; None where there is none yet."""
     try:
         text = path.read_text().strip()
-        password = text if path.name in (HEALTH, ROUTER_KEY) else urlsplit(text).password
+        password = text if path.name in _BARE else urlsplit(text).password
     except FileNotFoundError:
         return None
     except ValueError:
         password = None
-    if not password and path.name not in (HEALTH, ROUTER_KEY):
+    if not password and path.name not in _BARE:
         raise ConfigError(str(path), "…", "expected a URL with a password; remove the file to have a new one made")
     return password or None
 

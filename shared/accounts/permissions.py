@@ -12,8 +12,9 @@ from shared.bus.streams import generated_consumer, scored_consumer, task_consume
 from shared.bus.subjects import EVAL, PRODUCER, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.config.bus_section import BusSection
 
-BUFFER, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT = "buffer", "trainer", "gateway", "operator", "environment"
-ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT)
+BUFFER, TRAINER, GATEWAY, CONSOLE = "buffer", "trainer", "gateway", "console"
+OPERATOR, ENVIRONMENT = "operator", "environment"
+ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE, OPERATOR, ENVIRONMENT)
 """The accounts of a run: its services, its operators, and external environments on the bus."""
 
 HEALTH = "health"
@@ -78,6 +79,7 @@ def rights(run: str) -> tuple[Rights, ...]:
         REWARD: _reward,
         TRAINER: _trainer,
         GATEWAY: _gateway,
+        CONSOLE: _console,
         OPERATOR: _operator,
         ENVIRONMENT: _environment,
     }
@@ -100,9 +102,15 @@ def rights(run: str) -> tuple[Rights, ...]:
             sessions,
             (StoreRights(("setnx",), (), payloads), StoreRights(("get", "set"), ingested, ingested)),
         ),
+        CONSOLE: StoreRights((*_CONNECTION, "getrange", "info"), payloads),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
     }
     return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)
+
+
+def rights_of(role: str, run: str) -> Rights:
+    """Returns the rights of one role."""
+    return next(found for found in rights(run) if found.role == role)
 
 
 # --- rights that several roles have
@@ -231,6 +239,23 @@ def _gateway(names: Subjects) -> BusRights:
         *_read(names.weights_bucket),  # to learn the live version
     )
     return BusRights(publish, (_inbox(names, GATEWAY),))
+
+
+def _console(names: Subjects) -> BusRights:
+    """Returns rights to read alone. No consumer: whoever makes one names the subject that the server delivers its messages to."""
+    bus = BusSection()
+    queues = [task_consumer(names.run, bus, kind) for kind in (TRAIN, EVAL)]
+    queues += [generated_consumer(names.run, bus, ANY), scored_consumer(names.run, bus)]
+    publish = (
+        f"{API}.INFO",
+        *(_stream_info(stream) for stream in _streams(names)),
+        *(f"{API}.STREAM.MSG.GET.{stream}" for stream in (names.ledger_stream, names.events_stream)),
+        *(f"{API}.DIRECT.GET.{stream}" for stream in (names.ledger_stream, names.events_stream)),
+        *(f"{API}.STREAM.MSG.GET.KV_{bucket}" for bucket in _buckets(names)),
+        *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),
+    )
+    events = tuple(names.event(plane, REST) for plane in ("weights", "trainer", "service"))
+    return BusRights(publish, (_inbox(names, CONSOLE), names.ledger(REST), *events))
 
 
 def _operator(names: Subjects) -> BusRights:

@@ -69,9 +69,13 @@ def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: 
     if settings.tls is not None:
         files = {"cert_file": f"{settings.tls}/{CERTIFICATE}", "key_file": f"{settings.tls}/{KEY}"}
         config["tls"] = {**files, "timeout": TLS_SECONDS}
-    users = [{"user": role.user, "password": passwords[role.role], "permissions": _permissions(role.bus)} for role in rights]
-    config["authorization"] = {"users": users}
+    config["authorization"] = {"users": [nats_user(role, passwords[role.role]) for role in rights]}
     return "".join(f"{key}: {json.dumps(value, indent=2)}\n" for key, value in config.items())
+
+
+def nats_user(role: Rights, password: str) -> dict[str, Any]:
+    """Returns the entry of a role's account among ``authorization``'s users."""
+    return {"user": role.user, "password": password, "permissions": _permissions(role.bus)}
 
 
 def _permissions(bus: BusRights) -> dict[str, Any]:
@@ -111,12 +115,13 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         lines += ["port 0", f"tls-port {settings.port}", "tls-auth-clients no"]
         lines += [f"tls-cert-file {_quoted(f'{settings.tls}/{CERTIFICATE}')}", f"tls-key-file {_quoted(f'{settings.tls}/{KEY}')}"]
     lines.append("user default off resetpass resetkeys resetchannels -@all")
-    lines += [_user(role.user, passwords[role.role], role.store) for role in rights if role.store is not None]
-    lines.append(_user(HEALTH, passwords[HEALTH], StoreRights(("ping",))))
+    lines += [redis_user(role.user, passwords[role.role], role.store) for role in rights if role.store is not None]
+    lines.append(redis_user(HEALTH, passwords[HEALTH], StoreRights(("ping",))))
     return "\n".join([*lines, ""])
 
 
-def _user(name: str, password: str, store: StoreRights) -> str:
+def redis_user(name: str, password: str, store: StoreRights) -> str:
+    """Returns the line of an account, which has these rights and no other."""
     digest = hashlib.sha256(password.encode()).hexdigest()
     further = "".join(f" ({_granted(rights)})" for rights in store.further)
     return f"user {name} on #{digest} sanitize-payload resetchannels resetkeys {_granted(store)}{further}"

@@ -60,7 +60,7 @@ async def read(
                 for message in messages:
                     pending -= 1
                     seen = message.metadata.sequence.stream
-                    if (entry := _decoded(model, message.data, strict)) is not None:
+                    if (entry := decoded(model, message.data, strict)) is not None:
                         yield seen, entry
             else:
                 return
@@ -69,7 +69,8 @@ async def read(
                 await pull.unsubscribe()
 
 
-def _decoded(model: type[Entry], data: bytes, strict: bool) -> Entry | None:
+def decoded(model: type[Entry], data: bytes, strict: bool) -> Entry | None:
+    """Returns a message; None for one that cannot be decoded, where that is not ``strict``. Raises BadMessage."""
     try:
         return model.decode(data)
     except BadMessage:

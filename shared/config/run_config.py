@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
 from shared.config.bus_section import BusSection
+from shared.config.console_section import ConsoleSection
 from shared.config.curriculum_section import REASONING_GYM_SOURCE, CurriculumSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import STEP, DebugSection
@@ -67,6 +68,7 @@ class RunConfig(Section):
     store: StoreSection = StoreSection()
     gateway: GatewaySection = GatewaySection()
     ingest: IngestSection = IngestSection()
+    console: ConsoleSection = ConsoleSection()
 
     def _complete(self) -> None:
         if self.episode.episode_url is not None and "rm_type" not in self.reward.model_fields_set:

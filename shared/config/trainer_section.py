@@ -90,8 +90,8 @@ class TrainerSection(Section):
     max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch, times context_parallel_size")
     prefix_sharing: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="compute what sequences of a micro-batch begin with alike once: auto where that is exact and saves 10 % of the tokens, "
-        "on a CPU; on wherever it saves any, on GPUs too",
+        description="compute once what sequences of a micro-batch begin with alike: auto where that saves 10 % of the tokens, on wherever "
+        "it saves any",
     )
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
     global_batch_size: int | None = Field(

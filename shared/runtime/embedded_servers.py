@@ -6,6 +6,7 @@ keep their address and their data over a restart.
 
 import contextlib
 import importlib.metadata
+import json
 import platform
 import secrets
 import shutil
@@ -15,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
+from shared.accounts.permissions import Rights
+from shared.accounts.render import nats_user, redis_user
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.host_memory import host_memory
@@ -120,17 +123,26 @@ class EmbeddedServer(ABC):
 
 
 class EmbeddedNats(EmbeddedServer):
-    """nats-server with JetStream on file."""
+    """nats-server with JetStream on file.
+
+    Args:
+        guest: an account beside the one that may do all, with these rights alone; it connects by ``guest_url``.
+    """
 
     name = "nats-server"
     answer = b"INFO"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, guest: Rights | None = None) -> None:
         super().__init__(directory)
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self._password = secrets.token_urlsafe(24)
-        self.url = f"nats://myxo:{self._password}@127.0.0.1:{self.port}"
+        self.url = self.guest_url = f"nats://myxo:{self._password}@127.0.0.1:{self.port}"
+        self._users: list[dict[str, object]] = [{"user": "myxo", "password": self._password}]
+        if guest is not None:
+            password = secrets.token_urlsafe(24)
+            self._users.append(nats_user(guest, password))
+            self.guest_url = f"nats://{guest.user}:{password}@127.0.0.1:{self.port}"
 
     def _command(self) -> list[str]:
         config = self.directory / "nats.conf"
@@ -139,7 +151,7 @@ class EmbeddedNats(EmbeddedServer):
             f"listen: 127.0.0.1:{self.port}\n"
             # each stream has a bound of its own; the server's default, three quarters of what is free at its start, never grows again
             f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES} }}\n"
-            f'authorization {{ user: myxo, password: "{self._password}" }}\n'
+            f"authorization: {json.dumps({'users': self._users})}\n"
         )
         return [str(nats_binary()), "-c", str(config)]
 
@@ -149,19 +161,24 @@ class EmbeddedValkey(EmbeddedServer):
 
     Args:
         appendfsync: always, everysec or no. max_bytes: of memory, beyond which it refuses writes (`StoreFull`); None: a `STORE_SHARE`-th of
-            the machine's.
+            the machine's. guest: as for `EmbeddedNats`.
     """
 
     name = "valkey-server"
     question, answer = b"PING\r\n", b"+PONG"
 
-    def __init__(self, directory: Path, appendfsync: str = "everysec", max_bytes: int | None = None) -> None:
+    def __init__(self, directory: Path, appendfsync: str = "everysec", max_bytes: int | None = None, guest: Rights | None = None) -> None:
         super().__init__(directory)
         self._appendfsync, self._max_bytes = appendfsync, max_bytes or host_memory()[0] // STORE_SHARE
         # a unix socket's path may have 107 bytes: a short directory of its own, readable by nobody else
         self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))
         self.address = str(self._socket_directory / "valkey.sock")
-        self.url = f"unix://{self.address}"
+        self.url = self.guest_url = f"unix://{self.address}"
+        self._guest = ""
+        if guest is not None and guest.store is not None:
+            password = secrets.token_urlsafe(24)
+            self._guest = redis_user(guest.user, password, guest.store) + "\n"
+            self.guest_url = f"unix://{guest.user}:{password}@{self.address}"
 
     def _command(self) -> list[str]:
         self._socket_directory.mkdir(mode=0o700, exist_ok=True)  # `stop` removed it
@@ -171,7 +188,7 @@ class EmbeddedValkey(EmbeddedServer):
             f"appendonly yes\nappendfsync {self._appendfsync}\nsave ''\ndaemonize no\n"
             f"maxmemory {self._max_bytes}\nmaxmemory-policy noeviction\n"
             # payloads are written once and freed soon: at the default of 64 MB the log is rewritten, by a fork, every other second
-            "auto-aof-rewrite-min-size 1gb\n"
+            "auto-aof-rewrite-min-size 1gb\n" + self._guest
         )
         return [str(valkey_binary()), str(config)]
 

@@ -1,7 +1,9 @@
 """A small run's input: a tiny random model, sums of one-digit numbers, demonstrations."""
 
+import functools
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,21 +43,23 @@ ack_wait = 10
 """
 
 
-@pytest.fixture
-def small_run(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
-    """Writes a small run's config and data; returns the config's path. Keywords: name, steps, staleness."""
+def write_small_run(directory: Path, model: Path, name: str, *, steps: int, staleness: int, endings: Sequence[str] = ("",)) -> Path:
+    """Writes a small run's config and data; returns the config's path. endings: of its prompts, one after another."""
 
     def write(path: Path, rows: list[dict[str, str]]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    prompts = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in SUMS]
-    write(tmp_path / "train.jsonl", prompts[:80])
-    write(tmp_path / "heldout.jsonl", prompts[80:88])
-    write(tmp_path / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in SUMS[:80]])
+    ends = itertools.cycle(endings)
+    prompts = [{"prompt": f"{a}+{b}={next(ends)}", "label": str(a + b)} for a, b in SUMS]
+    write(directory / "train.jsonl", prompts[:80])
+    write(directory / "heldout.jsonl", prompts[80:88])
+    write(directory / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in SUMS[:80]])
+    path = directory / f"{name}.toml"
+    path.write_text(CONFIG.format(name=name, directory=directory, model=model, steps=steps, staleness=staleness))
+    return path
 
-    def make(name: str, *, steps: int, staleness: int) -> Path:
-        path = tmp_path / f"{name}.toml"
-        path.write_text(CONFIG.format(name=name, directory=tmp_path, model=tiny_model, steps=steps, staleness=staleness))
-        return path
 
-    return make
+@pytest.fixture
+def small_run(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
+    """Writes a small run's config and data; returns the config's path. Keywords: name, steps, staleness."""
+    return functools.partial(write_small_run, tmp_path, tiny_model)

@@ -5,17 +5,21 @@ from collections.abc import Iterable, Iterator
 from shared.accounts.permissions import ANY, REST
 from shared.bus.subjects import Subjects
 
-BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, OPERATOR, ENVIRONMENT = ROLES = (
+BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE, OPERATOR, ENVIRONMENT = ROLES = (
     "buffer",
     "rollout",
     "reward",
     "trainer",
     "gateway",
+    "console",
     "operator",
     "environment",
 )
 SERVICES = {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY}
 PEOPLE = {OPERATOR}
+READERS = {CONSOLE, OPERATOR}
+"""Who hears and reads what a run tells; the console changes nothing, which is why it stands among those who publish only where asking is
+publishing: in JetStream's API."""
 NOBODY: set[str] = set()
 
 Table = dict[str, tuple[set[str], set[str]]]
@@ -32,13 +36,13 @@ def subjects(run: str) -> Table:
         names.scored("rollout"): ({ROLLOUT} | PEOPLE, PEOPLE),
         names.scored("reward"): ({REWARD} | PEOPLE, PEOPLE),
         names.scored("buffer"): (PEOPLE, PEOPLE),
-        names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, PEOPLE),
-        names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | PEOPLE),
-        names.event("weights", "pushed"): ({TRAINER} | PEOPLE, PEOPLE),
-        names.event("trainer", "metrics"): ({TRAINER} | PEOPLE, PEOPLE),
-        names.event("trainer", "step"): ({TRAINER} | PEOPLE, PEOPLE),
-        names.event("trainer", "warm_start"): ({TRAINER} | PEOPLE, PEOPLE),
-        names.event("service", "joined"): (SERVICES | PEOPLE, PEOPLE),
+        names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, READERS),
+        names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | READERS),
+        names.event("weights", "pushed"): ({TRAINER} | PEOPLE, READERS),
+        names.event("trainer", "metrics"): ({TRAINER} | PEOPLE, READERS),
+        names.event("trainer", "step"): ({TRAINER} | PEOPLE, READERS),
+        names.event("trainer", "warm_start"): ({TRAINER} | PEOPLE, READERS),
+        names.event("service", "joined"): (SERVICES | PEOPLE, READERS),
         names.batch: ({TRAINER} | PEOPLE, {BUFFER}),
         names.trained: ({TRAINER} | PEOPLE, {BUFFER}),
         names.durable: ({TRAINER} | PEOPLE, {BUFFER}),
@@ -92,22 +96,22 @@ def interface(run: str) -> Table:
     }
     acks = {queue: takers[queue] for queue in list(takers)[:4]}
     asked = {
-        f"STREAM.INFO.{names.ledger_stream}": SERVICES,
-        f"STREAM.INFO.KV_{names.config_bucket}": SERVICES,
-        f"STREAM.INFO.KV_{names.services_bucket}": SERVICES,
-        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY},
-        f"STREAM.INFO.KV_{names.leases_bucket}": {BUFFER, ROLLOUT},
-        f"STREAM.INFO.{names.task_stream}": NOBODY,
-        f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER},
-        f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES,
-        f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER, GATEWAY},
-        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY},
-        f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER, ROLLOUT},
+        f"STREAM.INFO.{names.ledger_stream}": SERVICES | {CONSOLE},
+        f"STREAM.INFO.KV_{names.config_bucket}": SERVICES | {CONSOLE},
+        f"STREAM.INFO.KV_{names.services_bucket}": SERVICES | {CONSOLE},
+        f"STREAM.INFO.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE},
+        f"STREAM.INFO.KV_{names.leases_bucket}": {BUFFER, ROLLOUT, CONSOLE},
+        f"STREAM.INFO.{names.task_stream}": {CONSOLE},
+        f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER, CONSOLE},
+        f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES | {CONSOLE},
+        f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER, GATEWAY, CONSOLE},
+        f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE},
+        f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER, ROLLOUT, CONSOLE},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
         f"STREAM.MSG.GET.{names.scored_stream}": NOBODY,
-        f"CONSUMER.INFO.{names.task_stream}.train": {BUFFER},
-        f"CONSUMER.INFO.{names.generated_stream}.math": {BUFFER},
-        f"CONSUMER.INFO.{names.scored_stream}.buffer": {BUFFER},
+        f"CONSUMER.INFO.{names.task_stream}.train": {BUFFER, CONSOLE},
+        f"CONSUMER.INFO.{names.generated_stream}.math": {BUFFER, CONSOLE},
+        f"CONSUMER.INFO.{names.scored_stream}.buffer": {BUFFER, CONSOLE},
         f"CONSUMER.CREATE.{names.ledger_stream}.reader-1": {BUFFER},
         f"CONSUMER.CREATE.{names.events_stream}.reader-1": NOBODY,
         f"CONSUMER.CREATE.{names.task_stream}.thief": NOBODY,
@@ -116,7 +120,9 @@ def interface(run: str) -> Table:
         f"CONSUMER.DELETE.{names.task_stream}.train": NOBODY,
         f"CONSUMER.DELETE.{names.scored_stream}.buffer": NOBODY,
         f"DIRECT.GET.{names.task_stream}": NOBODY,
-        f"DIRECT.GET.{names.ledger_stream}": NOBODY,
+        f"DIRECT.GET.{names.ledger_stream}": {CONSOLE},
+        f"DIRECT.GET.{names.events_stream}": {CONSOLE},
+        f"DIRECT.GET.{names.scored_stream}": NOBODY,
         **{f"CONSUMER.MSG.NEXT.{queue}": who for queue, who in takers.items()},
     }
     for stream in every_stream(run):
@@ -136,7 +142,7 @@ def server() -> Table:
         "$SYS.REQ.USER.INFO": (NOBODY, NOBODY),
         "$JS.>": (NOBODY, NOBODY),
         "$KV.>": (NOBODY, NOBODY),
-        "$JS.API.INFO": (SERVICES | PEOPLE, NOBODY),
+        "$JS.API.INFO": (SERVICES | READERS, NOBODY),
         "$JS.API.STREAM.NAMES": (PEOPLE, NOBODY),
         "$JS.API.STREAM.CREATE.anything": (NOBODY, NOBODY),
         "_INBOX.>": (NOBODY, NOBODY),
@@ -163,6 +169,7 @@ STORE = {
     REWARD: {"PING", "GETRANGE"},
     GATEWAY: {"PING", "SETNX"},
     TRAINER: {"PING", "GET", "GETRANGE"},
+    CONSOLE: {"PING", "GETRANGE", "INFO"},
     OPERATOR: {"PING", "GET", "GETRANGE", "EXISTS", "UNLINK", "SCAN"},
     "health": {"PING"},
 }
@@ -187,6 +194,7 @@ KEYS: dict[str, tuple[set[str], set[str]]] = {
     REWARD: ({PAYLOADS}, set()),
     GATEWAY: ({SESSION}, {SESSION}),
     TRAINER: ({PAYLOADS, EXCHANGED}, {EXCHANGED}),
+    CONSOLE: ({PAYLOADS}, set()),
     OPERATOR: ({ALL}, {ALL}),
 }
 """Keys under the run's own prefix that each account may read, and write, besides what the replicas may do on sessions."""

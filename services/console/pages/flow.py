@@ -1,10 +1,22 @@
 """``/api/flow``: the answers of the page *Flow*."""
 
-from fastapi import APIRouter
+from typing import Annotated
 
-from services.console.run_source import RunSource
+from fastapi import APIRouter, Query
+
+from services.console.run_pipeline import RunPipeline
+from shared.live.flow_view import WINDOWS, FlowView
 
 
-def router(source: RunSource) -> APIRouter:
+def router(pipeline: RunPipeline) -> APIRouter:
     """Returns the routes."""
-    return APIRouter()
+    router = APIRouter()
+
+    @router.get("")
+    async def read_flow(
+        window: Annotated[float, Query(ge=10, le=WINDOWS[-1], description="seconds to look back")] = WINDOWS[1],
+    ) -> FlowView:
+        """The pipeline over the last ``window`` seconds: where groups are, what services do, who waits for whom and what would help."""
+        return pipeline.flow(window)
+
+    return router

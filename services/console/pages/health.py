@@ -2,9 +2,17 @@
 
 from fastapi import APIRouter
 
-from services.console.run_source import RunSource
+from services.console.run_pipeline import RunPipeline
+from shared.live.health_view import HealthView
 
 
-def router(source: RunSource) -> APIRouter:
+def router(pipeline: RunPipeline) -> APIRouter:
     """Returns the routes."""
-    return APIRouter()
+    router = APIRouter()
+
+    @router.get("")
+    async def read_health() -> HealthView:
+        """Alarms with what they mean and what to do, services with their restarts and errors, groups that died, what services told."""
+        return pipeline.health()
+
+    return router

@@ -1,10 +1,252 @@
-"""``/api/weights``: the answers of the page *Weights*."""
+"""``/api/weights``: the answers of the page *Weights*: who serves which version, how it got there, and what failed on the way."""
 
-from fastapi import APIRouter
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+
+from services.console.event_history import EventHistory
 from services.console.run_source import RunSource
+from shared.history.push_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.schema.weight_messages import WeightsPushed
+
+
+class ReplicaNow(BaseModel):
+    """A live replica. ``version``: the weights that it serves (-1: none); ``behind``: how many versions older than the newest live one."""
+
+    replica: str
+    version: int
+    behind: int
+    state: str
+    detail: str
+
+
+class ReplicaPart(BaseModel):
+    """A replica's part in a version. ``paused``, ``loading``: seconds, None where it did not come that far; ``now``: it serves it now."""
+
+    replica: str
+    paused: float | None
+    loading: float | None
+    failure: str
+    now: bool
+
+
+class VersionRow(BaseModel):
+    """One version. ``step``: training steps in it; ``at``: when it was first served, or last tried; ``served``: whether any replica has it.
+
+    ``joining``, ``transfer``, ``activation``, ``seconds``, ``stall``: seconds of the push that brought it, and ``paused`` the longest pause
+    of a replica; None where it came otherwise, or not at all. ``attempts``: pushes of it; ``failure``: why the last one that failed for
+    all did.
+    """
+
+    version: int
+    step: int
+    at: float
+    served: bool
+    replicas: list[ReplicaPart]
+    joining: float | None = None
+    transfer: float | None = None
+    activation: float | None = None
+    seconds: float | None = None
+    stall: float | None = None
+    paused: float | None = None
+    bytes: int | None = None
+    gb_per_s: float | None = None
+    attempts: int
+    failure: str
+
+
+class WeightsNow(BaseModel):
+    """``live``: the newest version that any replica serves; ``trained``: the newest that the trainer tells of; -1: none."""
+
+    live: int
+    trained: int
+    replicas: list[ReplicaNow]
+
+
+class Versions(BaseModel):
+    """A page of versions, the newest first. ``total``: of all; ``next``: the ``below`` of the page after this one, None at the end."""
+
+    versions: list[VersionRow]
+    total: int
+    next: int | None
+
+
+class PaceSeries(BaseModel):
+    """One figure of the pushes: its value for each version."""
+
+    name: str
+    unit: str
+    values: list[float | None]
+
+
+class Pace(BaseModel):
+    """The figures of the newest pushes, by version."""
+
+    versions: list[int]
+    series: list[PaceSeries]
+
+
+class WeightEvent(BaseModel):
+    """Something about weights that went wrong (``bad``), or a replica that caught up. ``at``: seconds since the epoch."""
+
+    at: float
+    who: str
+    what: str
+    text: str
+    bad: bool
+
+
+class WeightEvents(BaseModel):
+    """The newest of these events, the newest first. ``left_out``: older ones that are not in this answer."""
+
+    events: list[WeightEvent]
+    left_out: int
+
+
+PACE_NEWEST = 500
+"""The newest versions whose figures one chart shows."""
+
+
+def weights_now(statuses: Sequence[ServiceStatus], history: PushHistory) -> WeightsNow:
+    """Returns who serves what at this moment, by the registry."""
+    rollouts = sorted((status for status in statuses if status.service == "rollout"), key=lambda status: status.instance)
+    live = max([-1, *(status.version for status in rollouts), *(item.version for item in history.versions.values() if item.replicas)])
+    trained = max([live, *(status.version for status in statuses if status.service == "trainer"), *history.versions])
+    return WeightsNow(
+        live=live,
+        trained=trained,
+        replicas=[
+            ReplicaNow(
+                replica=status.instance,
+                version=status.version,
+                behind=max(0, live - status.version),
+                state=status.state,
+                detail=status.detail,
+            )
+            for status in rollouts
+        ],
+    )
+
+
+def version_rows(
+    history: PushHistory, statuses: Sequence[ServiceStatus], interval: int, below: int | None = None, limit: int = 50
+) -> Versions:
+    """Returns the versions below ``below``, the newest first, at most ``limit``.
+
+    Args:
+        interval: training steps between two versions.
+    """
+    serves = {status.instance: status.version for status in statuses if status.service == "rollout"}
+    found = [item for item in history.newest_first() if below is None or item.version < below]
+    rows = [_row(item, serves, interval) for item in found[:limit]]
+    return Versions(versions=rows, total=len(history.versions), next=rows[-1].version if len(found) > limit else None)
+
+
+def _row(item: VersionHistory, serves: Mapping[str, int], interval: int) -> VersionRow:
+    push = item.pushed
+    failed = [tried.failure for tried in item.pushes if tried.failure]
+    row = VersionRow(
+        version=item.version,
+        step=item.version * interval,
+        at=item.at,
+        served=bool(item.replicas),
+        replicas=_replicas(item, serves),
+        attempts=len(item.pushes),
+        failure=failed[-1] if failed else "",
+    )
+    if push is not None:
+        figures = {"joining": push.joining, "transfer": push.transfer, "activation": push.activation, "seconds": push.seconds}
+        figures |= {"stall": push.stall, "bytes": push.bytes}
+        return row.model_copy(update={**figures, "paused": longest_pause(push), "gb_per_s": gb_per_s(push)})
+    if item.live is not None:  # from disk: its seconds are those of writing it
+        return row.model_copy(update={"seconds": item.live.seconds, "bytes": item.live.bytes})
+    return row
+
+
+def _replicas(item: VersionHistory, serves: Mapping[str, int]) -> list[ReplicaPart]:
+    """Returns who took part in a version, in the order of names: what its last push came to for each, and who else has it."""
+    parts = {part.replica: part for push in item.pushes for part in push.replicas}
+    now = {name for name, version in serves.items() if version == item.version}
+    return [
+        ReplicaPart(
+            replica=name,
+            paused=parts[name].paused if name in parts else None,
+            loading=parts[name].loading if name in parts else None,
+            failure=parts[name].failure if name in parts else "",
+            now=name in now,
+        )
+        for name in sorted(parts.keys() | now | set(item.replicas))
+    ]
+
+
+def longest_pause(push: WeightsPushed) -> float | None:
+    """Returns the longest pause of a replica, in seconds; None where none is known."""
+    return max((part.paused for part in push.replicas if part.paused is not None), default=None)
+
+
+def pace(history: PushHistory) -> Pace:
+    """Returns the figures of the newest pushes that replicas serve, in the order of versions."""
+    pushes = [push for item in history.newest_first()[:PACE_NEWEST] if (push := item.pushed) is not None][::-1]
+    series = [
+        PaceSeries(name="transfer", unit="s", values=[push.transfer for push in pushes]),
+        PaceSeries(name="joining", unit="s", values=[push.joining for push in pushes]),
+        PaceSeries(name="activation", unit="s", values=[push.activation for push in pushes]),
+        PaceSeries(name="longest pause", unit="s", values=[longest_pause(push) for push in pushes]),
+        PaceSeries(name="stall of the trainer", unit="s", values=[push.stall for push in pushes]),
+        PaceSeries(name="speed", unit="GB/s", values=[gb_per_s(push) for push in pushes]),
+    ]
+    return Pace(versions=[push.version for push in pushes], series=series)
+
+
+def weight_events(history: PushHistory, limit: int) -> WeightEvents:
+    """Returns the failures of pushes by name, what services told of weights, and catch-ups, the newest first."""
+    failed = [
+        WeightEvent(at=push.at, who=part.replica, what=f"push of version {item.version} failed", text=part.failure, bad=True)
+        for item in history.versions.values()
+        for push in item.pushes
+        for part in push.replicas
+        if part.failure
+    ]
+    found = sorted([*failed, *map(_told, history.events)], key=lambda event: event.at, reverse=True)
+    return WeightEvents(events=found[:limit], left_out=max(0, len(found) - limit))
+
+
+def _told(event: ServiceEvent) -> WeightEvent:
+    return WeightEvent(at=event.at, who=event.instance, what=event.what.replace("_", " "), text=event.detail, bad=event.what != CAUGHT_UP)
+
+
+# --- routes
 
 
 def router(source: RunSource) -> APIRouter:
     """Returns the routes."""
-    return APIRouter()
+    api, history = APIRouter(), source.shared(EventHistory)
+
+    @api.get("/now")
+    async def read_now() -> WeightsNow:
+        """Who serves which version at this moment."""
+        return weights_now(source.statuses, history.pushes)
+
+    @api.get("/versions")
+    async def read_versions(
+        below: Annotated[int | None, Query(ge=0, description="only versions older than this")] = None,
+        limit: Annotated[int, Query(ge=1, le=500)] = 50,
+    ) -> Versions:
+        """The versions, the newest first, with who has them and what their pushes took."""
+        interval = source.config.weights.update_weights_interval if source.config is not None else 1
+        return version_rows(history.pushes, source.statuses, interval, below, limit)
+
+    @api.get("/pace")
+    async def read_pace() -> Pace:
+        """Seconds and GB/s of the newest pushes, by version."""
+        return pace(history.pushes)
+
+    @api.get("/events")
+    async def read_events(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> WeightEvents:
+        """Failures of pushes by name, trouble with snapshots, replicas that caught up: the newest first."""
+        return weight_events(history.pushes, limit)
+
+    return api

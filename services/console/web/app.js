@@ -1,7 +1,7 @@
 // The frame: pages by the address's hash, the feed, the banner that says what is away.
 
 import { get as ask } from "./api.js";
-import { el, fill, shown, span } from "./dom.js";
+import { el, fill, shown } from "./dom.js";
 import { follow } from "./live.js";
 
 const PAGES = { run: "Run", flow: "Flow", weights: "Weights", samples: "Samples", health: "Health" };
@@ -106,14 +106,19 @@ function showBanner() {
   const lines = [];
   if (!connected) lines.push(["The console itself does not answer; what is shown is from before. It is asked again."]);
   if (overview?.phase === "failed") lines.push([`The run has failed: ${overview.failure}`]);
-  for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), ` is away since ${span(part.seconds)}: ${part.why}`]);
+  for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), `: ${part.why} (since ${clock(part.since)})`]);
   if (connected) for (const text of new Set(failed.values())) lines.push([text]);
-  const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n").replace(/since .*?: /g, "");
+  const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n");
   if (words !== banner.dataset.words) {
     banner.dataset.words = words;
     fill(banner, lines.map((line) => el("p", {}, ...line)));
   }
   banner.hidden = lines.length === 0;
+}
+
+/** Returns a time of day, of seconds since the epoch. */
+function clock(seconds) {
+  return new Date(1000 * seconds).toLocaleTimeString("en-GB");
 }
 
 function onChange(pages) {
@@ -134,8 +139,9 @@ function theme(value) {
   if (value === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = value;
   const button = document.getElementById("theme");
-  button.textContent = { system: "Auto", light: "Light", dark: "Dark" }[value];
-  button.setAttribute("aria-label", `Colours: ${value}. Press to change.`);
+  const name = { system: "Auto", light: "Light", dark: "Dark" }[value];
+  button.textContent = name;
+  button.setAttribute("aria-label", `${name} colours. Press to change.`);
   document.dispatchEvent(new Event("themechange"));
 }
 

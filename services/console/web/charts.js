@@ -30,7 +30,9 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
   const latest = el("p", { class: "chart-latest number" });
   const stage = el("div", { class: "chart-stage", tabindex: "0", role: "img" });
   const legend = el("p", { class: "chart-legend" });
-  const figure = el("figure", { class: "chart", title: note || null }, el("div", { class: "chart-head" }, heading, latest), stage, legend);
+  const whole = el("button", { type: "button", class: "plain", hidden: true, onclick: showWhole }, "Show all");
+  const head = el("div", { class: "chart-head" }, heading, whole, latest);
+  const figure = el("figure", { class: "chart", title: note || null }, head, stage, legend);
   parent.append(figure);
   let plot = null;
   let data = { x: [], series: [], marks: [] };
@@ -45,7 +47,7 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
       height,
       legend: { show: false },
       cursor: { y: false, focus: { prox: 24 }, drag: { x: true, y: false }, points: { size: 7 } },
-      scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : padded } },
+      scales: { x: { time: false, range: aroundOne }, y: { distr: log ? 3 : 1, range: log ? undefined : padded } },
       axes: [
         { ...axis, label: xLabel, labelSize: 16, labelFont: "11px system-ui", size: 28, values: (_, ticks) => ticks.map((tick) => shown(tick)) },
         { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick, 3))) },
@@ -61,8 +63,17 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
           points: { show: data.x.length < 60 && !item.quiet, size: 5 },
         })),
       ],
-      hooks: { draw: [(drawn) => drawMarks(drawn, data.marks ?? [], colours)], setCursor: [showAt], ready: [listen] },
+      hooks: { draw: [(drawn) => drawMarks(drawn, data.marks ?? [], colours)], setCursor: [showAt], setScale: [onScale], ready: [listen] },
     };
+  }
+
+  function onScale(_drawn, scale) {
+    if (scale === "x") whole.hidden = !zoomed();
+  }
+
+  function showWhole() {
+    if (document.activeElement === whole) stage.focus(); // the button goes
+    plot?.setScale("x", { min: data.x[0], max: data.x.at(-1) });
   }
 
   function showAt(drawn) {
@@ -108,11 +119,20 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
     } else if (event.key === "Enter" && cursor >= 0) {
       pick(cursor);
     } else if (event.key === "Escape" && plot) {
-      plot.setScale("x", { min: data.x[0], max: data.x[last] });
+      showWhole();
     }
   }
 
+  /** Returns the part of the x axis that somebody has zoomed to; null where all of it is shown. */
+  function zoomed() {
+    if (!plot || !plot.data[0].length) return null;
+    const { min, max } = plot.scales.x;
+    const [first, last] = [plot.data[0][0], plot.data[0].at(-1)];
+    return min > first || max < last ? { min, max } : null;
+  }
+
   function draw() {
+    const zoom = zoomed();
     plot?.destroy();
     plot = null;
     if (!data.x.length) {
@@ -121,12 +141,25 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
     }
     fill(stage);
     plot = new uPlot(options(), [data.x, ...data.series.map((item) => item.values.map(drawable))], stage);
-    fill(
-      legend,
-      data.series.filter((item) => !item.quiet).length > 1
-        ? data.series.filter((item) => !item.quiet).map((item) => el("span", { class: `key key-${((item.colour ?? data.series.indexOf(item)) % 6) + 1}` }, item.name))
-        : null,
-    );
+    if (zoom) plot.setScale("x", zoom);
+  }
+
+  /** Names the curves where there are several, and says how many values no curve can show. */
+  function showLegend() {
+    const named = data.series.filter((item) => !item.quiet);
+    const keys = named.map((item) => el("span", { class: `key key-${((item.colour ?? data.series.indexOf(item)) % 6) + 1}` }, item.name));
+    const lost = named.flatMap((item) => item.values).filter((value) => value !== null && value !== undefined && drawable(value) === null).length;
+    const words = lost ? el("span", { class: "warn" }, `▲ ${shown(lost)} ${lost === 1 ? "value is" : "values are"} NaN or infinite`) : null;
+    fill(legend, named.length > 1 ? keys : null, words);
+  }
+
+  /** Puts new data into the plot; what was zoomed to stays. */
+  function renew() {
+    const zoom = zoomed();
+    plot.batch(() => {
+      plot.setData([data.x, ...data.series.map((item) => item.values.map(drawable))], !zoom);
+      if (zoom) plot.setScale("x", zoom);
+    });
   }
 
   const resized = new ResizeObserver(() => plot?.setSize({ width: Math.max(160, stage.clientWidth), height }));
@@ -141,10 +174,12 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
       const last = data.x.length - 1;
       const values = data.series.filter((item) => !item.quiet).map((item) => `${item.name} ${last < 0 ? "none" : shown(item.values[last])}`);
       stage.setAttribute("aria-label", `${title} by ${xLabel}, ${data.x.length} points; newest: ${values.join(", ") || "none"}.${onPick ? " Arrow keys move, Enter opens the batch." : ""}`);
-      if (plot && now === shape) plot.setData([data.x, ...data.series.map((item) => item.values.map(drawable))]);
+      if (plot && now === shape) renew();
       else draw();
       shape = now;
-      showValues(last, false);
+      showLegend();
+      if (plot) showAt(plot);
+      else showValues(last, false);
     },
     destroy() {
       resized.disconnect();
@@ -164,6 +199,11 @@ function padded(_plot, min, max) {
   if (min === null || max === null) return [0, 1];
   const room = (max - min) * 0.08 || Math.abs(max) * 0.1 || 1;
   return [min - room, max + room];
+}
+
+/** Returns the range of the x axis; a single point lies in the middle. */
+function aroundOne({ data: [x] }, min, max) {
+  return x.length === 1 ? [x[0] - 1, x[0] + 1] : [min, max];
 }
 
 /** Draws each mark as a dashed line with its label's first letter on top. */

@@ -6,7 +6,6 @@ and losses of experts that count tokens) are refused in `[trainer.megatron]` for
 
 from typing import Literal
 
-import torch
 from megatron.core.transformer import TransformerConfig
 
 from shared.runtime.errors import ConfigError
@@ -18,12 +17,12 @@ WORTHWHILE = 0.1
 Setting = Literal["auto", "on", "off"]
 
 
-def least_saved(setting: Setting, config: TransformerConfig, device: torch.device) -> float | None:
+def least_saved(setting: Setting, config: TransformerConfig) -> float | None:
     """Returns the least share of a micro-batch's tokens that sharing must save; None where nothing is shared.
 
     Raises ConfigError: ``on``, where it would not be exact.
     """
-    reason = obstacle(setting, config, device)
+    reason = obstacle(config)
     if setting == "on" and reason is not None:
         raise ConfigError("trainer.prefix_sharing", setting, f"auto or off: {reason}")
     if setting == "off" or reason is not None:
@@ -31,12 +30,10 @@ def least_saved(setting: Setting, config: TransformerConfig, device: torch.devic
     return 0.0 if setting == "on" else WORTHWHILE
 
 
-def obstacle(setting: Setting, config: TransformerConfig, device: torch.device) -> str | None:
+def obstacle(config: TransformerConfig) -> str | None:
     """Returns why beginnings are not shared, if nobody has said ``off``; None where they are."""
     if config.context_parallel_size > 1:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
         return "Transformer Engine's attention takes whole sequences only"
-    if setting == "auto" and device.type == "cuda":
-        return "its kernels were not measured on a GPU yet; on asks for them"
     return None

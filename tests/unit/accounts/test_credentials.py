@@ -22,6 +22,7 @@ def passwords(directory: Path) -> dict[str, str]:
     return {name: url.split("@")[0].rsplit(":", 1)[1] for name, url in urls.items()} | {
         "health": files(directory)["redis/health"],
         "router": files(directory)["router/router_key"],
+        "console": files(directory)["console/token"],
     }
 
 
@@ -34,8 +35,9 @@ def test_every_account_has_its_files_and_a_password_of_its_own(tmp_path: Path) -
         "redis/health",
         "router/router_key",
         "rollout/router_key",
+        "console/token",
     }
-    assert len(set(passwords(tmp_path).values())) == 15
+    assert len(set(passwords(tmp_path).values())) == 18
     assert all(len(password) >= 40 for password in passwords(tmp_path).values())
     found = files(tmp_path)
     assert found["buffer/nats_url"] == f"nats://buffer.demo:{passwords(tmp_path)['buffer/nats_url']}@nats:4222\n"
@@ -50,8 +52,8 @@ def test_a_second_call_changes_nothing_and_says_so(tmp_path: Path) -> None:
     before = files(tmp_path)
     second = make(tmp_path, PLAIN)
     assert files(tmp_path) == before
-    assert "passwords: 15 made, 0 kept" in first
-    assert second == ["passwords: 0 made, 15 kept", "files: all as they were", "run demo: 7 accounts, no TLS"]
+    assert "passwords: 18 made, 0 kept" in first
+    assert second == ["passwords: 0 made, 18 kept", "files: all as they were", "run demo: 8 accounts, no TLS"]
 
 
 def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Pat
     assert '"user": "trainer.other"' in found["nats/nats.conf"] and "demo" not in found["nats/nats.conf"] + found["redis/redis.conf"]
     assert 'listen: "0.0.0.0:4333"' in found["nats/nats.conf"] and "tls-port 6380" in found["redis/redis.conf"]
     assert '"/credentials/key.pem"' in found["nats/nats.conf"]
-    assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 15 kept"
+    assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 18 kept"
     assert "tls" not in files(tmp_path)["nats/nats.conf"]
 
 
@@ -73,7 +75,7 @@ def test_a_lost_file_is_one_new_password(tmp_path: Path) -> None:
     make(tmp_path, PLAIN)
     before = passwords(tmp_path)
     (tmp_path / "reward" / "nats_url").unlink()
-    assert "passwords: 1 made, 14 kept" in make(tmp_path, PLAIN)
+    assert "passwords: 1 made, 17 kept" in make(tmp_path, PLAIN)
     after = passwords(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"reward/nats_url"}
     assert after["reward/nats_url"] in files(tmp_path)["nats/nats.conf"]

@@ -60,7 +60,18 @@ def test_two_roles_share_a_right_to_publish_only_where_the_flow_has_two_sources(
     flow = {subject for subject in shared if not subject.startswith("$JS.API.")} - taking
     described = names.environment("*", "describe")  # one that scores, and one that plays episodes
     assert flow == {names.event("service", "*"), names.generated("*"), described}
-    assert {subject for subject in shared if "CONSUMER" in subject or "$JS.ACK" in subject} == taking
+    changing = {subject for subject in shared if ("CONSUMER" in subject and "CONSUMER.INFO" not in subject) or "$JS.ACK" in subject}
+    assert changing == taking
+
+
+READING = ("$JS.API.INFO", "$JS.API.STREAM.INFO.", "$JS.API.STREAM.MSG.GET.", "$JS.API.DIRECT.GET.", "$JS.API.CONSUMER.INFO.")
+
+
+def test_the_console_asks_jetstream_and_publishes_nothing() -> None:
+    console = of("console")
+    assert console.bus.answer_seconds is None
+    assert all(subject.startswith(READING) for subject in console.bus.publish)
+    assert console.store is not None and not console.store.write and not console.store.further
 
 
 def test_only_those_who_are_asked_may_answer() -> None:

@@ -21,6 +21,10 @@ from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "console",
+    "console_host",
+    "console_port",
+    "console_hosts",
     "episode_url",
     "episode_timeout",
     "sandbox_wall_time",

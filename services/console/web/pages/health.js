@@ -1,6 +1,106 @@
-import { empty, fill } from "../dom.js";
+// What may be wrong with the run: alarms with what they mean and what to do, services, groups that died, what services told.
+
+import { el, empty, fill, shown } from "../dom.js";
 
 export function mount(root, context) {
-  fill(root, empty("Nothing is shown here yet."));
-  return { refresh() {}, unmount() {} };
+  let asked = 0;
+  let raised = null;
+
+  async function refresh() {
+    const turn = ++asked;
+    let health;
+    try {
+      health = await context.get("health");
+    } catch {
+      if (!root.childElementCount) fill(root, empty("The run's health appears here once its ledger has been read."));
+      return;
+    }
+    if (turn !== asked) return;
+    const titles = health.alarms.map((alarm) => alarm.title).join(". ");
+    const kinds = health.alarms.map((alarm) => alarm.kind).join();
+    if (raised !== null && kinds !== raised) context.announce(titles || "No alarm stands any more.");
+    raised = kinds;
+    const moved = [...root.querySelectorAll(".scroll")].map((element) => element.scrollLeft);
+    fill(root, alarms(health), services(health), dead(health), events(health));
+    root.querySelectorAll(".scroll").forEach((element, index) => (element.scrollLeft = moved[index] ?? 0));
+  }
+
+  refresh();
+  return {
+    refresh,
+    unmount() {
+      asked = -1;
+    },
+  };
+}
+
+function alarms({ alarms: raised, disk, memory }) {
+  const rooms = [["Disk of the run's directory", disk], ["Memory of the console's machine, with swap", memory]]
+    .filter(([, room]) => room)
+    .map(([name, room]) => `${name}: ${size(room.free)} of ${size(room.total)} free`);
+  const items = raised.map((alarm) =>
+    el("li", { class: "alarm" },
+      el("h3", {}, sentence(alarm.title)),
+      el("p", {}, alarm.meaning),
+      el("p", {}, el("strong", {}, "What to do: "), alarm.remedy)));
+  return el("section", { "aria-labelledby": "health-alarms" },
+    el("h2", { id: "health-alarms" }, raised.length ? `Alarms: ${raised.length}` : "Alarms"),
+    raised.length ? el("ul", { class: "alarms" }, items) : el("p", { class: "good" }, "✓ None. Looked at: services, log-probs, entropy, groups without a signal, truncation, pushes, drops, disk, memory."),
+    rooms.length ? el("p", { class: "quiet" }, rooms.join(" · ")) : null);
+}
+
+function sentence(text) {
+  return `${text.charAt(0).toUpperCase()}${text.slice(1)}`;
+}
+
+function size(bytes) {
+  return `${shown(bytes / 2 ** 30, 3)} GiB`;
+}
+
+function services({ services: all }) {
+  const rows = all.map((service) =>
+    el("tr", {},
+      el("th", { scope: "row" }, service.instance),
+      el("td", {}, service.service),
+      el("td", { class: service.state ? null : "bad" }, service.state || "not there"),
+      el("td", { class: "number" }, service.version >= 0 ? shown(service.version) : "–"),
+      el("td", { class: service.restarts ? "number warn" : "number" }, shown(service.restarts)),
+      el("td", {}, [service.held_back, service.error || service.detail].filter(Boolean).join(" · "))));
+  return section("health-services", "Services", rows.length
+    ? table(["Service", "Kind", "State", "Version", "Restarts", "Newest error, or reason of its state"], rows, [3, 4])
+    : empty("Services appear here as soon as they have joined the run."));
+}
+
+function dead({ dead: count, reasons }) {
+  const rows = reasons.map((item) =>
+    el("tr", {},
+      el("td", { class: "number" }, shown(item.count)),
+      el("td", {}, item.reason),
+      el("td", {}, el("a", { href: `#/samples/${encodeURIComponent(item.newest)}` }, item.newest)),
+      el("td", { class: "when" }, time(item.at))));
+  return section("health-dead", `Dead groups${count ? `: ${shown(count)}` : ""}`, rows.length
+    ? table(["Groups", "Reason", "Newest", "At"], rows, [0])
+    : el("p", { class: "quiet" }, count ? "None of them died lately." : "None: every group that was admitted could be generated and scored."));
+}
+
+function events({ events: told }) {
+  const rows = told.map((event) =>
+    el("tr", {}, el("td", { class: "when" }, time(event.at)), el("th", { scope: "row" }, event.instance), el("td", {}, event.what), el("td", {}, event.detail)));
+  return section("health-events", "What services told", rows.length
+    ? table(["At", "Service", "What", "Detail"], rows)
+    : empty("Joins, failures, restarts and other events appear here as they happen, the newest first."));
+}
+
+function time(seconds) {
+  const at = new Date(seconds * 1000);
+  return Number.isNaN(at.getTime()) ? "–" : at.toLocaleTimeString("en-GB");
+}
+
+function section(id, title, ...content) {
+  return el("section", { "aria-labelledby": id }, el("h2", { id }, title), ...content);
+}
+
+function table(head, rows, numbers = []) {
+  return el("div", { class: "scroll", tabindex: "0" },
+    el("table", {}, el("thead", {}, el("tr", {}, head.map((name, index) => el("th", { scope: "col", class: numbers.includes(index) ? "number" : null }, name)))), el("tbody", {}, rows)));
 }

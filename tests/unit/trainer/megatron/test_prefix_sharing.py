@@ -137,7 +137,7 @@ def test_only_what_is_not_shared_is_computed_and_auto_wants_a_tenth_saved(hf, al
     begin = torch.arange(19)
     little = pack([torch.cat([begin[:4], begin[4:] + 20]), torch.cat([begin[:4], begin[4:] + 40])])  # 3 of 38 tokens
     assert computed(little) == 35 and model.shared_work([little]).tokens == 0
-    model.model.least_saved = least_saved("on", model.model.config, torch.device("cpu"))
+    model.model.least_saved = least_saved("on", model.model.config)
     assert model.shared_work([little]) == (3, 6)
 
 

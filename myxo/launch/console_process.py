@@ -1,0 +1,116 @@
+"""The console beside a run: started, kept alive, ended. Whatever becomes of it, the run goes on."""
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import structlog
+
+from myxo.launch.restart_policy import BackOff
+from shared.config.console_section import ConsoleSection
+from shared.runtime.child_process import ChildProcess, cause
+from shared.runtime.embedded_servers import free_port
+from shared.runtime.errors import MyxoError
+from shared.runtime.http_address import LAST_PORT, HttpAddress
+from shared.runtime.safe_text import say
+from shared.runtime.server_urls import CONSOLE_TOKEN
+
+MODULE = "services.console"
+
+INSTANCE = "console"
+"""The name of its log."""
+
+PORTS_TRIED = 20
+"""How many ports from the wanted one on are tried before any free one is taken."""
+
+WELL_SECONDS = 10.0
+"""The uptime after which a console counts as one that works."""
+
+STOP_SECONDS = 2.0
+
+
+class ConsoleProcess:
+    """The console of one run.
+
+    Args:
+        section: where it listens. log: the file of its output. environment: what tells it of its run, see `services.console`.
+
+    ``url``: its address, token included; empty where it cannot listen anywhere.
+    """
+
+    def __init__(self, section: ConsoleSection, log: Path, environment: Mapping[str, str]) -> None:
+        self._section, self._log_path, self._environment = section, log, environment
+        self._token = secrets.token_urlsafe(32)
+        self._backoff = BackOff()
+        self._child: ChildProcess | None = None
+        self._due: float | None = 0.0
+        self._log = structlog.get_logger()
+        self._address: HttpAddress | None = None
+        self.url = ""
+        self.tick(time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """Starts it where it is not running and its time has come. Raises nothing."""
+        if self._child is not None and (code := self._child.exit_code()) is not None:
+            lived = now - self._child.started_s
+            self._child, wait = None, self._backoff.died(lived, ready=lived >= WELL_SECONDS)
+            self._due = None if wait is None else now + wait
+            self._log.warning("console_died", reason=cause(code), lived=round(lived, 1), restart_in=wait)
+            if wait is None:
+                say(f"The console is given up after {self._backoff.most} deaths, the run goes on; {self._log_path} says why.")
+        if self._child is None and self._due is not None and now >= self._due:
+            try:
+                self._start()
+            except (MyxoError, OSError) as error:
+                self._due = None
+                self._log.warning("console_not_started", error=str(error))
+                say(f"There is no console, the run goes on: {error}")
+
+    def _start(self) -> None:
+        if self._address is None or not _free(self._address):
+            before, self._address = self._address, next(filter(_free, _addresses(self._section)), None)
+            if self._address is None:
+                host, port = self._section.console_host, self._section.console_port
+                raise MyxoError(f"console.console_host, console_port = {HttpAddress(host, port)}: nothing there can be listened at")
+            shown = HttpAddress("127.0.0.1", self._address.port) if self._address.wildcard else self._address
+            self.url = f"http://{shown}/?token={self._token}"
+            if before is not None:
+                say(f"The console has moved, since {before} is taken: {self.url}")
+        given = {
+            CONSOLE_TOKEN: self._token,
+            "MYXO_CONSOLE": str(self._address),
+            "MYXO_CONSOLE_HOSTS": ",".join(self._section.console_hosts),
+        }
+        environment = {**os.environ, **self._environment, **given, "PYTHONUNBUFFERED": "1"}
+        self._child, self._due = ChildProcess(INSTANCE, (sys.executable, "-m", MODULE), self._log_path, environment), None
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._due = None
+        if self._child is not None:
+            try:
+                self._child.stop(STOP_SECONDS)
+            except MyxoError as error:
+                self._log.warning("console_not_stopped", error=str(error))
+
+
+def _addresses(section: ConsoleSection) -> Iterator[HttpAddress]:
+    """Yields where a console may listen, the wanted address first."""
+    if section.console_port:
+        last = min(section.console_port + PORTS_TRIED - 1, LAST_PORT)
+        yield from (HttpAddress(section.console_host, port) for port in range(section.console_port, last + 1))
+    for _ in range(PORTS_TRIED):
+        yield HttpAddress(section.console_host, free_port())
+
+
+def _free(address: HttpAddress) -> bool:
+    """Returns whether the address can be listened at now."""
+    try:
+        socket.create_server(address, family=socket.AF_INET6 if ":" in address.host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True

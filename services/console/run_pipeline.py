@@ -1,0 +1,83 @@
+"""What the pages *Flow* and *Health* read: the newest part of the run's ledger and events, and what its services were seen to do."""
+
+import shutil
+import time
+from collections.abc import Collection, Sequence
+
+from services.console.change_feed import FLOW, HEALTH
+from services.console.run_source import BUS_ERRORS, READ_SECONDS, RunSource, SourceAway
+from shared.bus import stream_replay
+from shared.config.run_config import RunConfig
+from shared.live.alarms import Room, alarms
+from shared.live.flow_reader import FlowReader
+from shared.live.flow_view import FlowView, flow_view
+from shared.live.health_view import HealthView, health_view, symptoms
+from shared.runtime.host_memory import host_memory
+from shared.schema.service_messages import ServiceStatus
+
+
+class RunPipeline:
+    """The pipeline of a run, which the source keeps up to date; it goes on telling what it knew while the bus is away."""
+
+    def __init__(self, source: RunSource) -> None:
+        self._source = source
+        self._reader: FlowReader | None = None
+        source.followers.append(self._follow)
+        source.lookers.append(self._look)
+
+    def flow(self, window_s: float) -> FlowView:
+        """Returns the pipeline, looking back ``window_s`` seconds. Raises SourceAway where nothing is known of it."""
+        reader, config, now = self._known()
+        statuses = self._statuses()
+        found = symptoms(reader.history, statuses, now, self._away(), self._disk(), _memory())
+        alarmed = {alarm.kind for alarm in alarms(found, config)}
+        return flow_view(reader.history, config, statuses, now, window_s, alarmed)
+
+    def health(self) -> HealthView:
+        """Returns the health. Raises SourceAway where nothing is known of it."""
+        reader, config, now = self._known()
+        statuses = self._statuses()
+        found = symptoms(reader.history, statuses, now, self._away(), self._disk(), _memory())
+        return health_view(reader.history, config, statuses, found)
+
+    def _known(self) -> tuple[FlowReader, RunConfig, float]:
+        if self._reader is None or self._source.config is None:
+            self._source.bus()
+            raise SourceAway("the ledger has not been read yet")
+        return self._reader, self._source.config, time.time()
+
+    def _statuses(self) -> list[ServiceStatus]:
+        """Returns the statuses of services; those of a bus that is away are of the past."""
+        return list(self._source.statuses) if self._source.connected else []
+
+    def _away(self) -> dict[str, str]:
+        return {name: away.why for name, away in self._source.away.items()}
+
+    def _disk(self) -> Room | None:
+        directory = self._source.directory
+        if directory is None or not directory.exists():
+            return None
+        usage = shutil.disk_usage(directory)
+        return Room(usage.free, usage.total)
+
+    async def _follow(self) -> Collection[str]:
+        """Reads what is new; begins anew where the run did. Raises SourceAway."""
+        source = self._source
+        try:
+            last = await stream_replay.last_sequence(source.bus(), source.names.ledger_stream, deadline=READ_SECONDS)
+        except SourceAway:
+            raise
+        except BUS_ERRORS as error:
+            raise SourceAway(f"the state of the ledger could not be read: {error or type(error).__name__}") from error
+        if self._reader is None or last < self._reader.sequence:
+            self._reader = FlowReader(source.run, source.read, last)
+        return (FLOW, HEALTH) if await self._reader.catch_up() else ()
+
+    def _look(self, statuses: Sequence[ServiceStatus]) -> None:
+        if self._reader is not None:
+            self._reader.look(statuses, time.time())
+
+
+def _memory() -> Room:
+    total, free = host_memory()
+    return Room(free, total)

@@ -1,0 +1,71 @@
+"""What services did when: disjoint spans of activities, laid over one another, and their shares of a time. Pure."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shared.history.intervals import Interval
+
+SPANS_SHOWN = 600
+"""The most spans of one service in an answer; shorter ones than this part of the window are left out of it, never out of shares."""
+
+
+class Span(NamedTuple):
+    """An activity from ``begin`` to ``end``, seconds since the epoch."""
+
+    activity: str
+    begin: float
+    end: float
+
+
+def laid_over(layers: Iterable[Sequence[Span]], window: Interval) -> list[Span]:
+    """Returns disjoint spans within the window, in order; where several lie at the same time, that of the last layer is seen."""
+    ordered = [span for layer in layers for span in layer if span.end > window[0] and span.begin < window[1]]
+    marks = sorted(
+        mark
+        for height, span in enumerate(ordered)
+        if span.end > span.begin
+        for mark in ((max(span.begin, window[0]), height), (min(span.end, window[1]), ~height))
+    )
+    found: list[Span] = []
+    active: set[int] = set()
+    for (at, height), (following, _) in itertools.pairwise(marks):
+        if height < 0:
+            active.discard(~height)
+        else:
+            active.add(height)
+        if active and following > at:
+            _append(found, Span(ordered[max(active)].activity, at, following))
+    return found
+
+
+def _append(spans: list[Span], span: Span) -> None:
+    if spans and spans[-1].activity == span.activity and spans[-1].end == span.begin:
+        span = Span(span.activity, spans.pop().begin, span.end)
+    spans.append(span)
+
+
+def seconds_of(spans: Iterable[Span]) -> dict[str, float]:
+    """Returns the seconds of each activity, the longest first."""
+    found: dict[str, float] = {}
+    for activity, begin, end in spans:
+        found[activity] = found.get(activity, 0.0) + end - begin
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def shown_spans(spans: Sequence[Span], window: Interval) -> list[Span]:
+    """Returns the spans that a picture of the window can show: no shorter ones, where there are many."""
+    if len(spans) <= SPANS_SHOWN:
+        return list(spans)
+    shortest = (window[1] - window[0]) / SPANS_SHOWN
+    return [span for span in spans if span.end - span.begin >= shortest]
+
+
+def mean_at_once(intervals: Iterable[Interval], window: Interval) -> tuple[float, int]:
+    """Returns how many of the intervals there are at once: in the mean over the window, and at most."""
+    inside = [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals if end > window[0] and begin < window[1]]
+    seconds, running, most = sum(end - begin for begin, end in inside if end > begin), 0, 0
+    for _, change in sorted(mark for begin, end in inside if end > begin for mark in ((begin, 1), (end, -1))):
+        running += change
+        most = max(most, running)
+    return seconds / max(window[1] - window[0], 1e-9), most

@@ -1,0 +1,256 @@
+"""Who waits for whom in a run, and what would help: one sentence and its advice, from how the last steps came about. Pure.
+
+Of a trainer's time each second is one of two: it trains, or it waits for a cause (`shared.history.wait_causes`). The sentence names the
+largest wait; where the trainer hardly waits, it says whether replicas do. Advice rests on premises: a larger staleness bound presumes that
+old tokens can be trained well, more replicas that pushes reach them in time. While an alarm says otherwise, the advice is withheld.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from shared.config.run_config import RunConfig
+from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING
+from shared.live.alarm_kinds import AlarmKind
+
+LITTLE = 0.10
+"""A share of the time that is not worth a change."""
+
+FULL = 0.80
+"""A replica that generates this part of the most groups that it generates at once, in the mean, is full."""
+
+QUEUED = 1 / 3
+"""Replicas are full, too, where the awaited groups spent more than this share of the wait for them in the queue."""
+
+FEW_STEPS = 2
+"""The least steps that say something about a run."""
+
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """A replica's part of the window. ``busy``: share in which it generated; ``at_once``: groups at once in the mean, ``most`` at most."""
+
+    busy: float
+    at_once: float
+    most: int
+
+    @property
+    def fill(self) -> float:
+        """Returns how full it was, in the mean, of what it has shown that it can take."""
+        return self.at_once / self.most if self.most else 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How the steps of a window came about.
+
+    ``waits``: share of the trainer's time that it waited for each cause. ``awaited``: the replicas that it waited for, the longest wait
+    first. ``replicas``: those that generated. ``lost_tokens``: share of generated tokens that were not trained. ``blocked``: what keeps the
+    run from going on now, in words; empty: nothing.
+    """
+
+    steps: int
+    waits: Mapping[str, float]
+    awaited: Sequence[str]
+    replicas: Mapping[str, ReplicaLoad]
+    lost_tokens: float = 0.0
+    blocked: str = ""
+
+    @property
+    def waiting(self) -> float:
+        """Returns the share of its time that the trainer waited."""
+        return sum(self.waits.values())
+
+    @property
+    def idle(self) -> float:
+        """Returns the share of the time in which a replica generated nothing, in the mean."""
+        return 1 - sum(load.busy for load in self.replicas.values()) / len(self.replicas) if self.replicas else 0.0
+
+    @property
+    def full(self) -> bool:
+        """Returns whether the replicas have no room, so that more groups at once would only queue, as the awaited ones did."""
+        queue, generation = self.waits.get(QUEUE, 0.0), self.waits.get(GENERATION, 0.0)
+        fills = [load.fill for load in self.replicas.values()]
+        return queue > QUEUED * (queue + generation) or (bool(fills) and sum(fills) / len(fills) >= FULL)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would help. ``withheld``: why it is not given now; empty: it is."""
+
+    text: str
+    withheld: str = ""
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """``waiting``: who waits; ``waiting_for``: for whom; ``share``: of the time. Empty and 0 where nobody does, or nothing is known."""
+
+    sentence: str
+    advice: tuple[Advice, ...] = ()
+    waiting: str = ""
+    waiting_for: str = ""
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Remedy:
+    """Advice with the alarms that take its premise away."""
+
+    text: str
+    forbidden_by: frozenset[AlarmKind]
+
+
+def bottleneck(load: Workload, config: RunConfig, alarmed: Collection[AlarmKind]) -> Bottleneck:
+    """Returns who waits for whom in a run, and what would help while these kinds of alarms stand."""
+    if load.blocked:
+        return Bottleneck(f"The run waits for {load.blocked}.", waiting="the run", waiting_for=load.blocked, share=1.0)
+    if load.steps < FEW_STEPS:
+        return Bottleneck("Too few steps were trained to say who waits for whom: this needs two within the time shown.")
+    if load.waiting >= LITTLE:
+        found, remedies = _trainer_waits(load, config)
+    else:
+        found, remedies = _trainer_busy(load, config)
+    remedies += _losses(load, config)
+    advice = tuple(Advice(remedy.text, _withheld(remedy, alarmed)) for remedy in remedies)
+    return Bottleneck(found.sentence, advice, found.waiting, found.waiting_for, found.share)
+
+
+def _withheld(remedy: _Remedy, alarmed: Collection[AlarmKind]) -> str:
+    reasons = [kind.value for kind in AlarmKind if kind in remedy.forbidden_by and kind in alarmed]
+    return f"first see to the alarm: {' and '.join(reasons)}" if reasons else ""
+
+
+# --- the trainer waits
+
+
+def _trainer_waits(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[_Remedy]]:
+    parts = {
+        "its checkpoints": load.waits.get(SAVING, 0.0),
+        "pushes of weights": load.waits.get(PUSHING, 0.0),
+        "rollout": sum(load.waits.get(cause, 0.0) for cause in (ADMISSION, QUEUE, GENERATION)),
+        "reward": load.waits.get(SCORING, 0.0),
+        "buffer": load.waits.get(HANDING_OUT, 0.0),
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    match largest:
+        case "rollout":
+            awaited = _names(load.awaited) or "the rollout services"
+            remedies = _for_rollout(load, config)
+        case "reward":
+            awaited, remedies = "the reward services to score", _for_reward()
+        case "its checkpoints":
+            awaited, remedies = "its own checkpoints", _for_saving(config)
+        case "pushes of weights":
+            awaited, remedies = "pushes of weights to end", _for_pushes(config)
+        case _:
+            awaited, remedies = "its batch to be formed and read", _for_reading()
+    share = parts[largest]
+    return Bottleneck(
+        f"The trainer waits {_percent(share)} of the time for {awaited}{_rest(load.waiting - share)}.", (), "trainer", awaited, share
+    ), remedies
+
+
+def _for_rollout(load: Workload, config: RunConfig) -> list[_Remedy]:
+    """Returns what helps where generation is too slow: a synchronous run overlaps first, full replicas get company, others more groups."""
+    bound, replicas = config.rollout.max_staleness, max(1, len(load.replicas))
+    raise_bound = _Remedy(_raised(bound), STALENESS)
+    if bound == 0:
+        return [raise_bound]
+    if load.full:
+        more = max(1, math.ceil(replicas / max(1 - load.waiting, 0.1)) - replicas)
+        text = f"add about {_count(more, 'replica')} (rollout.rollout_replicas): those that run are full"
+        return [_Remedy(text, REPLICAS), raise_bound]
+    shorter = "let the slowest responses not hold a batch up: rollout.surplus_rollouts for agents, or a smaller rollout_max_response_len"
+    return [raise_bound, _Remedy(shorter, frozenset({AlarmKind.TRUNCATION, AlarmKind.NOT_FINITE}))]
+
+
+def _raised(bound: int) -> str:
+    if bound == 0:
+        return "raise rollout.max_staleness to 1: with 0 no group begins before the step that it is for, and trainer and rollout take turns"
+    return f"raise rollout.max_staleness (now {bound}): more groups are then under way, and one slow group holds up no step"
+
+
+def _for_reward() -> list[_Remedy]:
+    text = "add reward services or workers (reward.reward_replicas, reward.reward_workers), or shorten the reward's time limit"
+    return [_Remedy(text, frozenset({AlarmKind.UNREAD, AlarmKind.DEAD, AlarmKind.RESTARTS, AlarmKind.MEMORY}))]
+
+
+def _for_saving(config: RunConfig) -> list[_Remedy]:
+    found = [_Remedy(f"save less often: trainer.save_interval (now {config.trainer.save_interval})", frozenset({AlarmKind.RESTARTS}))]
+    if not config.trainer.async_save:
+        text = "write checkpoints beside the training: trainer.async_save"
+        found.insert(0, _Remedy(text, frozenset({AlarmKind.MEMORY, AlarmKind.DISK})))
+    return found
+
+
+def _for_pushes(config: RunConfig) -> list[_Remedy]:
+    text = f"push less often: weights.update_weights_interval (now {config.weights.update_weights_interval}); tokens become older by it"
+    return [_Remedy(text, STALENESS | {AlarmKind.PUSH_GROWS})]
+
+
+def _for_reading() -> list[_Remedy]:
+    text = "look at the store and the buffer: a batch that is complete should begin within a second"
+    return [_Remedy(text, frozenset({AlarmKind.HELD_BACK, AlarmKind.MEMORY, AlarmKind.AWAY}))]
+
+
+# --- the trainer is busy
+
+
+def _trainer_busy(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[_Remedy]]:
+    trains = f"The trainer trains {_percent(1 - load.waiting)} of the time"
+    if load.idle < LITTLE or not load.replicas:
+        return Bottleneck(f"{trains} and the replicas are busy beside it: nobody waits for anybody."), []
+    names = _names(sorted(load.replicas, key=lambda name: load.replicas[name].busy))
+    verb = "waits" if len(load.replicas) == 1 else "wait"
+    found = Bottleneck(f"{trains}; {names} {verb} {_percent(load.idle)} of it for the trainer.", (), names, "trainer", load.idle)
+    remedies = [_Remedy("give the trainer more ranks (trainer.actor_num_gpus_per_node), or a batch less to compute", HARDWARE)]
+    enough = math.ceil(len(load.replicas) * (1 - load.idle) / (1 - LITTLE))
+    if enough < len(load.replicas):
+        text = f"{_count(enough, 'replica')} would do: the others' GPUs could train (rollout.rollout_replicas)"
+        remedies.append(_Remedy(text, HARDWARE | {AlarmKind.RESTARTS}))
+    return found, remedies
+
+
+def _losses(load: Workload, config: RunConfig) -> list[_Remedy]:
+    """Returns what to do about generated tokens that are not trained."""
+    if load.lost_tokens < LITTLE:
+        return []
+    lost, policy = f"{_percent(load.lost_tokens)} of the generated tokens are not trained", config.rollout.staleness_policy
+    if policy == "drop":
+        return [_Remedy(f"{lost}: rollout.staleness_policy = continue or mask keeps groups that drop gives up for their age", STALENESS)]
+    return [_Remedy(f"{lost}: the tokens by length below show which; fewer replicas, or a larger bound, lose fewer by age", STALENESS)]
+
+
+# --- words
+
+STALENESS = frozenset({AlarmKind.LOGPROBS, AlarmKind.ENTROPY, AlarmKind.NOT_FINITE})
+"""Alarms under which older tokens would make things worse."""
+
+REPLICAS = frozenset({AlarmKind.PUSH_GROWS, AlarmKind.MEMORY, AlarmKind.RESTARTS, AlarmKind.NOT_FINITE, AlarmKind.HELD_BACK})
+"""Alarms under which more replicas would make things worse, or only hide them."""
+
+HARDWARE = frozenset({AlarmKind.NOT_FINITE, AlarmKind.NO_SIGNAL})
+"""Alarms under which training faster would be no gain."""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _rest(share: float) -> str:
+    return f", and {_percent(share)} for others" if share >= LITTLE else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _names(names: Sequence[str]) -> str:
+    """Returns names as a sentence has them; of many the first."""
+    shown, more = list(names[:NAMES_SHOWN]), len(names) - NAMES_SHOWN
+    if more > 0:
+        return f"{', '.join(shown)} and {more} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

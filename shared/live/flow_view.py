@@ -1,0 +1,338 @@
+"""The pipeline of a run at one moment: the one model that the console's Flow page and `myxo top` show. Pure."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from shared.bus.registry import ENVIRONMENT
+from shared.config.run_config import RunConfig
+from shared.history.activity import Span, laid_over, mean_at_once, seconds_of, shown_spans
+from shared.history.flow_history import ADMITTED, GENERATED, SCORED, TRAINED, FlowHistory, StepRecord, TokensByLength
+from shared.history.intervals import Interval
+from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING, wait_causes
+from shared.live.alarm_kinds import AlarmKind
+from shared.live.bottleneck import FEW_STEPS, Bottleneck, ReplicaLoad, Workload, bottleneck
+from shared.live.live_services import newest_gauges
+from shared.live.shown_status import shown
+from shared.live.step_wait import waiting_for
+from shared.schema.service_messages import ServiceStatus
+
+TRAINING, GENERATING, RATING = "training", "generating", "scoring"
+"""What the trainer, a replica and a reward service do while they are busy."""
+
+BUSY = {TRAINING, GENERATING, RATING}
+
+WORKERS = {"rollout", "reward", "trainer"}
+
+WAITING = "waiting"
+
+AWAY = "not seen"
+
+WAITS = {
+    SAVING: "saving",
+    PUSHING: "pushing weights",
+    ADMISSION: "waiting for rollout",
+    QUEUE: "waiting for rollout",
+    GENERATION: "waiting for rollout",
+    SCORING: "waiting for reward",
+    HANDING_OUT: "taking its batch",
+}
+"""What the trainer does while it waits for each cause."""
+
+WINDOWS = (300, 900, 3600)
+"""The seconds that a display may look back."""
+
+BUCKETS = 10
+"""Responses are shown in so many classes of length, each with as many responses."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Groups at one place of the pipeline. ``held``: of ``groups``, those in a worker's hands; ``per_minute``: that enter it;
+    ``oldest_s``: seconds that the oldest one is there. None: not known."""
+
+    name: str
+    groups: float | None
+    held: float | None
+    per_minute: float
+    oldest_s: float | None
+
+
+@dataclass(frozen=True)
+class ServiceTimeline:
+    """What a service did within the window. ``doing``: now; ``busy``: share of the time that it was seen, None for one that only
+    answers others; ``shares``: of each activity."""
+
+    service: str
+    instance: str
+    doing: str
+    busy: float | None
+    shares: dict[str, float]
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class StepAge:
+    """The staleness of a step's trained tokens, in versions."""
+
+    step: int
+    mean: float
+    largest: int
+
+
+@dataclass(frozen=True)
+class Ages:
+    """Staleness against its bound. ``tokens``: trained ones by their age in versions; ``steps``: the newest, oldest first."""
+
+    bound: int
+    policy: str
+    tokens: dict[int, int]
+    steps: list[StepAge]
+
+
+@dataclass(frozen=True)
+class LengthClass:
+    """Responses of ``shortest`` to ``longest`` tokens: how many, and what became of their tokens."""
+
+    shortest: int
+    longest: int
+    samples: int
+    trained: int
+    masked: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class FlowView:
+    """The pipeline. Times are seconds since the epoch; ``live``: services are there now. ``waits``: share of the trainer's time by what it
+    waited for. ``dropped``: groups that were dropped, by reason."""
+
+    at: float
+    begin: float
+    end: float
+    live: bool
+    bottleneck: Bottleneck
+    waits: dict[str, float]
+    stages: list[Stage]
+    services: list[ServiceTimeline]
+    ages: Ages
+    lengths: list[LengthClass]
+    dropped: dict[str, int]
+
+
+def flow_view(
+    history: FlowHistory,
+    config: RunConfig,
+    statuses: Sequence[ServiceStatus],
+    now: float,
+    window_s: float,
+    alarmed: Collection[AlarmKind] = (),
+) -> FlowView:
+    """Returns the pipeline at ``now``, of a run at rest at its last record, looking back ``window_s`` seconds.
+
+    Args:
+        statuses: what the registry holds; empty where the run is at rest or the bus away. alarmed: alarms that stand.
+    """
+    statuses = [shown(status) for status in statuses if status.service != ENVIRONMENT]
+    live = bool(statuses)
+    end = now if live else history.newest
+    window = (max(end - window_s, min(history.oldest or end, end - 1.0)), end)
+    load = workload(history, window, _blocked(history, config, statuses))
+    return FlowView(
+        at=now,
+        begin=window[0],
+        end=end,
+        live=live,
+        bottleneck=bottleneck(load, config, alarmed),
+        waits=_by_activity(load),
+        stages=stages(history, statuses, window),
+        services=timelines(history, statuses, window),
+        ages=_ages(history, config, window),
+        lengths=length_classes(history.lengths),
+        dropped=dict(history.dropped.most_common()),
+    )
+
+
+def doing(status: ServiceStatus) -> str:
+    """Returns what a service does, as far as its status tells."""
+    gauges = status.gauges
+    if status.held_back:
+        return "held back"
+    if status.state != "ready":
+        return status.state
+    match status.service:
+        case "rollout":
+            return GENERATING if gauges.get("running_groups", 0) > 0 else WAITING
+        case "reward":
+            return RATING if gauges.get("scoring", 0) > 0 else WAITING
+        case _:
+            return "ready"
+
+
+# --- who waits
+
+
+def _blocked(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus]) -> str:
+    """Returns what keeps a live run from going on; before its first steps, what it waits for."""
+    for status in statuses:
+        if status.held_back:
+            return f"room: {status.instance} holds back ({status.held_back})"
+    return waiting_for(config, statuses, ()) if statuses and len(history.steps) < FEW_STEPS else ""
+
+
+def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interval]]:
+    """Returns the parts of the wait before a step, each with its cause; none where that wait is not known."""
+    if step.wait_from is None or step.wait_from >= step.started:
+        return []
+    told = history.metrics.get(step.step, {})
+    own = (told.get(f"perf/train_{what}_time", 0.0) for what in ("save", "push"))
+    return wait_causes((step.wait_from, step.started), step.last, *own)
+
+
+def workload(history: FlowHistory, window: Interval, blocked: str = "") -> Workload:
+    """Returns how the steps that ended within a window came about."""
+    steps = [step for step in history.steps_in(window) if step.wait_from is not None]
+    seconds: defaultdict[str, float] = defaultdict(float)
+    awaited: defaultdict[str, float] = defaultdict(float)
+    for step in steps:
+        for cause, (begin, end) in causes_of(history, step):
+            seconds[cause] += end - begin
+            if cause in (ADMISSION, QUEUE, GENERATION) and step.last is not None:
+                awaited[step.last.replica] += end - begin
+    total = sum(step.ended - step.wait_from for step in steps if step.wait_from is not None)
+    seconds[PUSHING] += sum(push.stall for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0)
+    waits = {cause: min(1.0, spent / total) for cause, spent in seconds.items() if spent} if total > 0 else {}
+    order = sorted(awaited, key=lambda replica: -awaited[replica])
+    since = steps[0].wait_from if steps and steps[0].wait_from is not None else window[0]
+    return Workload(len(steps), waits, order, _loads(history, (since, window[1])), _lost(history), blocked)
+
+
+def _loads(history: FlowHistory, window: Interval) -> dict[str, ReplicaLoad]:
+    found = {}
+    for replica, intervals in history.generated.items():
+        at_once, most = mean_at_once(intervals, window)
+        spans = laid_over([_generating(history, replica)], window)
+        found[replica] = ReplicaLoad(sum(span.end - span.begin for span in spans) / (window[1] - window[0]), at_once, most)
+    return {replica: load for replica, load in found.items() if load.most}
+
+
+def _generating(history: FlowHistory, replica: str) -> list[Span]:
+    """Returns when a replica generated: by groups that came back, and by what it was seen to do."""
+    back = [Span(GENERATING, *interval) for interval in history.generated.get(replica, ())]
+    return back + [span for span in history.looks.get(replica, ()) if span.activity == GENERATING]
+
+
+def _lost(history: FlowHistory) -> float:
+    """Returns the share of generated tokens that were not trained."""
+    lost = sum(item.dropped + item.masked for item in history.lengths.values())
+    whole = lost + sum(item.trained for item in history.lengths.values())
+    return lost / whole if whole else 0.0
+
+
+def _by_activity(load: Workload) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float, {TRAINING: max(0.0, 1 - load.waiting)} if load.steps else {})
+    for cause, share in load.waits.items():
+        found[WAITS[cause]] += share
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+# --- stages
+
+
+def stages(history: FlowHistory, statuses: Sequence[ServiceStatus], window: Interval) -> list[Stage]:
+    """Returns the places of the pipeline in order."""
+    buffer = newest_gauges(statuses, "buffer")
+    running = [status.gauges["running_groups"] for status in statuses if "running_groups" in status.gauges]
+    end, outstanding, ready = window[1], history.outstanding, history.ready
+    waiting, held = buffer.get("queue_generated"), buffer.get("queue_generated_held")
+    batched = history.batched
+
+    def rate(what: str) -> float:
+        return history.per_minute(what, window)
+
+    def age(since: Iterable[float | None]) -> float | None:
+        first = next(iter(since), None)
+        return None if not first else max(0.0, end - first)
+
+    return [
+        Stage("tasks", buffer.get("queue_task"), None, rate(ADMITTED), age(outstanding)),
+        Stage("generating", sum(running) if running else None, None, rate(GENERATED), None),
+        Stage("scoring", None if waiting is None else waiting + (held or 0), held, rate(SCORED), None),
+        Stage("ready", buffer.get("ready", len(ready)), None, rate(SCORED), age(ready)),
+        Stage("training", len(batched), None, rate(TRAINED), age([history.batch_since])),
+    ]
+
+
+# --- services
+
+
+def timelines(history: FlowHistory, statuses: Sequence[ServiceStatus], window: Interval) -> list[ServiceTimeline]:
+    """Returns what every service did that is there or was seen within the window, the trainer last."""
+    now = {status.instance: status for status in statuses}
+    kinds = dict(history.kinds) | {status.instance: status.service for status in statuses}
+    if history.steps and "trainer" not in kinds.values():
+        kinds["trainer"] = "trainer"
+    order = ("buffer", "rollout", "gateway", "reward", "critic", "trainer")
+    found = []
+    for instance, service in sorted(kinds.items(), key=lambda item: (order.index(item[1]) if item[1] in order else -1, item[0])):
+        spans = laid_over(_layers(history, service, instance, window, live=instance in now), window)
+        if not spans and instance not in now:
+            continue
+        seconds = seconds_of(spans)
+        seen = sum(seconds.values())
+        shares = {activity: spent / seen for activity, spent in seconds.items()} if seen else {}
+        newest = doing(now[instance]) if instance in now else AWAY
+        current = spans[-1].activity if newest == "ready" and spans and service == "trainer" else newest
+        busy = sum(share for activity, share in shares.items() if activity in BUSY) if service in WORKERS else None
+        found.append(ServiceTimeline(service, instance, current, busy, shares, shown_spans(spans, window)))
+    return found
+
+
+def _layers(history: FlowHistory, service: str, instance: str, window: Interval, *, live: bool) -> list[Sequence[Span]]:
+    looks = history.looks.get(instance, ())
+    if service == "rollout":
+        return [list(looks), _generating(history, instance), list(history.pauses.get(instance, ()))]
+    if service == "trainer":
+        return [list(looks), _trainer_spans(history, window, live=live), [span for span in looks if span.activity != "ready"]]
+    return [list(looks)]
+
+
+def _trainer_spans(history: FlowHistory, window: Interval, *, live: bool) -> list[Span]:
+    found = []
+    for step in history.steps_in((window[0], float("inf"))):
+        found += [Span(WAITS[cause], *interval) for cause, interval in causes_of(history, step)]
+        found.append(Span(TRAINING, step.started, step.ended))
+    if live and history.trained_until is not None:
+        since = history.batch_since
+        begin = max(since, history.trained_until) if since is not None else history.trained_until
+        found.append(Span("waiting for its batch", history.trained_until, begin if since is not None else window[1]))
+        found += [Span(TRAINING, begin, window[1])] if since is not None else []
+    return found
+
+
+# --- staleness and lengths
+
+
+def _ages(history: FlowHistory, config: RunConfig, window: Interval) -> Ages:
+    tokens: Counter[int] = Counter()
+    steps = []
+    for step in history.steps_in(window):
+        tokens.update(step.ages)
+        if count := sum(step.ages.values()):
+            steps.append(StepAge(step.step, sum(age * number for age, number in step.ages.items()) / count, max(step.ages)))
+    return Ages(config.rollout.max_staleness, config.rollout.staleness_policy, dict(sorted(tokens.items())), steps)
+
+
+def length_classes(lengths: dict[int, TokensByLength]) -> list[LengthClass]:
+    """Returns responses in at most `BUCKETS` classes of length, about as many in each; all of one length are in one class."""
+    whole, taken = sum(item.samples for item in lengths.values()), 0
+    classes: dict[int, list[int]] = {}
+    for length in sorted(lengths):
+        classes.setdefault(min(BUCKETS - 1, taken * BUCKETS // max(whole, 1)), []).append(length)
+        taken += lengths[length].samples
+    found = []
+    for members in classes.values():
+        items = [lengths[length] for length in members]
+        sums = (sum(getattr(item, name) for item in items) for name in ("samples", "trained", "masked", "dropped"))
+        found.append(LengthClass(members[0], members[-1], *sums))
+    return found

@@ -1,0 +1,116 @@
+"""Each alarm by what raises it, and by what just does not."""
+
+import math
+from typing import Any
+
+import pytest
+
+from shared.config.run_config import RunConfig
+from shared.history.flow_history import EndedGroup, FlowHistory, StepRecord
+from shared.live.alarm_kinds import AlarmKind
+from shared.live.alarms import Room, Symptoms, alarms
+from shared.live.health_view import health_view, symptoms
+from shared.schema.ledger import GroupDead, GroupsDropped
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
+
+
+def step(number: int, **given: Any) -> StepRecord:
+    return StepRecord(number, 0, None, 0.0, 1.0, None, {0: 10}, **{"groups": 8, "samples": 32, **given})
+
+
+def metrics(count: int, **values: Any) -> dict[int, dict[str, float]]:
+    """Values by step; a function is called with the step."""
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return {index: {name: value(index) if callable(value) else value for name, value in named.items()} for index in range(count)}
+
+
+def status(**given: Any) -> ServiceStatus:
+    return ServiceStatus(service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", at=1.0, **given)
+
+
+def agreement(difference: float, tokens: float = 100.0) -> dict[str, float]:
+    return {"train__agreement_abs_diff": difference * tokens, "train__agreement_tokens": tokens}
+
+
+RAISED: list[tuple[AlarmKind, Symptoms]] = [
+    (AlarmKind.AWAY, Symptoms(away={"NATS": "no answer"})),
+    (AlarmKind.RESTARTS, Symptoms(restarts={"rollout-0": (2, "after signal 9")})),
+    (AlarmKind.HELD_BACK, Symptoms(statuses=[status(held_back="the store is full")])),
+    (AlarmKind.NOT_FINITE, Symptoms(metrics=metrics(3, train__loss=math.nan))),
+    (AlarmKind.NOT_FINITE, Symptoms(metrics=metrics(9, train__grad_norm=lambda index: math.inf if index == 6 else 1.0))),
+    (AlarmKind.LOGPROBS, Symptoms(metrics=metrics(3, **agreement(0.11)))),
+    (AlarmKind.LOGPROBS, Symptoms(metrics=metrics(3, **agreement(math.nan)))),
+    (AlarmKind.ENTROPY, Symptoms(metrics=metrics(30, train__entropy_loss=lambda index: 2.0 if index < 20 else 0.1))),
+    (AlarmKind.ENTROPY, Symptoms(metrics=metrics(30, rollout__rollout_log_probs=lambda index: -1.0 if index < 20 else -0.05))),
+    (AlarmKind.NO_SIGNAL, Symptoms(steps=[step(index, equal_rewards=6) for index in range(5)])),
+    (AlarmKind.TRUNCATION, Symptoms(steps=[step(index, truncated=12) for index in range(5)])),
+    (AlarmKind.UNREAD, Symptoms(steps=[step(index, unread=12) for index in range(5)])),
+    (AlarmKind.DEAD, Symptoms(dead=[EndedGroup("g1", "too old", 1.0)])),
+    (AlarmKind.DROPPED, Symptoms(stale_share=0.3)),
+    (AlarmKind.PUSH_GROWS, Symptoms(push_seconds=[1.0] * 15 + [3.0] * 5)),
+    (AlarmKind.DISK, Symptoms(disk=Room(1 << 30, 1 << 40))),
+    (AlarmKind.MEMORY, Symptoms(memory=Room(1 << 30, 64 << 30))),
+]
+
+
+@pytest.mark.parametrize(("kind", "found"), RAISED)
+def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptoms, run_config: RunConfig) -> None:
+    raised = alarms(found, run_config)
+    assert [alarm.kind for alarm in raised] == [kind]
+    assert raised[0].title and raised[0].meaning.endswith(".") and raised[0].remedy.endswith(".")
+
+
+def test_every_kind_of_alarm_can_be_raised() -> None:
+    assert {kind for kind, _ in RAISED} == set(AlarmKind)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        Symptoms(),
+        Symptoms(metrics=metrics(3, train__loss=1.0, train__grad_norm=1.0, **agreement(0.09))),
+        Symptoms(metrics=metrics(3, **agreement(5.0, tokens=0.0))),
+        Symptoms(metrics=metrics(9, train__loss=lambda index: math.nan if index == 0 else 1.0)),
+        Symptoms(metrics=metrics(12, train__entropy_loss=lambda index: 2.0 if index < 7 else 0.1)),
+        Symptoms(metrics=metrics(30, train__entropy_loss=0.1)),
+        Symptoms(metrics=metrics(30, train__entropy_loss=lambda index: 4.0 if index < 20 else 0.5)),
+        Symptoms(steps=[step(0, equal_rewards=8, truncated=32)] + [step(index, equal_rewards=4, truncated=3) for index in range(1, 6)]),
+        Symptoms(steps=[step(0, groups=0, samples=0)]),
+        Symptoms(push_seconds=[0.01] * 15 + [0.05] * 5),
+        Symptoms(push_seconds=[1.0, 9.0]),
+        Symptoms(disk=Room(40 << 30, 1 << 40), memory=Room(10 << 30, 64 << 30)),
+        Symptoms(disk=Room(1 << 30, 8 << 30), memory=Room(0, 0)),
+    ],
+)
+def test_what_is_no_reason_raises_none(found: Symptoms, run_config: RunConfig) -> None:
+    assert alarms(found, run_config) == []
+
+
+def event(what: str, at: float, detail: str = "") -> ServiceEvent:
+    return ServiceEvent(service="rollout", instance="rollout-0", what=what, detail=detail, at=at)
+
+
+def test_symptoms_are_of_lately(run_config: RunConfig) -> None:
+    history, now = FlowHistory(), 10_000.0
+    for at, detail in ((100.0, "old"), (9_900.0, "after signal 9"), (9_950.0, "after exit 1")):
+        history.told(event("restarted", at, detail))
+    history.apply(GroupDead(group="g00000001", reason="old", at=100.0))
+    history.apply(GroupsDropped(groups=["g00000002", "g00000003"], reason="stale", at=9_990.0))
+    found = symptoms(history, [status()], now, {}, None, None)
+    assert found.restarts == {"rollout-0": (2, "after exit 1")} and found.dead == [] and found.stale_share == 1.0
+    view = health_view(history, run_config, [status(gauges={"dead": 7})], found)
+    gone = next(line for line in view.services if line.instance == "rollout-0")
+    assert (gone.state, gone.restarts, gone.error) == ("", 3, "after exit 1"), "all restarts count, since the run began"
+    assert view.dead == 7 and view.reasons[0].reason == "old"
+    assert [line.at for line in view.events] == [9_950.0, 9_900.0, 100.0]
+
+
+def test_foreign_text_and_times_are_made_fit(run_config: RunConfig) -> None:
+    history = FlowHistory()
+    history.told(event("failed", math.nan, "\x1b[2J<script>\u202e\n" + "x" * 5000))
+    view = health_view(history, run_config, [], symptoms(history, [], 1.0, {"a\x07": "b\u202e"}, None, None))
+    line = view.events[0]
+    assert (
+        line.at == 0.0 and "\x1b" not in line.what and "\u202e" not in line.detail and len(line.detail) < 200 and "\n" not in line.instance
+    )
+    assert "\x07" not in view.alarms[0].title

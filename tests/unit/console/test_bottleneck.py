@@ -1,0 +1,103 @@
+"""Who waits for whom, what would help, and when that is not said."""
+
+import pytest
+
+from shared.config.run_config import RunConfig
+from shared.live.alarm_kinds import AlarmKind
+from shared.live.bottleneck import Bottleneck, ReplicaLoad, Workload, bottleneck
+
+FULL = ReplicaLoad(busy=1.0, at_once=7.5, most=8)
+TAIL = ReplicaLoad(busy=1.0, at_once=2.0, most=8)
+
+
+def with_rollout(config: RunConfig, **rollout: object) -> RunConfig:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+
+
+def found(config: RunConfig, waits: dict[str, float], load: ReplicaLoad = FULL, count: int = 3, **given: object) -> Bottleneck:
+    alarmed = given.pop("alarmed", ())
+    replicas = {f"rollout-{index}": load for index in range(1, count + 1)}
+    workload = Workload(10, waits, list(replicas), replicas, **given)  # type: ignore[arg-type]
+    return bottleneck(workload, config, alarmed)  # type: ignore[arg-type]
+
+
+def test_full_replicas_need_company(run_config: RunConfig) -> None:
+    said = found(with_rollout(run_config, max_staleness=2), {"generation": 0.3, "queue": 0.11, "scoring": 0.05})
+    assert said.sentence == "The trainer waits 41 % of the time for rollout-1, rollout-2 and rollout-3."
+    assert said.advice[0].text.startswith("add about 3 replicas"), "three replicas make 54 % of what the trainer takes"
+    assert (said.waiting, said.waiting_for) == ("trainer", "rollout-1, rollout-2 and rollout-3") and said.share == pytest.approx(0.41)
+    assert not any(advice.withheld for advice in said.advice)
+
+
+def test_replicas_whose_groups_queue_are_full_whatever_they_hold(run_config: RunConfig) -> None:
+    said = found(with_rollout(run_config, max_staleness=2), {"generation": 0.2, "queue": 0.3}, TAIL, count=1)
+    assert said.advice[0].text.startswith("add about 1 replica (")
+
+
+def test_a_slow_group_needs_others_beside_it(run_config: RunConfig) -> None:
+    said = found(with_rollout(run_config, max_staleness=2), {"generation": 0.41}, TAIL)
+    assert said.advice[0].text.startswith("raise rollout.max_staleness (now 2)")
+    assert not any("replica (" in advice.text or "replicas (" in advice.text for advice in said.advice)
+
+
+@pytest.mark.parametrize("load", [FULL, TAIL])
+def test_a_synchronous_run_overlaps_first(run_config: RunConfig, load: ReplicaLoad) -> None:
+    said = found(with_rollout(run_config, max_staleness=0), {"admission": 0.1, "generation": 0.5}, load, count=1)
+    assert said.sentence == "The trainer waits 60 % of the time for rollout-1."
+    assert [advice.text.partition(":")[0] for advice in said.advice] == ["raise rollout.max_staleness to 1"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "awaited", "advice"),
+    [
+        ("scoring", "the reward services to score", "reward.reward_workers"),
+        ("saving", "its own checkpoints", "trainer.save_interval"),
+        ("pushing", "pushes of weights to end", "weights.update_weights_interval"),
+        ("handing out", "its batch to be formed and read", "look at the store"),
+    ],
+)
+def test_each_cause_has_its_remedy(run_config: RunConfig, cause: str, awaited: str, advice: str) -> None:
+    said = found(run_config, {cause: 0.3, "generation": 0.15})
+    assert said.sentence == f"The trainer waits 30 % of the time for {awaited}, and 15 % for others."
+    assert any(advice in item.text for item in said.advice)
+
+
+def test_a_busy_trainer_has_replicas_wait(run_config: RunConfig) -> None:
+    idle = ReplicaLoad(busy=0.4, at_once=2.0, most=8)
+    said = found(run_config, {"handing out": 0.03}, idle, count=5)
+    assert (
+        said.sentence == "The trainer trains 97 % of the time; rollout-1, rollout-2, rollout-3 and 2 more wait 60 % of it for the trainer."
+    )
+    assert said.waiting_for == "trainer" and any("3 replicas would do" in item.text for item in said.advice)
+    alone = found(run_config, {}, idle, count=1)
+    assert "rollout-1 waits 60 %" in alone.sentence and not any("would do" in item.text for item in alone.advice)
+
+
+def test_nobody_waits(run_config: RunConfig) -> None:
+    said = found(run_config, {"handing out": 0.04})
+    assert "nobody waits for anybody" in said.sentence and said.advice == () and said.waiting == ""
+
+
+def test_advice_is_withheld_while_its_premise_is_alarmed(run_config: RunConfig) -> None:
+    config = with_rollout(run_config, max_staleness=1)
+    said = found(config, {"generation": 0.4}, TAIL, alarmed={AlarmKind.LOGPROBS, AlarmKind.DISK})
+    assert said.sentence.startswith("The trainer waits 40 %"), "what is seen is said all the same"
+    assert said.advice[0].withheld == "first see to the alarm: engine and trainer differ"
+    assert said.advice[1].withheld == "", "a smaller length limit does not presume that both agree"
+    more = found(config, {"generation": 0.4}, alarmed={AlarmKind.MEMORY, AlarmKind.PUSH_GROWS})
+    assert more.advice[0].withheld == "first see to the alarm: pushes take longer and longer and memory runs out"
+    assert more.advice[1].withheld == ""
+
+
+def test_lost_tokens_are_said(run_config: RunConfig) -> None:
+    said = found(with_rollout(run_config, staleness_policy="drop"), {}, lost_tokens=0.31)
+    assert "31 % of the generated tokens are not trained" in said.advice[-1].text and "continue or mask" in said.advice[-1].text
+
+
+def test_what_stands_still_comes_first(run_config: RunConfig) -> None:
+    said = found(run_config, {"generation": 0.9}, blocked="room: buffer-0 holds back (the store is full)")
+    assert said.sentence == "The run waits for room: buffer-0 holds back (the store is full)." and said.advice == ()
+
+
+def test_two_steps_are_needed(run_config: RunConfig) -> None:
+    assert "Too few steps" in bottleneck(Workload(1, {"generation": 1.0}, [], {}), run_config, ()).sentence
