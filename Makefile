@@ -33,7 +33,7 @@ SHOWN := $(if $(MAKE_TERMOUT),,| sed -un -e '/\(Downloading\|Using cached\).* MB
 # with this variable set every start of every process would compile it again, which doubles its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart agents install test test-extra test-docker lint size docs clean
+.PHONY: help quickstart agents install test test-extra test-docker lint size wheel docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +45,7 @@ help:
 	@echo "make lint         ruff, its format, mypy, import contracts"
 	@echo "make size         lines, functions, complexity, names and imports, against their bounds"
 	@echo "make docs         write the generated pages of docs/ anew, and the website to build/site"
+	@echo "make wheel        the package for PyPI, in dist/"
 	@echo "make install      the environment in $(VENV), nothing else"
 	@echo "make clean        remove the environment, runs and caches"
 
@@ -107,6 +108,11 @@ lint: $(READY)
 size: $(READY)
 	@$(BIN)/python -m docs.size
 
+# and the source distribution, from which it is built: both in dist/
+wheel: $(READY)
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation .
+
 docs: $(READY)
 	@$(BIN)/python -m docs.catalogue
 	@$(BIN)/python -m docs.accounts
@@ -118,4 +124,4 @@ docs: $(READY)
 	@echo "myxo: the website is in build/site: $(BIN)/python -m http.server --directory build/site"
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) runs build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -54,6 +54,7 @@ def _problems(line: str, targets: set[str], help_text: str) -> list[str]:
         found.append(f"the Makefile has no target {words[1]}")
     if program == "myxo" and len(words) > 1:
         found += [f"myxo has no command {name}" for name in words[1].split("|") if not name.startswith("-") and name not in help_text]
+    words = [re.sub(r"^myxo\.(?=shared\.|services\.)", "", word) for word in words]  # as a wheel has them
     # of a package that is not ours only itself is looked for: to look inside would import it
     module = words[2] if len(words) > 2 and words[2].split(".")[0] in _OWN else " ".join(words[2:3]).split(".")[0]
     if program.startswith("python") and words[1:2] == ["-m"] and module and importlib.util.find_spec(module) is None:

@@ -15,6 +15,7 @@ from shared.runtime import exit_codes, telemetry
 from shared.runtime.command_line import Parser, complain, ended
 
 COMMANDS = {
+    "quickstart": ("quickstart:declare", "train a tiny model on this machine's CPU, in a directory of its own"),
     "init": ("init:declare", "write a first config for a model and a file of prompts"),
     "up": ("up:declare_up", "run a config's run on this machine"),
     "train": ("train:declare", "run a run on this machine from flags alone, slime's and Megatron's among them"),

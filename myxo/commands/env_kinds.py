@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from shared.environment.bus_serving import serve_on_bus
 from shared.environment.protocol import Description, ScoreRequest
 from shared.environment.serving import SESSION_TTL, ServedEnvironment
 from shared.environment.stepping import CloseRequest, ResetAnswer, ResetRequest, StepAnswer, StepRequest
+from shared.hooks.layout_names import import_module
 from shared.runtime import exit_codes, server_urls
 from shared.runtime.errors import ConfigError
 
@@ -98,7 +98,7 @@ def _made(path: str) -> Any:
         raise ConfigError("MODULE:CLASS", path, "expected a module, a colon and the name of a class in it")
     sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module), name)()
+        made = getattr(import_module(module), name)()
         ServedEnvironment(name, made)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
         raise ConfigError("MODULE:CLASS", path, f"cannot be served: {type(error).__name__}: {error}") from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from myxo.doctor.diagnosis import Diagnosis
+from myxo.quickstart.bundled_files import pinned
 from shared.runtime import devices
 
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -18,7 +19,7 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 NEEDED = {"": "every service", "embedded": "servers of a run on this machine", "trainer": "the trainer", "rollout": "engines"}
 """The extras without which `myxo up` starts nothing, and whom they are for."""
 
-OWN_PACKAGES = ("sglang",)
+OWN_PACKAGES = ("sglang", "xgrammar")
 """Packages that no extra can bring: they are installed without what they ask for (see the Makefile)."""
 
 
@@ -44,7 +45,8 @@ def examine_packages(_: Path) -> Iterator[Diagnosis]:
     for package in OWN_PACKAGES:
         if importlib.util.find_spec(package) is None:
             faults += 1
-            yield Diagnosis("packages", "fault", f"{package} is not installed; it is for engines", "make install")
+            remedy = f"pip install --no-deps {pinned(package)}"
+            yield Diagnosis("packages", "fault", f"{package} is not installed; it is for engines", remedy)
     if not faults:
         yield Diagnosis("packages", "ok", f"myxo {importlib.metadata.version('myxo')} and all that it needs")
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from myxo.display import reward_chart
 from myxo.display.safe_console import SafeConsole
+from myxo.display.text_chart import text_chart
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import TRANSIENT, Bus
 from shared.history.run_summary import EvaluationSummary, Summary, SummaryTally, collect
@@ -25,6 +26,9 @@ MOST = 5
 
 REPORT_SECONDS = 120.0
 """The time for which the summary is tried again when the connection to the bus breaks."""
+
+CHART_WIDTH, CHART_HEIGHT = 60, 8
+"""Columns and lines of the rewards' curve."""
 
 AGAIN_SECONDS = 0.5
 """The pause before the summary is tried again."""
@@ -49,6 +53,8 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console, 
 def _write(tally: SummaryTally, summary: Summary, directory: RunDirectory, console: Console) -> None:
     directory.root.mkdir(parents=True, exist_ok=True)
     replace_file(directory.summary, f"{json_text(asdict(summary))}\n".encode())
+    for line in text_chart(tally.rewards, width=CHART_WIDTH, height=CHART_HEIGHT):
+        console.print(Text(line), no_wrap=True, crop=False)
     if not tally.rewards:
         console.print("No picture: no step is trained yet.")
     elif not reward_chart.available():

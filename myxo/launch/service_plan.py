@@ -10,7 +10,13 @@ from shared.runtime import devices, http_address
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
 
-SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "gateway", "trainer")}
+SERVICE_MODULES = {
+    "buffer": "services.buffer",
+    "reward": "services.reward",
+    "rollout": "services.rollout",
+    "gateway": "services.gateway",
+    "trainer": "services.trainer",
+}
 """The module that `python -m` runs for each service."""
 
 AGENTS = "agents"

@@ -1,6 +1,5 @@
 """Imports the function at ``package.module:function`` or ``package.module.function``, and lists the functions that each service imports."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any
 from shared.config.eval_section import EVAL_LOOP
 from shared.config.eval_views import generate_functions, reward_functions
 from shared.config.run_config import RunConfig
-from shared.hooks import slime_names
+from shared.hooks import layout_names, slime_names
 from shared.runtime.errors import ConfigError, MyxoError
 
 GENERATE = "rollout.custom_generate_function_path"
@@ -142,7 +141,7 @@ def load(field: str, path: str) -> Callable[..., Any]:
     module, name = split_path(path)
     advice = "install the package or put its directory on PYTHONPATH"
     try:
-        imported = importlib.import_module(module)
+        imported = layout_names.import_module(module)
         advice = f"name a function that is in it, or put the directory of the {module} that is meant on PYTHONPATH"
         function = getattr(imported, name)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything

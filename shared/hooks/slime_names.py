@@ -4,12 +4,13 @@
 so that a slime that is installed wins.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from shared.hooks.layout_names import SameModule
 
 _OURS = "shared.hooks.slime"
 
@@ -69,26 +70,18 @@ class SlimeNames(MetaPathFinder):
             if (instead := INSTEAD.get(".".join(name.split(".")[:2]))) is not None:
                 raise ModuleNotFoundError(f"No module named {name!r}: Myxo has nothing of it; {instead}", name=name)
             raise ModuleNotFoundError(f"No module named {name!r}: slime is not installed, and Myxo has of its modules {there}", name=name)
-        return ModuleSpec(name, _Alias(MODULES[name]), is_package=_is_package(name))
+        ours = MODULES[name]
+        return ModuleSpec(name, _EmptyPackage() if ours == _OURS else SameModule(ours), is_package=_is_package(name))
 
 
-class _Alias(Loader):
-    """Gives the module ``ours`` under another name; a package is a module of its own, for its members differ."""
+class _EmptyPackage(Loader):
+    """Makes a package that holds nothing but the modules that the finder finds in it."""
 
-    def __init__(self, ours: str) -> None:
-        self._ours = ours
-        self._spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        if self._ours == _OURS:
-            return None
-        module = importlib.import_module(self._ours)
-        self._spec = module.__spec__
-        return module
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
-        if self._spec is not None:
-            module.__spec__ = self._spec
+        pass
 
 
 def _is_package(name: str) -> bool:
@@ -96,4 +89,4 @@ def _is_package(name: str) -> bool:
 
 
 def _is_ours(module: ModuleType | None) -> bool:
-    return module is not None and isinstance(getattr(module.__spec__, "loader", None), _Alias)
+    return module is not None and isinstance(getattr(module.__spec__, "loader", None), _EmptyPackage)

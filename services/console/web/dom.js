@@ -1,8 +1,11 @@
 // Makes elements. Text is always put in as text, never as markup: it may be what a model or a stranger wrote.
 
+const listening = new WeakSet(); // elements with listeners, which know the data that they were made with
+
 /** Returns an element: `el("td", {class: "number", title: "…"}, "12")`. A property that is a function is a listener; null leaves it out. */
 export function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
+  if (Object.values(properties).some((value) => typeof value === "function")) listening.add(element);
   for (const [name, value] of Object.entries(properties)) {
     if (value === null || value === undefined || value === false) continue;
     if (typeof value === "function") element.addEventListener(name.replace(/^on/, ""), value);
@@ -16,6 +19,35 @@ export function el(tag, properties = {}, ...children) {
 export function fill(element, ...children) {
   element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
   return element;
+}
+
+/**
+ * Brings what an element holds up to date, and touches only what has changed: focus, selected text, scrolled tables and opened details stay
+ * as they are while a run goes on.
+ */
+export function renew(element, ...children) {
+  const fresh = children.flat(Infinity).filter((child) => child !== null && child !== undefined);
+  fresh.forEach((child, index) => {
+    const old = element.childNodes[index];
+    if (old) match(old, child);
+    else element.append(child);
+  });
+  while (element.childNodes.length > fresh.length) element.lastChild.remove();
+}
+
+function match(old, fresh) {
+  if (old.isEqualNode(fresh)) return;
+  if (old.nodeName !== fresh.nodeName || listening.has(old) || listening.has(fresh)) {
+    const focused = old === document.activeElement;
+    old.replaceWith(fresh);
+    if (focused) fresh.focus();
+  } else if (old.nodeType === Node.TEXT_NODE) {
+    old.data = fresh.data;
+  } else {
+    for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
+    for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    renew(old, [...fresh.childNodes]);
+  }
 }
 
 /** Returns a number as people read it: at most `digits` significant ones, "–" for none, "NaN" and "∞" as such. */

@@ -148,7 +148,7 @@ def _arguments(flags: Mapping[str, FlagValue]) -> Iterator[str]:
 
 def _engine_path(device: str) -> str:
     """Returns an engine's PYTHONPATH: on a CPU the engine site, then the inherited entries, then the receiver's directory."""
-    own = str(Path(shared.__file__).parents[1])
+    own = str(Path(shared.__file__).parents[1 + shared.__name__.count(".")])
     installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then the receiver is found anyway
     entries = [str(engine_site()) if device == "cpu" else "", os.environ.get("PYTHONPATH", ""), "" if installed else own]
     return os.pathsep.join(filter(None, entries))

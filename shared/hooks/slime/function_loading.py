@@ -1,9 +1,9 @@
 """``slime.utils.misc``: functions by their paths, and classes of which there is one object."""
 
-import importlib
 from functools import cache
 from typing import Any
 
+from shared.hooks.layout_names import import_module
 from shared.hooks.loading import split_path
 
 
@@ -11,7 +11,7 @@ from shared.hooks.loading import split_path
 def load_function(path: str) -> Any:
     """Returns what lies at ``package.module.function`` or ``package.module:function``. Raises ImportError or AttributeError."""
     module, name = split_path(path)
-    return getattr(importlib.import_module(module), name)
+    return getattr(import_module(module), name)
 
 
 class SingletonMeta(type):

@@ -1,6 +1,6 @@
 // The pipeline as it is now: who waits for whom, where groups are, what each service did, staleness, tokens by length.
 
-import { el, empty, fill, shown, span } from "../dom.js";
+import { el, empty, fill, renew, shown, span } from "../dom.js";
 import { activityKey, bar, percent, timelines } from "../timelines.js";
 
 const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 h"]];
@@ -33,9 +33,7 @@ export function mount(root, context) {
   }
 
   function show(flow) {
-    const moved = [...body.querySelectorAll(".scroll")].map((element) => element.scrollLeft);
-    fill(body, verdict(flow), pipeline(flow), services(flow), ages(flow), lengths(flow));
-    body.querySelectorAll(".scroll").forEach((element, index) => (element.scrollLeft = moved[index] ?? 0));
+    renew(body, verdict(flow), pipeline(flow), services(flow), ages(flow), lengths(flow));
   }
 
   refresh();

@@ -1,6 +1,6 @@
 // What may be wrong with the run: alarms with what they mean and what to do, services, groups that died, what services told.
 
-import { el, empty, fill, shown } from "../dom.js";
+import { el, empty, fill, renew, shown } from "../dom.js";
 
 export function mount(root, context) {
   let asked = 0;
@@ -20,9 +20,7 @@ export function mount(root, context) {
     const kinds = health.alarms.map((alarm) => alarm.kind).join();
     if (raised !== null && kinds !== raised) context.announce(titles || "No alarm stands any more.");
     raised = kinds;
-    const moved = [...root.querySelectorAll(".scroll")].map((element) => element.scrollLeft);
-    fill(root, alarms(health), services(health), dead(health), events(health));
-    root.querySelectorAll(".scroll").forEach((element, index) => (element.scrollLeft = moved[index] ?? 0));
+    renew(root, alarms(health), services(health), dead(health), events(health));
   }
 
   refresh();
@@ -65,7 +63,7 @@ function services({ services: all }) {
       el("td", { class: service.state ? null : "bad" }, service.state || "not there"),
       el("td", { class: "number" }, service.version >= 0 ? shown(service.version) : "–"),
       el("td", { class: service.restarts ? "number warn" : "number" }, shown(service.restarts)),
-      el("td", {}, [service.held_back, service.error || service.detail].filter(Boolean).join(" · "))));
+      el("td", { class: "words" }, [service.held_back, service.error || service.detail].filter(Boolean).join(" · "))));
   return section("health-services", "Services", rows.length
     ? table(["Service", "Kind", "State", "Version", "Restarts", "Newest error, or reason of its state"], rows, [3, 4])
     : empty("Services appear here as soon as they have joined the run."));
@@ -75,7 +73,7 @@ function dead({ dead: count, reasons }) {
   const rows = reasons.map((item) =>
     el("tr", {},
       el("td", { class: "number" }, shown(item.count)),
-      el("td", {}, item.reason),
+      el("td", { class: "words" }, item.reason),
       el("td", {}, el("a", { href: `#/samples/${encodeURIComponent(item.newest)}` }, item.newest)),
       el("td", { class: "when" }, time(item.at))));
   return section("health-dead", `Dead groups${count ? `: ${shown(count)}` : ""}`, rows.length
@@ -85,7 +83,7 @@ function dead({ dead: count, reasons }) {
 
 function events({ events: told }) {
   const rows = told.map((event) =>
-    el("tr", {}, el("td", { class: "when" }, time(event.at)), el("th", { scope: "row" }, event.instance), el("td", {}, event.what), el("td", {}, event.detail)));
+    el("tr", {}, el("td", { class: "when" }, time(event.at)), el("th", { scope: "row" }, event.instance), el("td", {}, event.what), el("td", { class: "words" }, event.detail)));
   return section("health-events", "What services told", rows.length
     ? table(["At", "Service", "What", "Detail"], rows)
     : empty("Joins, failures, restarts and other events appear here as they happen, the newest first."));
