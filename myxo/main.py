@@ -27,6 +27,7 @@ COMMANDS = {
     "audit": ("audit:declare", "replay a run's ledger and check its invariants; exits 1 on a violation"),
     "samples": ("samples:declare", "the groups of a run, what became of them, and their samples"),
     "watch": ("status:declare_watch", "the progress of a run whose services were started elsewhere, to its end, then its summary"),
+    "top": ("top:declare", "who waits for whom in a run, what would help, what its services do, and alarms, live"),
     "env": ("env:declare", "environments: make one, serve it, check that it keeps the protocol"),
     "accounts": ("accounts:declare", "make the accounts of a run on NATS and Redis"),
     "simulate": ("service_tools:declare", "throughput and staleness of every policy, simulated"),

@@ -25,8 +25,8 @@ from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
 from shared.data.read_progress import ReadProgress
 from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
+from shared.data.tokenizer_files import local_tokenizer
 from shared.history.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, ProvenanceStep, kept_group
-from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import sample
@@ -242,17 +242,8 @@ class _OpenRun:
 
     def pieces(self) -> Pieces | None:
         """Returns what gives the text of single tokens by the run's tokenizer; None where this machine does not have it."""
-        if self.access is None:
-            return None
-        try:
-            from shared.data.tokenizer import Tokenizer
-        except ModuleNotFoundError:  # it comes with the extra `buffer`
-            return None
-        try:
-            config = hub_resolve.local(self.access.config, ("model.hf_checkpoint",), weights=False)
-            return Tokenizer(config.model.hf_checkpoint).pieces
-        except ConfigError:  # the directory is elsewhere, or holds none: ids are shown all the same
-            return None
+        tokenizer = None if self.access is None else local_tokenizer(self.access.config)
+        return None if tokenizer is None else tokenizer.pieces
 
     def no_such_group(self, group: str, admitted: int) -> ConfigError:
         """Returns the refusal of a group that is not there. ``admitted``: how many there are."""

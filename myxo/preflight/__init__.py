@@ -71,6 +71,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
 
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
+    machine_checks.check_traces,
     reward_checks.check_rewards,
     agent_checks.check_commands,
     agent_checks.check_gateways,

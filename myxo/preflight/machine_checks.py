@@ -22,6 +22,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import devices, extras, server_urls
 from shared.runtime.errors import ConfigError
 from shared.runtime.host_memory import host_memory
+from shared.tracing.trace_settings import trace_settings
 
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
 """The packages, and the services that need them; importing them would take seconds."""
@@ -47,6 +48,12 @@ OPTIMIZER_BYTES = 8
 
 MASTER_BYTES = 4
 """Bytes per parameter of the gradient in float32; where training is in bfloat16, also of a float32 copy of the weights."""
+
+
+def check_traces(_: Inspection) -> Findings:
+    """Raises for what the environment says wrong of the export of traces."""
+    trace_settings(os.environ)
+    yield from ()
 
 
 def check_extras(inspection: Inspection) -> Findings:

@@ -15,7 +15,9 @@ from typing import TypeVar
 from services.buffer import amendment, ended_groups, evaluation_report, policy
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
+from services.buffer.buffer_gauges import QueueGauges, show_groups
 from services.buffer.evaluation_logger import EvaluationLogger
+from services.buffer.group_spans import GroupSpans
 from services.buffer.ledger_writer import LedgerWriter
 from services.buffer.outcome_consumer import OutcomeConsumer
 from services.buffer.prompt_supply import PromptSupply, open_prompts
@@ -29,9 +31,7 @@ from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
-from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
-from shared.bus.work_queue import WorkQueue
 from shared.hooks.loading import eval_function, shows_samples
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
@@ -47,7 +47,6 @@ from shared.schema.messages import (
     EvaluationsRequest,
     Message,
     RunDone,
-    Task,
     Trained,
 )
 from shared.schema.weight_messages import WeightsLive
@@ -66,9 +65,6 @@ HAND_OVER_SECONDS = 1.5
 
 DRAIN_SECONDS = 1.5
 """The time that it then goes on keeping the responses of groups that have ended."""
-
-_GAUGES = ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version")
-"""Gauges that are fields of the state."""
 
 Request = TypeVar("Request", bound=Message)
 
@@ -98,7 +94,8 @@ class Buffer:
         self._filter = BufferFilter(config, path) if path is not None else None
         self._lease = LeaderLease(service.bus, service.run, "buffer", service.instance, LeaseTiming(config.bus.lease_duration))
         self._failure = RunFailure(service, self._limits.max_dead_in_a_row, self._lease.held)
-        self._ledger = LedgerWriter(service.bus, service.run, self._lease.held, prompts.follow)
+        self._ledger = LedgerWriter(service.bus, service.run, self._lease.held, self._followed)
+        self._spans = GroupSpans()
         self._state = BufferState()
         self._room = StoreRoom(service)
         self._lock = asyncio.Lock()
@@ -225,6 +222,7 @@ class Buffer:
                 self._keeper.take(ended_groups.ended(self._state, record))
                 self._prompts.follow(self._state, record)
                 self._state.apply(record)
+                self._trace(record)
                 await self._failure.see(record, self._state.dead)
                 self._eval_log.see(record)
                 self._eval_log.release(self._state.released)
@@ -232,6 +230,17 @@ class Buffer:
             except Exception as error:
                 self._broken.put_nowait(error)
                 raise
+
+    def _followed(self, state: BufferState, record: LedgerRecord) -> None:
+        """Takes note of a record that another buffer has written, and ``state`` before it; its spans are the other's."""
+        self._prompts.follow(state, record)
+        self._trace(record, export=False)
+
+    def _trace(self, record: LedgerRecord, *, export: bool = True) -> None:
+        if (traces := self._service.traces).on:
+            for span in self._spans.apply(record):
+                if export:
+                    traces.add(span)
 
     async def _until_broken(self) -> None:
         """Ends this buffer once a record could not be made or followed: state and ledger may differ then, or another buffer is active."""
@@ -368,30 +377,14 @@ class Buffer:
 
     async def _watch_gauges(self) -> None:
         """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""
-        run, bus_config = self._service.run, self._config.bus
-        consumers = {
-            "queue_task": [task_consumer(run, bus_config, TRAIN)],
-            "queue_eval": [task_consumer(run, bus_config, EVAL)],
-            "queue_generated": [generated_consumer(run, bus_config, name) for name in self._config.queues()],
-            "queue_scored": [scored_consumer(run, bus_config)],
-        }
-        queues = {name: [WorkQueue(self._bus, consumer, Task) for consumer in parts] for name, parts in consumers.items()}
+        queues = QueueGauges(self._service)
         while True:
             if await self._failure.look() or await self._room.look() or policy.is_late(self._state, self._limits, time.time()):
                 await self._decide(lambda: [])
-            state, metrics = self._state, self._service.metrics
-            for name in _GAUGES:
-                metrics.set(name, getattr(state, name))
-            metrics.set("ready", len(state.ready))
-            metrics.set("outstanding", len(state.outstanding))
-            metrics.set("evaluations", len(state.evaluated))
-            metrics.set("eval_pending", sum(len(evaluation.pending) for evaluation in state.evaluations.values()))
-            self._prompts.gauge(metrics)
-            self._keeper.gauge(metrics)
-            for name, parts in queues.items():
-                depths = [await queue.depth(deadline=120) for queue in parts]
-                metrics.set(name, sum(waiting for waiting, _ in depths))
-                metrics.set(f"{name}_held", sum(held for _, held in depths))
+            show_groups(self._service.metrics, self._state)
+            self._prompts.gauge(self._service.metrics)
+            self._keeper.gauge(self._service.metrics)
+            await queues.show(deadline=120)
             await asyncio.sleep(POLL_INTERVAL_S)
 
 

@@ -14,6 +14,9 @@ from shared.schema.service_messages import ServiceStatus
 STALE_SHARE = 0.5
 """A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within."""
 
+NOT_STARTED = "not started yet"
+"""Why a kind of service is away that was never seen."""
+
 NOT_AT_WORK = ("starting", "stopping", "failed")
 
 
@@ -64,7 +67,7 @@ class AbsentServices:
         for kind in _needed(config) - {service for service, _ in there}:
             last = max((known.seen for (service, _), known in self._seen.items() if service == kind), default=now)
             worked = any(service == kind for service, _ in self._seen)
-            absent[kind] = Away(last, "its status is gone from the registry" if worked else "not started yet")
+            absent[kind] = Away(last, "its status is gone from the registry" if worked else NOT_STARTED)
         return absent
 
 

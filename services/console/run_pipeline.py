@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Collection, Sequence
 
+from services.console.absence import NOT_STARTED
 from services.console.change_feed import FLOW, HEALTH
 from services.console.run_source import BUS_ERRORS, READ_SECONDS, RunSource, SourceAway
 from shared.bus import stream_replay
@@ -51,7 +52,8 @@ class RunPipeline:
         return list(self._source.statuses) if self._source.connected else []
 
     def _away(self) -> dict[str, str]:
-        return {name: away.why for name, away in self._source.away.items()}
+        """Returns what is away that was there: the start of a run is no alarm."""
+        return {name: away.why for name, away in self._source.away.items() if away.why != NOT_STARTED}
 
     def _disk(self) -> Room | None:
         directory = self._source.directory

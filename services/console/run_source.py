@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -117,7 +117,7 @@ class RunSource:
 
     async def read(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
-    ) -> AsyncIterator[tuple[int, Entry]]:
+    ) -> AsyncGenerator[tuple[int, Entry], None]:
         """Yields (sequence, message) as `direct_read.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
         bus = self.bus()
         try:
@@ -231,6 +231,10 @@ class RunSource:
         if self._store is None:
             self._store = Store(self._redis_url, self.run)
         await self._store.ping(deadline=LOOK_SECONDS / 2)
+
+    def follow_again(self) -> None:
+        """Has the followers called once more: one of them has left something for later."""
+        self._news.set()
 
     async def _follow(self) -> None:
         """Calls the followers when there is something new: at the start, at each message, and when the bus is back."""

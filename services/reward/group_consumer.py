@@ -9,6 +9,7 @@ from typing import Any
 from services.reward.group_filter import GroupFilter
 from services.reward.payload_reader import PayloadReader
 from services.reward.reward_router import RewardRouter
+from services.reward.score_spans import score_span
 from services.reward.scorer import Scorer
 from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
@@ -66,13 +67,17 @@ class GroupConsumer:
         return self._scorer.open.is_set()
 
     async def _handle(self, lease: MessageLease[Generated]) -> None:
+        started = time.time()
         async with lease.held():
             outcome = await self._outcome(lease)
             try:
                 await self._publish(outcome)
             except (MessageTooLarge, *_ON_INPUT) as error:  # the latter: what does not go into a message
-                await self._publish(self._failed(lease.message, str(error)))
+                outcome = self._failed(lease.message, str(error))
+                await self._publish(outcome)
         await lease.ack()
+        if self._service.traces.on:
+            self._service.traces.add(score_span(lease.message, outcome, started, time.time()))
 
     async def _on_unreadable(self, data: bytes, reason: str) -> None:
         if (failed := failure_of(data, reason, by=self._service.instance)) is not None:
@@ -82,7 +87,7 @@ class GroupConsumer:
     async def _publish(self, outcome: Outcome) -> None:
         await self._service.bus.publish(self._service.subjects.scored(REWARD), outcome, msg_id=uuid.uuid4().hex, deadline=600)
 
-    async def _outcome(self, lease: MessageLease[Generated]) -> Outcome:
+    async def _outcome(self, lease: MessageLease[Generated]) -> Scored | Failed:
         group = lease.message
         log = self._service.log.bind(group=group.group, environment=group.environment)
         if lease.exhausted:

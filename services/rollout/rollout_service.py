@@ -13,6 +13,7 @@ from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine_profiler import EngineProfiler
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.generate import generate_group
+from services.rollout.generation_spans import handed_back
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.partial_samples import restored, samples_of
 from services.rollout.played_group import PlayedGroup
@@ -173,16 +174,17 @@ class Rollout:
             self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
 
     async def _handle(self, lease: MessageLease[Task]) -> None:
-        task, service = lease.message, self._service
+        task, service, started = lease.message, self._service, time.time()
         log = service.log.bind(group=task.group, attempt=task.attempt)
         try:
             async with lease.held():
                 if task.deadline and time.time() >= task.deadline:  # nobody waits for it any more
                     log.info("task_late")
                 elif lease.exhausted:
-                    await self._outcomes.publish(task, self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries"))
+                    failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries")
+                    await self._outcomes.publish(task, failed, started)
                 else:
-                    await self._generate_in_time(task)
+                    await self._generate_in_time(task, started)
             await lease.ack()
         except asyncio.CancelledError:
             await lease.hand_back()
@@ -192,14 +194,15 @@ class Rollout:
             raise
         except (DeadlineExceeded, EngineError) as error:
             log.warning("group_handed_back", error=str(error))
+            service.traces.add(handed_back(task, error, service.instance, started, time.time()))
             await lease.hand_back(delay=1.0)
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
         except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:
             log.warning("group_refused", error=str(error))
-            await self._outcomes.publish(task, self._outcomes.failed(task, str(error)))
+            await self._outcomes.publish(task, self._outcomes.failed(task, str(error)), started)
             await lease.ack()
 
-    async def _generate_in_time(self, task: Task) -> None:
+    async def _generate_in_time(self, task: Task, started: float) -> None:
         """Generates a group and publishes what became of it; nothing once its deadline has passed."""
         try:
             async with asyncio.timeout(task.deadline - time.time() if task.deadline else None) as limit:
@@ -209,7 +212,7 @@ class Rollout:
                 raise
             self._service.log.info("task_late", group=task.group)
             return
-        await self._outcomes.publish(task, outcome)
+        await self._outcomes.publish(task, outcome, started)
 
     async def _generate(self, task: Task) -> Generated | Interrupted:
         started = time.time()

@@ -1,8 +1,10 @@
 """What becomes of a task: its samples are stored, and then reported by reference."""
 
+import time
 import uuid
 from collections.abc import Sequence
 
+from services.rollout.generation_spans import generation_span
 from services.rollout.teachers import Teachers
 from shared.bus.subjects import ROLLOUT
 from shared.runtime.errors import BadMessage, PayloadMissing
@@ -72,11 +74,13 @@ class TaskOutcomes:
             self._service.log.warning("partial_lost", group=task.group, attempt=task.attempt, error=str(error))
             return []
 
-    async def publish(self, task: Task, message: Generated | Outcome) -> None:
-        """Publishes a message about a task: to be scored, or to the buffer."""
+    async def publish(self, task: Task, message: Generated | Outcome, started: float) -> None:
+        """Publishes a message about a task: to be scored, or to the buffer. ``started``: when work on it began, seconds since the epoch."""
         names = self._service.subjects
         subject = names.generated(task.environment) if isinstance(message, Generated) else names.scored(ROLLOUT)
         await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
+        if self._service.traces.on and (span := generation_span(task, message, self._service.instance, started, time.time())) is not None:
+            self._service.traces.add(span)
 
     async def _stored(self, task: Task, samples: Sequence[Sample]) -> Payload:
         """Stores samples before their reference is published, under keys that nobody else writes: a referenced payload never changes.

@@ -13,6 +13,7 @@ import time
 from services.rollout.colocated_engine import ColocatedEngine
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver_client import ReceiverError
+from services.rollout.push_spans import PushSpans
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -63,11 +64,12 @@ class WeightsReceiver:
     async def listen(self) -> None:
         """Subscribes to this replica's subjects."""
         bus, subjects, instance = self._service.bus, self._service.subjects, self._service.instance
+        spans = PushSpans(self._service.traces, instance)
         await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self._offer)
-        await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, self._prepare)
-        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, self._receive)
-        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, self._commit)
-        await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, self._abort)
+        await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, spans.around("prepare", self._prepare))
+        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, spans.around("receive", self._receive))
+        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, spans.around("commit", self._commit))
+        await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, spans.around("abort", self._abort))
         await self.colocation.listen()
 
     def expects_push(self) -> bool:

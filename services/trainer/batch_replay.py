@@ -24,6 +24,7 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
 from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
 from shared.schema.service_messages import WarmStartEnded
+from shared.tracing.traces import Traces
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
@@ -47,6 +48,7 @@ class ReplayClient:
 
     replicas: list[Any] = []
     evaluations: list[EvalFigures] = []
+    traces = Traces()
 
     def __init__(self, dumps: Any, steps: int) -> None:
         self._dumps, self._steps, self.stopping = dumps, steps, False

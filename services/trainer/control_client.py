@@ -35,6 +35,7 @@ from shared.schema.messages import (
 )
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive
+from shared.tracing.traces import Traces
 
 Result = TypeVar("Result")
 
@@ -93,6 +94,10 @@ class ControlClient:
     @property
     def config(self) -> RunConfig:
         return self.service.config
+
+    @property
+    def traces(self) -> Traces:
+        return self.service.traces
 
     @property
     def stopping(self) -> bool:

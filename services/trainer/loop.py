@@ -34,6 +34,7 @@ from services.trainer.role_worker import RoleWorker
 from services.trainer.step_profiler import StepProfiler
 from services.trainer.step_scheduler import StepScheduler
 from services.trainer.train_data import POSTPROCESS, postprocessed
+from services.trainer.training_spans import checkpoint_span, step_spans
 from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
@@ -146,6 +147,9 @@ class Trainer(RoleWorker):
         if self._control is not None:
             report = Trained(step=batch.step, version=batch.version, started=started, ended=ended, attestation=attestation)
             self._control.trained(report)
+            if self._control.traces.on:
+                for span in step_spans(batch, started, ended):
+                    self._control.traces.add(span)
 
     def _prepared(self, batch: Batch, ahead: Batch | None) -> TrainBatch:
         """Returns the batch with every field that its loss reads: log-probs of present and frozen policies, KL, values, advantages."""
@@ -153,6 +157,8 @@ class Trainer(RoleWorker):
         wanted = needs(self._objective, len(prepared.steps))
         if wanted.proximal:  # with a single step the policy itself is the proximal one
             prepared = self._computed(prepared, "proximal_log_probs", self._log_probs(""))
+        elif self._config.debug.train_dump is not None:  # for whoever compares them with the engine's; nothing reads this field
+            prepared = self._computed(prepared, "trainer_log_probs", self._log_probs(""))
         if self._reference is not None:
             with self._reference.in_place_of_the_policy():
                 prepared = self._computed(prepared, "ref_log_probs", self._log_probs("ref_"))
@@ -268,3 +274,5 @@ class Trainer(RoleWorker):
             with contextlib.suppress(StopAsked):
                 control.durable(steps)
                 self._durable = steps
+                if steps == self._begun_save and self._save_began is not None:
+                    control.traces.add(checkpoint_span(steps, self._save_began, time.time()))

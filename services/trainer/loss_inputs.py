@@ -14,11 +14,9 @@ from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.objective.advantage import (
     Advantages,
-    Rewards,
     distilled,
     less_kl,
     needs,
-    reward_advantages,
     token_advantages,
     whitened,
 )
@@ -30,6 +28,7 @@ from services.trainer.partition import Partition
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
+from shared.rewards.reward_advantage import Rewards, reward_advantages
 from shared.schema import sample
 from shared.schema.sample import Score
 from shared.store.payload_store import BlockingStore

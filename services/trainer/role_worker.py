@@ -95,6 +95,7 @@ class RoleWorker:
             self._metrics = MetricsLogger(control, config, TrainingSpeed.of(self._actor), role, log)
         self._progress = Progress()
         self._begun_save = self._saved = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
+        self._save_began: float | None = None  # the checkpoint last begun; None: by an earlier life
         self._skipped = 0
         architecture = self._actor.architecture
         self._operations = cache(lambda tokens: flops.training(architecture, [tokens], value_head=role == "critic"))
@@ -228,6 +229,7 @@ class RoleWorker:
     def _save(self) -> None:
         """Writes a checkpoint of the training's present state, in the background if so configured; waits for the last one of a run."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
+        self._save_began = time.time()
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps

@@ -170,6 +170,15 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
     )
 
 
+async def created(bus: Bus, run: str, deadline: float = 15.0) -> str:
+    """Returns when the run began, which no other run of its name has in common with it. Raises DeadlineExceeded."""
+    stream = Subjects(run).ledger_stream
+    info = await bus.retry(
+        lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
+    )
+    return str(info.created)
+
+
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     """Returns whether the bus holds a run of this name. Raises DeadlineExceeded."""
     stream = Subjects(run).ledger_stream

@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic_core
@@ -34,6 +34,7 @@ class RolloutSample(BaseModel):
 
     reward: None where it has none; parts: named rewards. removed: a filter took it out of the loss; stale: so did its age.
     prompt_length, length: tokens of prompt and response. segments: (start, end, weight version) spans of the response's tokens.
+    rollout: which of the group's rollouts it comes from, None where that is its index; role: who of several it is of.
     prompt, label, metadata: where they are not the group's. prompt_ids, response_ids: int [P], [R]; log_probs, mask: [R]; kept only with
     ``keep_rollouts_tokens``.
     """
@@ -50,6 +51,8 @@ class RolloutSample(BaseModel):
     length: int
     segments: list[tuple[int, int, int]] = []
     response: str
+    rollout: int | None = None
+    role: str | None = None
     prompt: Any = None
     label: str | None = None
     metadata: dict[str, Any] | None = None
@@ -106,7 +109,40 @@ class RolloutRecord(BaseModel):
             prompt_text=self.prompt if sample.prompt is None else sample.prompt,
             label=self.label if sample.label is None else sample.label,
             metadata=self.metadata if sample.metadata is None else sample.metadata,
+            rollout=-1 if sample.rollout is None else sample.rollout,
+            role=sample.role or "",
         )
+
+
+class KeptLine(NamedTuple):
+    """One line of a file and its place. head: what comes before `_AFTER_HEAD`; None where the line is no record."""
+
+    start: int
+    line: bytes
+    head: RolloutRecord | None
+
+
+def kept_lines(path: Path, start: int = 0) -> Iterator[KeptLine]:
+    """Yields the lines of a file from byte ``start`` on; nothing where it was removed. The last may be cut off, and still grow."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:  # removed since, to make room
+        return
+    with file:
+        file.seek(start)
+        for line in file:
+            yield KeptLine(start, line, _head(line))
+            start += len(line)
+
+
+def read_record(path: Path, start: int, size: int) -> RolloutRecord | None:
+    """Returns the record that lies there; None where the file was removed, or holds another line by now."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return RolloutRecord.model_validate_json(file.read(size))
+    except (FileNotFoundError, ValidationError):
+        return None
 
 
 class RolloutReader:
@@ -137,16 +173,11 @@ class RolloutReader:
 
     def _lines(self) -> Iterator[tuple[bytes, RolloutRecord]]:
         for path in files(self._directory):
-            try:
-                file = path.open("rb")
-            except FileNotFoundError:  # removed since, to make room
-                continue
-            with file:
-                for line in file:
-                    if (head := _head(line)) is None:
-                        self.torn += 1
-                    else:
-                        yield line, head
+            for _, line, head in kept_lines(path):
+                if head is None:
+                    self.torn += 1
+                else:
+                    yield line, head
 
 
 def _head(line: bytes) -> RolloutRecord | None:
@@ -198,6 +229,8 @@ def sample_of(
         length=len(sample.response),
         segments=sample.segments,
         response=sample.text,
+        rollout=None if sample.rollout == sample.index else sample.rollout,
+        role=sample.role or None,
         prompt=other("prompt_text"),
         label=other("label"),
         metadata=other("metadata"),

@@ -10,7 +10,7 @@ SPANS_SHOWN = 600
 """The most spans of one service in an answer; shorter ones than this part of the window are left out of it, never out of shares."""
 
 
-class Span(NamedTuple):
+class ActivitySpan(NamedTuple):
     """An activity from ``begin`` to ``end``, seconds since the epoch."""
 
     activity: str
@@ -18,7 +18,7 @@ class Span(NamedTuple):
     end: float
 
 
-def laid_over(layers: Iterable[Sequence[Span]], window: Interval) -> list[Span]:
+def laid_over(layers: Iterable[Sequence[ActivitySpan]], window: Interval) -> list[ActivitySpan]:
     """Returns disjoint spans within the window, in order; where several lie at the same time, that of the last layer is seen."""
     ordered = [span for layer in layers for span in layer if span.end > window[0] and span.begin < window[1]]
     marks = sorted(
@@ -27,7 +27,7 @@ def laid_over(layers: Iterable[Sequence[Span]], window: Interval) -> list[Span]:
         if span.end > span.begin
         for mark in ((max(span.begin, window[0]), height), (min(span.end, window[1]), ~height))
     )
-    found: list[Span] = []
+    found: list[ActivitySpan] = []
     active: set[int] = set()
     for (at, height), (following, _) in itertools.pairwise(marks):
         if height < 0:
@@ -35,17 +35,17 @@ def laid_over(layers: Iterable[Sequence[Span]], window: Interval) -> list[Span]:
         else:
             active.add(height)
         if active and following > at:
-            _append(found, Span(ordered[max(active)].activity, at, following))
+            _append(found, ActivitySpan(ordered[max(active)].activity, at, following))
     return found
 
 
-def _append(spans: list[Span], span: Span) -> None:
+def _append(spans: list[ActivitySpan], span: ActivitySpan) -> None:
     if spans and spans[-1].activity == span.activity and spans[-1].end == span.begin:
-        span = Span(span.activity, spans.pop().begin, span.end)
+        span = ActivitySpan(span.activity, spans.pop().begin, span.end)
     spans.append(span)
 
 
-def seconds_of(spans: Iterable[Span]) -> dict[str, float]:
+def seconds_of(spans: Iterable[ActivitySpan]) -> dict[str, float]:
     """Returns the seconds of each activity, the longest first."""
     found: dict[str, float] = {}
     for activity, begin, end in spans:
@@ -53,19 +53,9 @@ def seconds_of(spans: Iterable[Span]) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def shown_spans(spans: Sequence[Span], window: Interval) -> list[Span]:
+def shown_spans(spans: Sequence[ActivitySpan], window: Interval) -> list[ActivitySpan]:
     """Returns the spans that a picture of the window can show: no shorter ones, where there are many."""
     if len(spans) <= SPANS_SHOWN:
         return list(spans)
     shortest = (window[1] - window[0]) / SPANS_SHOWN
     return [span for span in spans if span.end - span.begin >= shortest]
-
-
-def mean_at_once(intervals: Iterable[Interval], window: Interval) -> tuple[float, int]:
-    """Returns how many of the intervals there are at once: in the mean over the window, and at most."""
-    inside = [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals if end > window[0] and begin < window[1]]
-    seconds, running, most = sum(end - begin for begin, end in inside if end > begin), 0, 0
-    for _, change in sorted(mark for begin, end in inside if end > begin for mark in ((begin, 1), (end, -1))):
-        running += change
-        most = max(most, running)
-    return seconds / max(window[1] - window[0], 1e-9), most

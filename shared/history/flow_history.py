@@ -6,10 +6,10 @@ ledger: what was admitted before is then known from its score on.
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shared.history.activity import Span
+from shared.history.activity import ActivitySpan
 from shared.history.intervals import Interval
 from shared.history.wait_causes import GroupPassage
 from shared.live.service_failures import ServiceFailures
@@ -77,7 +77,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class EndedGroup:
+class DeadGroup:
     """A group that ended without being trained, at ``at`` (seconds since the epoch), for ``reason``."""
 
     group: str
@@ -108,12 +108,12 @@ class FlowHistory:
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     pushes: deque[WeightsPushed] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
     generated: dict[str, deque[Interval]] = field(default_factory=dict)
-    pauses: dict[str, deque[Span]] = field(default_factory=dict)
-    looks: dict[str, deque[Span]] = field(default_factory=dict)
+    pauses: dict[str, deque[ActivitySpan]] = field(default_factory=dict)
+    looks: dict[str, deque[ActivitySpan]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     lengths: dict[int, TokensByLength] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
-    dead: deque[EndedGroup] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
+    dead: deque[DeadGroup] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
     events: deque[ServiceEvent] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
     failures: ServiceFailures = field(default_factory=ServiceFailures)
     newest: float = 0.0
@@ -143,7 +143,7 @@ class FlowHistory:
                 self._count(DROPPED, record.at, len(names))
                 self._lose(names)
             case GroupDead(group=name, reason=reason):
-                self.dead.append(EndedGroup(name, reason, record.at))
+                self.dead.append(DeadGroup(name, reason, record.at))
                 self._count(DEAD, record.at, 1)
                 self._lose([name])
             case BatchFormed():
@@ -166,7 +166,7 @@ class FlowHistory:
         self.pushes.append(pushed)
         for part in pushed.replicas:
             if part.paused:
-                self.pauses.setdefault(part.replica, deque()).append(Span(PAUSED, pushed.at - part.paused, pushed.at))
+                self.pauses.setdefault(part.replica, deque()).append(ActivitySpan(PAUSED, pushed.at - part.paused, pushed.at))
 
     def told(self, event: ServiceEvent) -> None:
         """Takes something that a service has told."""
@@ -180,11 +180,11 @@ class FlowHistory:
         self._saw(at)
         self.kinds[instance] = service
         spans = self.looks.setdefault(instance, deque())
-        before = spans[-1] if spans and at - spans[-1].end < LOOK_GAP_S else Span(activity, at, at)
+        before = spans[-1] if spans and at - spans[-1].end < LOOK_GAP_S else ActivitySpan(activity, at, at)
         if before.activity != activity:
-            spans.append(Span(activity, before.end, at))
+            spans.append(ActivitySpan(activity, before.end, at))
         elif spans and spans[-1] is before:
-            spans[-1] = Span(activity, before.begin, at)
+            spans[-1] = ActivitySpan(activity, before.begin, at)
         else:
             spans.append(before)
 
@@ -282,30 +282,15 @@ class FlowHistory:
 
     def _trained(self, record: BatchTrained) -> None:
         batch = self._batches.pop(record.step, None)
-        ways = [(name, way) for name in (batch.groups if batch is not None else ()) if (way := self._open.pop(name, None)) is not None]
+        ways = [self._open.pop(name) for name in (batch.groups if batch is not None else ()) if name in self._open]
         self._count(TRAINED, record.at, len(ways))
-        groups = [way.group for _, way in ways if way.group is not None]
+        passages = [_passage(way, way.group) for way in ways if way.group is not None]
+        groups = [way.group for way in ways if way.group is not None]
         ages, masked = self._ages(record.version, batch.mask_below if batch is not None else 0, groups)
-        several = [group.rewards for group in groups if len(group.rewards) > 1]
-        samples = [sample for group in groups for sample in group.samples]
-        self.steps.append(
-            StepRecord(
-                record.step,
-                record.version,
-                self._trained_until,
-                record.started,
-                record.ended,
-                max((_passage(way) for _, way in ways if way.group is not None), key=lambda passage: passage.scored, default=None),
-                ages,
-                masked,
-                groups=len(several),
-                equal_rewards=sum(len(set(rewards)) == 1 for rewards in several),
-                samples=len(samples),
-                truncated=sum(sample.finish == "length" for sample in samples),
-                unread=sum(len(group.unread) for group in groups),
-            )
-        )
-        self._trained_until = record.ended
+        last = max(passages, key=lambda passage: passage.scored, default=None)
+        wait_from, self._trained_until = self._trained_until, record.ended
+        times = (record.step, record.version, wait_from, record.started, record.ended)
+        self.steps.append(StepRecord(*times, last, ages, masked, **_signal(groups)))
 
     def _ages(self, version: int, mask_below: int, groups: Iterable[ScoredGroup]) -> tuple[dict[int, int], int]:
         """Returns the trained tokens of a batch by their age, and how many were masked."""
@@ -325,7 +310,18 @@ class FlowHistory:
         return dict(sorted(ages.items())), masked
 
 
-def _passage(way: _OpenGroup) -> GroupPassage:
-    group = way.group
-    assert group is not None and way.scored_at is not None  # of groups that came back
-    return GroupPassage(group.group, group.replica, way.admitted, group.started, group.ended, way.scored_at)
+def _signal(groups: Sequence[ScoredGroup]) -> dict[str, int]:
+    """Returns the counts of a `StepRecord` that say whether a batch can teach anything."""
+    samples = [sample for group in groups for sample in group.samples]
+    several = [group.rewards for group in groups if len(group.rewards) > 1]
+    return {
+        "groups": len(several),
+        "equal_rewards": sum(len(set(rewards)) == 1 for rewards in several),
+        "samples": len(samples),
+        "truncated": sum(sample.finish == "length" for sample in samples),
+        "unread": sum(len(group.unread) for group in groups),
+    }
+
+
+def _passage(way: _OpenGroup, group: ScoredGroup) -> GroupPassage:
+    return GroupPassage(group.group, group.replica, way.admitted, group.started, group.ended, way.scored_at or 0.0)

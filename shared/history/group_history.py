@@ -37,17 +37,20 @@ STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, *ENDS)
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One group. ``changed``: ledger sequence of the record that last changed it, ``at`` its time, seconds since the epoch.
+    """One group. ``changed``: ledger sequence of the record that last changed it, ``at`` its time, seconds since the epoch; ``admitted``:
+    when it was admitted, 0 where that is not known.
 
     rewards, tokens, oldest, newest: one entry a sample, of the attempt that came back; empty while none has. parts: the samples' named
     rewards; removed: positions of samples that a filter took out of the loss. ``version``: the weights that its batch is trained on, which
     masks tokens older than ``mask_below``, or those that it evaluates. ``started``/``ended``: of the generation. dataset: only of a
-    held-out prompt. payload: where the samples lie.
+    held-out prompt. truncated: positions of samples that ended at their length. rollouts: of each sample, which rollout it comes from;
+    empty where each gave one. payload: where the samples lie.
     """
 
     group: str
     changed: int
     at: float
+    admitted: float = 0.0
     attempt: int = 0
     status: str = OUTSTANDING
     reason: str = ""
@@ -61,6 +64,8 @@ class GroupRecord:
     tokens: tuple[int, ...] = ()
     oldest: tuple[int, ...] = ()
     newest: tuple[int, ...] = ()
+    truncated: tuple[int, ...] = ()
+    rollouts: tuple[int, ...] = ()
     replica: str = ""
     started: float = 0.0
     ended: float = 0.0
@@ -96,13 +101,15 @@ class GroupRecord:
         self.tokens = tuple(sample.tokens for sample in scored.samples)
         self.oldest = tuple(sample.oldest for sample in scored.samples)
         self.newest = tuple(sample.newest for sample in scored.samples)
+        self.truncated = tuple(index for index, sample in enumerate(scored.samples) if sample.finish == "length")
+        self.rollouts = scored.rollouts
         self.replica = sys.intern(scored.replica)
         self.started, self.ended, self.payload = scored.started, scored.ended, scored.payload
 
     def given_up(self, attempt: int, reason: str) -> None:
         """Forgets the samples of an attempt that is made again as ``attempt``."""
         self.attempt, self.status, self.reason = attempt, REQUEUED, reason
-        self.rewards = self.tokens = self.oldest = self.newest = self.removed = ()
+        self.rewards = self.tokens = self.oldest = self.newest = self.removed = self.truncated = self.rollouts = ()
         self.parts, self.unread, self.replica, self.payload = (), (), "", None
 
     def where(self) -> str:
@@ -127,10 +134,13 @@ class GroupRecord:
 def evaluated(sequence: int, record: EvalScored) -> GroupRecord:
     """Returns the record of a held-out prompt that came back, or was given up."""
     status = EVALUATED if record.rewards else FAILED
-    group = GroupRecord(record.group, sequence, record.at, 0, status, record.reason, version=record.version, dataset=record.dataset)
+    group = GroupRecord(
+        record.group, sequence, record.at, status=status, reason=record.reason, version=record.version, dataset=record.dataset
+    )
     if record.rewards:
         group.rewards, group.parts = tuple(record.rewards), record.parts
         group.oldest, group.newest = (record.oldest,), (record.newest,)
+        group.tokens, group.truncated = record.lengths, record.truncated
     return group
 
 
@@ -154,6 +164,8 @@ def kept_group(position: int, record: RolloutRecord) -> GroupRecord:
         tokens=tuple(sample.length for sample in samples),
         oldest=tuple(map(min, versions)),
         newest=tuple(map(max, versions)),
+        truncated=tuple(index for index, sample in enumerate(samples) if sample.finish == "length"),
+        rollouts=tuple(sample.index if sample.rollout is None else sample.rollout for sample in samples),
     )
 
 
@@ -171,7 +183,7 @@ class GroupHistory:
         match record:
             case GroupsAdmitted(first=first, count=count):
                 self.admitted = max(self.admitted, first + count)
-                admitted = [GroupRecord(group_id(index), sequence, record.at) for index in range(first, first + count)]
+                admitted = [GroupRecord(group_id(index), sequence, record.at, record.at) for index in range(first, first + count)]
                 self.open |= {group.group: group for group in admitted}
                 return admitted
             case GroupsScored(groups=groups):
@@ -271,7 +283,7 @@ class GroupProvenance:
         """Takes a record; they come in the ledger's order."""
         changed = next((group for group in self.history.apply(sequence, record) if group.group == self.group), None)
         self.record = changed or self.record
-        what = _words(record, changed) if changed is not None else self._other_words(record)
+        what = ledger_words(record, changed) if changed is not None else self._other_words(record)
         if what is not None:
             self.steps.append(ProvenanceStep(sequence, record.at, record.event(), what))
 
@@ -292,7 +304,7 @@ class GroupProvenance:
         return None
 
 
-def _words(record: LedgerRecord, group: GroupRecord) -> str | None:
+def ledger_words(record: LedgerRecord, group: GroupRecord) -> str | None:
     """Describes what a record has made of a group."""
     rewards = " ".join(f"{reward:g}" for reward in group.rewards)
     match record:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
-from shared.history.flow_history import EndedGroup, StepRecord
+from shared.history.flow_history import DeadGroup, StepRecord
 from shared.live.alarm_kinds import AlarmKind
 from shared.live.text import duration, number, shortened_line
 from shared.schema.service_messages import ServiceStatus
@@ -72,7 +72,7 @@ class Symptoms:
     push_seconds: Sequence[float] = ()
     statuses: Sequence[ServiceStatus] = ()
     restarts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    dead: Sequence[EndedGroup] = ()
+    dead: Sequence[DeadGroup] = ()
     stale_share: float = 0.0
     away: Mapping[str, str] = field(default_factory=dict)
     disk: Room | None = None

@@ -16,11 +16,8 @@ from shared.live.alarm_kinds import AlarmKind
 LITTLE = 0.10
 """A share of the time that is not worth a change."""
 
-FULL = 0.80
-"""A replica that generates this part of the most groups that it generates at once, in the mean, is full."""
-
-QUEUED = 1 / 3
-"""Replicas are full, too, where the awaited groups spent more than this share of the wait for them in the queue."""
+QUEUED = 0.2
+"""Replicas are full where the awaited groups spent this part of their way, from admission to their last token, in the queue."""
 
 FEW_STEPS = 2
 """The least steps that say something about a run."""
@@ -29,32 +26,20 @@ NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True)
-class ReplicaLoad:
-    """A replica's part of the window. ``busy``: share in which it generated; ``at_once``: groups at once in the mean, ``most`` at most."""
-
-    busy: float
-    at_once: float
-    most: int
-
-    @property
-    def fill(self) -> float:
-        """Returns how full it was, in the mean, of what it has shown that it can take."""
-        return self.at_once / self.most if self.most else 0.0
-
-
-@dataclass(frozen=True)
 class Workload:
     """How the steps of a window came about.
 
     ``waits``: share of the trainer's time that it waited for each cause. ``awaited``: the replicas that it waited for, the longest wait
-    first. ``replicas``: those that generated. ``lost_tokens``: share of generated tokens that were not trained. ``blocked``: what keeps the
-    run from going on now, in words; empty: nothing.
+    first. ``replicas``: share of the time in which each generated. ``queued``: part of the awaited groups' way, from admission to the last
+    token, before a replica took them. ``lost_tokens``: share of generated tokens that were not trained. ``blocked``: what keeps the run
+    from going on now, in words; empty: nothing.
     """
 
     steps: int
     waits: Mapping[str, float]
     awaited: Sequence[str]
-    replicas: Mapping[str, ReplicaLoad]
+    replicas: Mapping[str, float]
+    queued: float = 0.0
     lost_tokens: float = 0.0
     blocked: str = ""
 
@@ -66,14 +51,7 @@ class Workload:
     @property
     def idle(self) -> float:
         """Returns the share of the time in which a replica generated nothing, in the mean."""
-        return 1 - sum(load.busy for load in self.replicas.values()) / len(self.replicas) if self.replicas else 0.0
-
-    @property
-    def full(self) -> bool:
-        """Returns whether the replicas have no room, so that more groups at once would only queue, as the awaited ones did."""
-        queue, generation = self.waits.get(QUEUE, 0.0), self.waits.get(GENERATION, 0.0)
-        fills = [load.fill for load in self.replicas.values()]
-        return queue > QUEUED * (queue + generation) or (bool(fills) and sum(fills) / len(fills) >= FULL)
+        return 1 - sum(self.replicas.values()) / len(self.replicas) if self.replicas else 0.0
 
 
 @dataclass(frozen=True)
@@ -154,17 +132,18 @@ def _trainer_waits(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[
 
 
 def _for_rollout(load: Workload, config: RunConfig) -> list[_Remedy]:
-    """Returns what helps where generation is too slow: a synchronous run overlaps first, full replicas get company, others more groups."""
+    """Returns what helps where generation is too slow: a synchronous run overlaps first, full replicas need company, others more groups."""
     bound, replicas = config.rollout.max_staleness, max(1, len(load.replicas))
     raise_bound = _Remedy(_raised(bound), STALENESS)
     if bound == 0:
         return [raise_bound]
-    if load.full:
-        more = max(1, math.ceil(replicas / max(1 - load.waiting, 0.1)) - replicas)
-        text = f"add about {_count(more, 'replica')} (rollout.rollout_replicas): those that run are full"
-        return [_Remedy(text, REPLICAS), raise_bound]
-    shorter = "let the slowest responses not hold a batch up: rollout.surplus_rollouts for agents, or a smaller rollout_max_response_len"
-    return [raise_bound, _Remedy(shorter, frozenset({AlarmKind.TRUNCATION, AlarmKind.NOT_FINITE}))]
+    more = max(1, math.ceil(replicas / max(1 - load.waiting, 0.5)) - replicas)
+    company = f"add replicas, {more} at first (rollout.rollout_replicas)"
+    if load.queued >= QUEUED:
+        return [_Remedy(f"{company}: those that run are full, groups spend {_percent(load.queued)} of their way in the queue", REPLICAS)]
+    shorter = "let the slowest responses hold up no batch: rollout.surplus_rollouts for agents, or a smaller rollout_max_response_len"
+    cut_off = frozenset({AlarmKind.TRUNCATION, AlarmKind.NOT_FINITE})
+    return [raise_bound, _Remedy(shorter, cut_off), _Remedy(f"{company}: each then has fewer groups, and is faster with them", REPLICAS)]
 
 
 def _raised(bound: int) -> str:
@@ -203,7 +182,7 @@ def _trainer_busy(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[_
     trains = f"The trainer trains {_percent(1 - load.waiting)} of the time"
     if load.idle < LITTLE or not load.replicas:
         return Bottleneck(f"{trains} and the replicas are busy beside it: nobody waits for anybody."), []
-    names = _names(sorted(load.replicas, key=lambda name: load.replicas[name].busy))
+    names = _names(sorted(load.replicas, key=lambda name: load.replicas[name]))
     verb = "waits" if len(load.replicas) == 1 else "wait"
     found = Bottleneck(f"{trains}; {names} {verb} {_percent(load.idle)} of it for the trainer.", (), names, "trainer", load.idle)
     remedies = [_Remedy("give the trainer more ranks (trainer.actor_num_gpus_per_node), or a batch less to compute", HARDWARE)]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
-from shared.history.activity import Span, laid_over, mean_at_once, seconds_of, shown_spans
+from shared.history.activity import ActivitySpan, laid_over, seconds_of, shown_spans
 from shared.history.flow_history import ADMITTED, GENERATED, SCORED, TRAINED, FlowHistory, StepRecord, TokensByLength
 from shared.history.intervals import Interval
-from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING, wait_causes
+from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING, GroupPassage, wait_causes
 from shared.live.alarm_kinds import AlarmKind
-from shared.live.bottleneck import FEW_STEPS, Bottleneck, ReplicaLoad, Workload, bottleneck
+from shared.live.bottleneck import FEW_STEPS, Bottleneck, Workload, bottleneck
 from shared.live.live_services import newest_gauges
 from shared.live.shown_status import shown
 from shared.live.step_wait import waiting_for
@@ -23,6 +23,12 @@ TRAINING, GENERATING, RATING = "training", "generating", "scoring"
 BUSY = {TRAINING, GENERATING, RATING}
 
 WORKERS = {"rollout", "reward", "trainer"}
+
+ORDER = {service: place for place, service in enumerate(("buffer", "rollout", "gateway", "reward", "critic", "trainer"))}
+"""Services as they are shown, along the way of a group."""
+
+OF_ROLLOUT = {ADMISSION, QUEUE, GENERATION}
+"""Causes of a wait for the rollout services."""
 
 WAITING = "waiting"
 
@@ -68,7 +74,7 @@ class ServiceTimeline:
     doing: str
     busy: float | None
     shares: dict[str, float]
-    spans: list[Span]
+    spans: list[ActivitySpan]
 
 
 @dataclass(frozen=True)
@@ -192,33 +198,55 @@ def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interva
 def workload(history: FlowHistory, window: Interval, blocked: str = "") -> Workload:
     """Returns how the steps that ended within a window came about."""
     steps = [step for step in history.steps_in(window) if step.wait_from is not None]
-    seconds: defaultdict[str, float] = defaultdict(float)
-    awaited: defaultdict[str, float] = defaultdict(float)
-    for step in steps:
-        for cause, (begin, end) in causes_of(history, step):
-            seconds[cause] += end - begin
-            if cause in (ADMISSION, QUEUE, GENERATION) and step.last is not None:
-                awaited[step.last.replica] += end - begin
-    total = sum(step.ended - step.wait_from for step in steps if step.wait_from is not None)
-    seconds[PUSHING] += sum(push.stall for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0)
-    waits = {cause: min(1.0, spent / total) for cause, spent in seconds.items() if spent} if total > 0 else {}
-    order = sorted(awaited, key=lambda replica: -awaited[replica])
-    since = steps[0].wait_from if steps and steps[0].wait_from is not None else window[0]
-    return Workload(len(steps), waits, order, _loads(history, (since, window[1])), _lost(history), blocked)
+    parts = [(step, cause, end - begin) for step in steps for cause, (begin, end) in causes_of(history, step)]
+    for_rollout = [(step.last, spent) for step, cause, spent in parts if step.last is not None and cause in OF_ROLLOUT]
+    since = min((step.wait_from or 0.0 for step in steps), default=window[0])
+    return Workload(
+        steps=len(steps),
+        waits=_waits(history, window, steps, [(cause, spent) for _, cause, spent in parts]),
+        awaited=list(_sums((last.replica, spent) for last, spent in for_rollout)),
+        replicas=_busy(history, (since, window[1])),
+        queued=_queued(last for last, _ in for_rollout),
+        lost_tokens=_lost(history),
+        blocked=blocked,
+    )
 
 
-def _loads(history: FlowHistory, window: Interval) -> dict[str, ReplicaLoad]:
+def _waits(history: FlowHistory, window: Interval, steps: Sequence[StepRecord], parts: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Returns the causes' shares of the time of these steps. A push that a step itself stood still for counts as a wait."""
+    stalls = [(PUSHING, push.stall) for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0]
+    total = sum(step.ended - (step.wait_from or 0.0) for step in steps)
+    return {cause: min(1.0, spent / total) for cause, spent in _sums([*parts, *stalls]).items()} if total > 0 else {}
+
+
+def _queued(awaited: Iterable[GroupPassage]) -> float:
+    """Returns the part of the way of these groups, as far as it is known from their admission on, before a replica took them."""
+    ways = [(max(0.0, last.started - last.admitted), max(0.0, last.generated - last.admitted)) for last in awaited if last.admitted]
+    whole = sum(way for _, way in ways)
+    return sum(min(queue, way) for queue, way in ways) / whole if whole else 0.0
+
+
+def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Returns the sum of each name, the largest first."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, value in parts:
+        found[name] += value
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _busy(history: FlowHistory, window: Interval) -> dict[str, float]:
+    """Returns the share of a window in which each replica generated, of those that did."""
+    length = max(window[1] - window[0], 1e-9)
     found = {}
-    for replica, intervals in history.generated.items():
-        at_once, most = mean_at_once(intervals, window)
+    for replica in history.generated:
         spans = laid_over([_generating(history, replica)], window)
-        found[replica] = ReplicaLoad(sum(span.end - span.begin for span in spans) / (window[1] - window[0]), at_once, most)
-    return {replica: load for replica, load in found.items() if load.most}
+        found[replica] = sum(span.end - span.begin for span in spans) / length
+    return {replica: share for replica, share in found.items() if share}
 
 
-def _generating(history: FlowHistory, replica: str) -> list[Span]:
+def _generating(history: FlowHistory, replica: str) -> list[ActivitySpan]:
     """Returns when a replica generated: by groups that came back, and by what it was seen to do."""
-    back = [Span(GENERATING, *interval) for interval in history.generated.get(replica, ())]
+    back = [ActivitySpan(GENERATING, *interval) for interval in history.generated.get(replica, ())]
     return back + [span for span in history.looks.get(replica, ()) if span.activity == GENERATING]
 
 
@@ -230,10 +258,8 @@ def _lost(history: FlowHistory) -> float:
 
 
 def _by_activity(load: Workload) -> dict[str, float]:
-    found: defaultdict[str, float] = defaultdict(float, {TRAINING: max(0.0, 1 - load.waiting)} if load.steps else {})
-    for cause, share in load.waits.items():
-        found[WAITS[cause]] += share
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    trains = [(TRAINING, max(0.0, 1 - load.waiting))] if load.steps else []
+    return _sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())])
 
 
 # --- stages
@@ -272,23 +298,24 @@ def timelines(history: FlowHistory, statuses: Sequence[ServiceStatus], window: I
     kinds = dict(history.kinds) | {status.instance: status.service for status in statuses}
     if history.steps and "trainer" not in kinds.values():
         kinds["trainer"] = "trainer"
-    order = ("buffer", "rollout", "gateway", "reward", "critic", "trainer")
-    found = []
-    for instance, service in sorted(kinds.items(), key=lambda item: (order.index(item[1]) if item[1] in order else -1, item[0])):
-        spans = laid_over(_layers(history, service, instance, window, live=instance in now), window)
-        if not spans and instance not in now:
-            continue
-        seconds = seconds_of(spans)
-        seen = sum(seconds.values())
-        shares = {activity: spent / seen for activity, spent in seconds.items()} if seen else {}
-        newest = doing(now[instance]) if instance in now else AWAY
-        current = spans[-1].activity if newest == "ready" and spans and service == "trainer" else newest
-        busy = sum(share for activity, share in shares.items() if activity in BUSY) if service in WORKERS else None
-        found.append(ServiceTimeline(service, instance, current, busy, shares, shown_spans(spans, window)))
-    return found
+    names = sorted(kinds, key=lambda instance: (ORDER.get(kinds[instance], -1), instance))
+    found = [_timeline(history, kinds[instance], instance, now.get(instance), window) for instance in names]
+    return [line for line in found if line.spans or line.instance in now]
 
 
-def _layers(history: FlowHistory, service: str, instance: str, window: Interval, *, live: bool) -> list[Sequence[Span]]:
+def _timeline(history: FlowHistory, service: str, instance: str, status: ServiceStatus | None, window: Interval) -> ServiceTimeline:
+    spans = laid_over(_layers(history, service, instance, window, live=status is not None), window)
+    seconds = seconds_of(spans)
+    seen = sum(seconds.values())
+    shares = {activity: spent / seen for activity, spent in seconds.items()}
+    newest = doing(status) if status is not None else AWAY
+    if newest == "ready" and spans and service == "trainer":
+        newest = spans[-1].activity
+    busy = sum(share for activity, share in shares.items() if activity in BUSY) if service in WORKERS else None
+    return ServiceTimeline(service, instance, newest, busy, shares, shown_spans(spans, window))
+
+
+def _layers(history: FlowHistory, service: str, instance: str, window: Interval, *, live: bool) -> list[Sequence[ActivitySpan]]:
     looks = history.looks.get(instance, ())
     if service == "rollout":
         return [list(looks), _generating(history, instance), list(history.pauses.get(instance, ()))]
@@ -297,16 +324,16 @@ def _layers(history: FlowHistory, service: str, instance: str, window: Interval,
     return [list(looks)]
 
 
-def _trainer_spans(history: FlowHistory, window: Interval, *, live: bool) -> list[Span]:
+def _trainer_spans(history: FlowHistory, window: Interval, *, live: bool) -> list[ActivitySpan]:
     found = []
     for step in history.steps_in((window[0], float("inf"))):
-        found += [Span(WAITS[cause], *interval) for cause, interval in causes_of(history, step)]
-        found.append(Span(TRAINING, step.started, step.ended))
+        found += [ActivitySpan(WAITS[cause], *interval) for cause, interval in causes_of(history, step)]
+        found.append(ActivitySpan(TRAINING, step.started, step.ended))
     if live and history.trained_until is not None:
         since = history.batch_since
         begin = max(since, history.trained_until) if since is not None else history.trained_until
-        found.append(Span("waiting for its batch", history.trained_until, begin if since is not None else window[1]))
-        found += [Span(TRAINING, begin, window[1])] if since is not None else []
+        found.append(ActivitySpan("waiting for its batch", history.trained_until, begin if since is not None else window[1]))
+        found += [ActivitySpan(TRAINING, begin, window[1])] if since is not None else []
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
-from shared.history.flow_history import DEAD, DROPPED, TRAINED, EndedGroup, FlowHistory
+from shared.history.flow_history import DEAD, DROPPED, TRAINED, DeadGroup, FlowHistory
 from shared.live.alarms import Alarm, Room, Symptoms, alarms
 from shared.live.live_services import newest_gauges
 from shared.live.service_failures import RESTARTED
@@ -134,7 +134,7 @@ def services_of(history: FlowHistory, statuses: Sequence[ServiceStatus]) -> list
     return found
 
 
-def reasons_of(dead: Sequence[EndedGroup]) -> list[DeadReason]:
+def reasons_of(dead: Sequence[DeadGroup]) -> list[DeadReason]:
     """Returns why groups died, the most frequent reason first."""
     counts, newest = Counter(group.reason for group in dead), {group.reason: group for group in dead}
     return [DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at) for reason, count in counts.most_common()]

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 import structlog
 
-from shared.bus import runs
+from shared import __version__
+from shared.bus import runs, streams
 from shared.bus.bus_errors import TRANSIENT, BusUnreachable
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
@@ -37,6 +38,8 @@ from shared.runtime.telemetry import Metrics, configure_logs, last_error
 from shared.schema.messages import Message
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
+from shared.tracing.trace_settings import trace_settings
+from shared.tracing.traces import Traces
 
 STOP_SECONDS = 4.0
 """The seconds that a service's body has to return after SIGTERM before it is cancelled."""
@@ -58,6 +61,7 @@ class Service:
         bus.full.patience_s = self.store.full.patience_s = config.bus.full_timeout
         self.subjects = Subjects(run)
         self.metrics = Metrics(run, instance)
+        self.traces = Traces()
         self.registry = Registry(bus, run, lambda: self.metrics.add("misplaced_statuses"))
         self.stopping = asyncio.Event()
         self.log: Any = structlog.get_logger()
@@ -200,7 +204,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
         raise await errors.get()
 
     app = http_endpoints.health_app(service.health, service.metrics.registry)
-    async with http_endpoints.serving(app, http_address(service.config.monitoring.http_host)) as service.http:
+    async with _traced(service), http_endpoints.serving(app, http_address(service.config.monitoring.http_host)) as service.http:
         try:
             async with service.background(heartbeat(), failure()):
                 await service.tell("joined")
@@ -214,6 +218,24 @@ async def attended(service: Service) -> AsyncIterator[None]:
             with contextlib.suppress(MyxoError, *TRANSIENT):
                 await service.registry.leave(service.status())
                 await service.tell("left")
+
+
+@contextlib.asynccontextmanager
+async def _traced(service: Service) -> AsyncIterator[None]:
+    """Exports the service's spans while the body runs, where the environment names an endpoint. Raises ConfigError."""
+    if (settings := trace_settings(os.environ)) is None:
+        yield
+        return
+    from shared.tracing.span_export import SpanExport  # it brings the exporter, which nobody else needs
+
+    identity = {"name": service.name, "namespace": "myxo", "instance.id": service.instance, "version": __version__}
+    resource = {**{f"service.{name}": value for name, value in identity.items()}, "host.name": service.host, "myxo.run": service.run}
+    life = f"{service.run} {await streams.created(service.bus, service.run)}"
+    service.traces = SpanExport(settings, resource, life, service.metrics)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(service.traces.close)
 
 
 def settle() -> None:

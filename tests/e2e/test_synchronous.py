@@ -21,6 +21,8 @@ from shared.runtime.embedded_servers import EmbeddedNats
 from shared.schema.ledger import BatchFormed, GroupsScored, LedgerRecord
 from tests.contract.stored_run import assert_like_any_run
 from tests.e2e.launched import ROOT, LaunchedRun
+from tests.e2e.traced import assert_traced
+from tests.support.otlp_receiver import OtlpReceiver
 
 RUN_SECONDS = 900
 GREEDY = ["--rollout-top-k", "1"]
@@ -33,9 +35,10 @@ LEARNING_RATE = 1e-4
     "names", [pytest.param(("sync",), id="once"), pytest.param(("sync-a", "sync-b"), id="twice", marks=pytest.mark.extra)]
 )
 def test_without_staleness_a_run_is_synchronous_and_repeatable(
-    names: tuple[str, ...], small_run: Callable[..., Path], tmp_path: Path
+    names: tuple[str, ...], small_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run on the newest version alone; its replay makes the same weights; a second run with the same seed begins with the same batch.
+    What it traces arrives at a real receiver.
 
     Greedy sampling makes the same samples and rewards of the same groups. (An engine on a CPU has no per-request seed, so tokens that are
     drawn at random may differ from run to run; which prompts they answer may not.)
@@ -44,9 +47,12 @@ def test_without_staleness_a_run_is_synchronous_and_repeatable(
     for name in names:
         config = small_run(name, steps=2, staleness=0)
         root = tmp_path / "runs" / name
-        with LaunchedRun(config, root, name, [*GREEDY, *dumping(root)]) as run:
-            assert run.wait(RUN_SECONDS) == 0, run.said()
-            summary = run.summary()
+        with monkeypatch.context() as traced, OtlpReceiver() as receiver:
+            traced.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+            with LaunchedRun(config, root, name, [*GREEDY, *dumping(root)]) as run:
+                assert run.wait(RUN_SECONDS) == 0, run.said()
+                summary = run.summary()
+        assert_traced(receiver, steps=2, groups=2 * 4)
         assert summary["audit"] == "ok"
         assert summary["max_staleness_seen"] == 0
         assert summary["steps"] == 2

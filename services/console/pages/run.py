@@ -1,7 +1,7 @@
 """``/api/run``: the answers of the page *Run*: which curves there are, their points, and what happened beside them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from services.console.event_history import EventHistory
 from services.console.other_runs import OtherRuns
 from services.console.run_source import RunSource
 from shared.history.metric_history import MetricHistory
-from shared.history.push_history import PushHistory
+from shared.history.push_history import PushHistory, VersionHistory
 from shared.history.run_marks import RunMarks
 
 MOST_MARKS_SHOWN = 400
@@ -23,7 +23,7 @@ MOST_MARKS_SHOWN = 400
 Axis = Literal["step", "hours"]
 """What x is: the training step, or hours since the run began."""
 
-PUSH, PUSH_FAILED = "push", "push failed"
+PUSH, PUSH_FAILED, TRAINER = "push", "push failed", "trainer"
 
 
 class SeriesPart(BaseModel):
@@ -127,19 +127,22 @@ def curves(
 def marks(metrics: MetricHistory, pushes: PushHistory, services: RunMarks, axis: Axis, first: float, last: float) -> Marks:
     """Returns what lies between ``first`` and ``last``: failures and restarts of services, and pushes."""
     found = [MarkPart(x=0.0, at=mark.at, kind=mark.what, instance=mark.instance, text=mark.text) for mark in services.marks]
-    for version in pushes.versions.values():
-        for push in version.pushes:
-            failed = "; ".join(f"{part.replica}: {part.failure}" for part in push.replicas if part.failure)
-            kind = PUSH_FAILED if push.failure or failed else PUSH
-            found.append(MarkPart(x=0.0, at=push.at, kind=kind, instance="trainer", text=f"version {push.version} {failed}".strip()))
-        if not version.pushes and version.live is not None:
-            found.append(MarkPart(x=0.0, at=version.at, kind=PUSH, instance="trainer", text=f"version {version.version}"))
-    found.sort(key=lambda mark: mark.at)
+    found = sorted([*found, *(mark for version in pushes.versions.values() for mark in _pushes(version))], key=lambda mark: mark.at)
     times = np.array([mark.at for mark in found])
     places = metrics.step_at(times) if axis == "step" else (times - (metrics.began or 0.0)) / 3600
     inside = [mark.model_copy(update={"x": x}) for mark, x in zip(found, places.tolist(), strict=True) if first <= x <= last]
     kept = [mark for kind in dict.fromkeys(mark.kind for mark in inside) for mark in _of_kind(inside, kind)[-MOST_MARKS_SHOWN:]]
     return Marks(marks=sorted(kept, key=lambda mark: mark.at), left_out=len(inside) - len(kept))
+
+
+def _pushes(version: VersionHistory) -> Iterator[MarkPart]:
+    """Yields the marks of a version: its pushes, or that replicas have read it from disk."""
+    for push in version.pushes:
+        failed = "; ".join(f"{part.replica}: {part.failure}" for part in push.replicas if part.failure)
+        kind = PUSH_FAILED if push.failure or failed else PUSH
+        yield MarkPart(x=0.0, at=push.at, kind=kind, instance=TRAINER, text=f"version {push.version} {failed}".strip())
+    if not version.pushes:
+        yield MarkPart(x=0.0, at=version.at, kind=PUSH, instance=TRAINER, text=f"version {version.version}")
 
 
 def _of_kind(found: Sequence[MarkPart], kind: str) -> list[MarkPart]:

@@ -74,7 +74,7 @@ class Versions(BaseModel):
     next: int | None
 
 
-class PaceSeries(BaseModel):
+class PushPaceSeries(BaseModel):
     """One figure of the pushes: its value for each version."""
 
     name: str
@@ -82,11 +82,11 @@ class PaceSeries(BaseModel):
     values: list[float | None]
 
 
-class Pace(BaseModel):
+class PushPace(BaseModel):
     """The figures of the newest pushes, by version."""
 
     versions: list[int]
-    series: list[PaceSeries]
+    series: list[PushPaceSeries]
 
 
 class WeightEvent(BaseModel):
@@ -187,18 +187,18 @@ def longest_pause(push: WeightsPushed) -> float | None:
     return max((part.paused for part in push.replicas if part.paused is not None), default=None)
 
 
-def pace(history: PushHistory) -> Pace:
+def pace(history: PushHistory) -> PushPace:
     """Returns the figures of the newest pushes that replicas serve, in the order of versions."""
     pushes = [push for item in history.newest_first()[:PACE_NEWEST] if (push := item.pushed) is not None][::-1]
     series = [
-        PaceSeries(name="transfer", unit="s", values=[push.transfer for push in pushes]),
-        PaceSeries(name="joining", unit="s", values=[push.joining for push in pushes]),
-        PaceSeries(name="activation", unit="s", values=[push.activation for push in pushes]),
-        PaceSeries(name="longest pause", unit="s", values=[longest_pause(push) for push in pushes]),
-        PaceSeries(name="stall of the trainer", unit="s", values=[push.stall for push in pushes]),
-        PaceSeries(name="speed", unit="GB/s", values=[gb_per_s(push) for push in pushes]),
+        PushPaceSeries(name="transfer", unit="s", values=[push.transfer for push in pushes]),
+        PushPaceSeries(name="joining", unit="s", values=[push.joining for push in pushes]),
+        PushPaceSeries(name="activation", unit="s", values=[push.activation for push in pushes]),
+        PushPaceSeries(name="longest pause", unit="s", values=[longest_pause(push) for push in pushes]),
+        PushPaceSeries(name="stall of the trainer", unit="s", values=[push.stall for push in pushes]),
+        PushPaceSeries(name="speed", unit="GB/s", values=[gb_per_s(push) for push in pushes]),
     ]
-    return Pace(versions=[push.version for push in pushes], series=series)
+    return PushPace(versions=[push.version for push in pushes], series=series)
 
 
 def weight_events(history: PushHistory, limit: int) -> WeightEvents:
@@ -240,7 +240,7 @@ def router(source: RunSource) -> APIRouter:
         return version_rows(history.pushes, source.statuses, interval, below, limit)
 
     @api.get("/pace")
-    async def read_pace() -> Pace:
+    async def read_pace() -> PushPace:
         """Seconds and GB/s of the newest pushes, by version."""
         return pace(history.pushes)
 

@@ -1,1 +1,1 @@
-"""What a run's ledger has told so far, in a database that answers in pages."""
+"""The run's history as tables: the ledger is folded once into a scratch database, and lists of any length are read from it page by page."""

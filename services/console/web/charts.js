@@ -1,10 +1,14 @@
-// Charts over uPlot: axes with units, marks, zoom by drag or keyboard, a click on a point.
+// Charts over uPlot: axes with units, marks, zoom, the values under the cursor, a click on a point; all of it by keyboard, too.
 
 import uPlot from "./vendor/uPlot/uPlot.esm.js";
 import { el, fill, shown } from "./dom.js";
 
 const HEIGHT = 200;
-const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4]];
+const COLOURS = 6;
+const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
+const STYLES = ["solid", "dashed", "dotted", "mixed"];
+const NEAR = 5; // pixels from a mark within which its text is shown
+const MARKS = { push: "tick", "push failed": "cross" }; // any other kind is a line
 
 /** Returns the colours of the theme that holds now. Series differ by dash, too. */
 function palette(element) {
@@ -14,83 +18,127 @@ function palette(element) {
     text: colour("--quiet"),
     grid: colour("--line"),
     mark: colour("--warn"),
-    series: [1, 2, 3, 4, 5, 6].map((index) => colour(`--series-${index}`)),
+    push: colour("--strong-line"),
+    series: Array.from({ length: COLOURS }, (_, index) => colour(`--series-${index + 1}`)),
   };
 }
 
 /**
  * Makes a chart in `parent`, and returns {update(data), destroy()}.
  *
- * title: its heading. unit: of the values, "" where there is none. xLabel: such as "step". log: a logarithmic axis.
- * onPick(x, index): called with the x of a point that was clicked, or chosen by keyboard; index is that of its series.
- * data: {x: [numbers, ascending], series: [{name, values: [number or null], quiet: drawn thin and pale}], marks: [{x, label, kind}]}
+ * title: its heading. unit: of the values, "" where there is none. xLabel: such as "step". log: a logarithmic axis. note: what it is of.
+ * onPick(x, index): called with the x of a point that was clicked, or chosen by keyboard, and its place in data.x.
+ * onZoom(first, last): called with the part of x that was drawn out, or (null, null) for the whole; without it the chart zooms by itself.
+ * announce(text): tells what the keys have moved to.
+ * data: {x: [numbers, ascending], range: [first, last] of the axis or null, marks: [{x, kind, text}],
+ *        series: [{name, values, quiet: drawn thin and pale, colour and dash: which ones, unusual: [{x, value}]}]}
+ * A value is a number, null (a gap), or undefined (this series has no point there).
  */
-export function chart(parent, { title, unit = "", xLabel = "step", log = false, onPick = null, height = HEIGHT, note = "" }) {
+export function chart(parent, options) {
+  const { title, unit = "", xLabel = "step", log = false, onPick = null, onZoom = null, announce = () => {}, height = HEIGHT, note = "" } = options;
   const heading = el("figcaption", {}, el("span", { class: "chart-title" }, title), unit ? el("span", { class: "quiet" }, ` ${unit}`) : null);
   const latest = el("p", { class: "chart-latest number" });
-  const stage = el("div", { class: "chart-stage", tabindex: "0", role: "img" });
-  const legend = el("p", { class: "chart-legend" });
+  const stage = el("div", { class: "chart-stage", tabindex: "0", role: "group", "aria-roledescription": "chart" });
+  const legend = el("p", { class: "chart-legend number" });
   const whole = el("button", { type: "button", class: "plain", hidden: true, onclick: showWhole }, "Show all");
+  const odd = el("p", { class: "chart-legend warn", hidden: true });
   const head = el("div", { class: "chart-head" }, heading, whole, latest);
-  const figure = el("figure", { class: "chart", title: note || null }, head, stage, legend);
+  const figure = el("figure", { class: "chart", title: note || null }, head, stage, legend, odd);
   parent.append(figure);
   let plot = null;
-  let data = { x: [], series: [], marks: [] };
+  let data = { x: [], series: [], marks: [], range: null };
   let shape = "";
   let cursor = -1;
 
-  function options() {
+  const named = () => data.series.filter((item) => !item.quiet);
+  const colourOf = (item) => (item.colour ?? data.series.indexOf(item)) % COLOURS;
+  const dashOf = (item) => (item.dash ?? Math.max(0, named().indexOf(item))) % DASHES.length;
+
+  function plotOptions() {
     const colours = palette(figure);
     const axis = { stroke: colours.text, grid: { stroke: colours.grid, width: 1 }, ticks: { stroke: colours.grid, size: 4 }, font: "11px system-ui" };
     return {
       width: Math.max(160, stage.clientWidth),
       height,
       legend: { show: false },
-      cursor: { y: false, focus: { prox: 24 }, drag: { x: true, y: false }, points: { size: 7 } },
-      scales: { x: { time: false, range: aroundOne }, y: { distr: log ? 3 : 1, range: log ? undefined : padded } },
+      cursor: { y: false, drag: { x: true, y: false, setScale: !onZoom }, points: { size: 7 }, bind: onPick || onZoom ? { dblclick: () => null } : {} },
+      scales: { x: { time: false, range: wide }, y: { distr: log ? 3 : 1, range: log ? undefined : padded } },
       axes: [
         { ...axis, label: xLabel, labelSize: 16, labelFont: "11px system-ui", size: 28, values: (_, ticks) => ticks.map((tick) => shown(tick)) },
         { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick, 3))) },
       ],
       series: [
         {},
-        ...data.series.map((item, index) => ({
+        ...data.series.map((item) => ({
           label: item.name,
-          stroke: colours.series[(item.colour ?? index) % colours.series.length],
+          stroke: colours.series[colourOf(item)],
           width: item.quiet ? 1 : 1.75,
           alpha: item.quiet ? 0.35 : 1,
-          dash: DASHES[Math.floor((item.colour ?? index) / 6) % DASHES.length],
+          dash: item.quiet ? [] : DASHES[dashOf(item)],
           points: { show: data.x.length < 60 && !item.quiet, size: 5 },
         })),
       ],
-      hooks: { draw: [(drawn) => drawMarks(drawn, data.marks ?? [], colours)], setCursor: [showAt], setScale: [onScale], ready: [listen] },
+      hooks: { draw: [(drawn) => drawMarks(drawn, data, palette(figure))], setCursor: [showAt], setSelect: [zoomTo], setScale: [onScale], ready: [listen] },
     };
   }
 
-  function onScale(_drawn, scale) {
-    if (scale === "x") whole.hidden = !zoomed();
-  }
-
-  function showWhole() {
-    if (document.activeElement === whole) stage.focus(); // the button goes
-    plot?.setScale("x", { min: data.x[0], max: data.x.at(-1) });
+  function wide(_plot, min, max) {
+    const [first, last] = data.range ?? [min, max];
+    if (first === null || last === null) return [0, 1];
+    return first === last ? [first - 0.5, last + 0.5] : [first, last];
   }
 
   function showAt(drawn) {
     const index = drawn.cursor.idx;
-    showValues(index ?? data.x.length - 1, index !== null && index !== undefined);
+    const over = index !== null && index !== undefined && drawn.cursor.left >= 0;
+    const mark = over ? nearest(drawn) : null;
+    showValues(over ? index : null, mark);
   }
 
-  function showValues(index, hovered) {
-    if (index < 0 || !data.series.length) {
-      latest.textContent = "";
-      return;
+  function nearest(drawn) {
+    const far = (mark) => Math.abs(drawn.valToPos(mark.x, "x") - drawn.cursor.left);
+    const near = data.marks.filter((mark) => far(mark) < NEAR);
+    return near.sort((one, other) => far(one) - far(other))[0] ?? null;
+  }
+
+  /** Shows the values at a place of data.x, or the newest ones (null). */
+  function showValues(index, mark = null) {
+    const items = named();
+    const values = items.map((item) => (index === null ? newest(item) : valueAt(item, index)));
+    const place = index === null ? "" : ` at ${xLabel} ${shown(data.x[index])}`;
+    latest.textContent = mark ? mark.text : items.length === 1 ? `${shown(values[0])}${place}` : place.trim();
+    legend.hidden = items.length < 2;
+    fill(
+      legend,
+      items.length < 2
+        ? null
+        : items.map((item, at) => el("span", { class: `key key-${colourOf(item) + 1} key-${STYLES[dashOf(item)]}` }, item.name, " ", el("b", {}, shown(values[at], 3)))),
+    );
+    return items.map((item, at) => `${item.name} ${shown(values[at])}`).join(", ");
+  }
+
+  /** Returns a series' value there, or the one before where it has no point of its own there. */
+  function valueAt(item, index) {
+    for (let at = index; at >= 0; at--) {
+      if (item.values[at] !== undefined) return item.values[at] ?? unusualAt(item, data.x[at]);
     }
-    const first = data.series.find((item) => !item.quiet) ?? data.series[0];
-    latest.textContent = `${shown(first.values[index])}${hovered ? ` at ${xLabel} ${shown(data.x[index])}` : ""}`;
-    if (hovered && data.series.length > 1) {
-      latest.textContent = data.series.filter((item) => !item.quiet).map((item) => shown(item.values[index], 3)).join(" · ") + ` at ${shown(data.x[index])}`;
-    }
+    return null;
+  }
+
+  function unusualAt(item, x) {
+    return (item.unusual ?? []).find((one) => one.x === x)?.value ?? null;
+  }
+
+  function newest(item) {
+    return item.values.length ? valueAt(item, item.values.length - 1) : null;
+  }
+
+  function zoomTo(drawn) {
+    if (!onZoom || drawn.select.width < 4) return;
+    const first = drawn.posToVal(drawn.select.left, "x");
+    const last = drawn.posToVal(drawn.select.left + drawn.select.width, "x");
+    drawn.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    onZoom(first, last);
   }
 
   function listen(drawn) {
@@ -98,11 +146,28 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
     let down = null;
     drawn.over.style.cursor = "pointer";
     drawn.over.addEventListener("mousedown", (event) => (down = [event.clientX, event.clientY]));
-    drawn.over.addEventListener("mouseup", (event) => {
-      const moved = down && Math.hypot(event.clientX - down[0], event.clientY - down[1]);
+    drawn.over.addEventListener("click", (event) => {
+      const moved = down ? Math.hypot(event.clientX - down[0], event.clientY - down[1]) : 0;
       down = null;
-      if (moved !== null && moved < 4 && drawn.cursor.idx !== null) pick(drawn.cursor.idx);
+      if (moved < 4 && drawn.cursor.idx !== null) pick(drawn.cursor.idx);
     });
+  }
+
+  function onScale(_plot, scale) {
+    if (scale === "x") whole.hidden = !(onZoom ? data.range : zoomed());
+  }
+
+  /** Returns the part of the x axis that somebody has zoomed to; null where all of it is shown, or the page zooms. */
+  function zoomed() {
+    if (onZoom || !plot || !plot.data[0].length) return null;
+    const { min, max } = plot.scales.x;
+    return min > plot.data[0][0] || max < plot.data[0].at(-1) ? { min, max } : null;
+  }
+
+  function showWhole() {
+    if (document.activeElement === whole) stage.focus(); // the button goes
+    if (onZoom) onZoom(null, null);
+    else plot?.setScale("x", { min: data.x[0], max: data.x.at(-1) });
   }
 
   function pick(index) {
@@ -115,6 +180,7 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
     if (event.key in moves && plot && last >= 0) {
       cursor = moves[event.key];
       plot.setCursor({ left: plot.valToPos(data.x[cursor], "x"), top: 0 });
+      announce(`${title} at ${xLabel} ${shown(data.x[cursor])}: ${showValues(cursor)}`);
       event.preventDefault();
     } else if (event.key === "Enter" && cursor >= 0) {
       pick(cursor);
@@ -123,43 +189,30 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
     }
   }
 
-  /** Returns the part of the x axis that somebody has zoomed to; null where all of it is shown. */
-  function zoomed() {
-    if (!plot || !plot.data[0].length) return null;
-    const { min, max } = plot.scales.x;
-    const [first, last] = [plot.data[0][0], plot.data[0].at(-1)];
-    return min > first || max < last ? { min, max } : null;
-  }
-
-  function draw() {
-    const zoom = zoomed();
-    plot?.destroy();
-    plot = null;
-    if (!data.x.length) {
-      fill(stage, el("p", { class: "empty" }, "No values yet."));
-      return;
-    }
-    fill(stage);
-    plot = new uPlot(options(), [data.x, ...data.series.map((item) => item.values.map(drawable))], stage);
-    if (zoom) plot.setScale("x", zoom);
-  }
-
-  /** Names the curves where there are several, and says how many values no curve can show. */
-  function showLegend() {
-    const named = data.series.filter((item) => !item.quiet);
-    const keys = named.map((item) => el("span", { class: `key key-${((item.colour ?? data.series.indexOf(item)) % 6) + 1}` }, item.name));
-    const lost = named.flatMap((item) => item.values).filter((value) => value !== null && value !== undefined && drawable(value) === null).length;
-    const words = lost ? el("span", { class: "warn" }, `▲ ${shown(lost)} ${lost === 1 ? "value is" : "values are"} NaN or infinite`) : null;
-    fill(legend, named.length > 1 ? keys : null, words);
+  function drawn() {
+    return [data.x, ...data.series.map((item) => item.values.map(drawable))];
   }
 
   /** Puts new data into the plot; what was zoomed to stays. */
   function renew() {
     const zoom = zoomed();
     plot.batch(() => {
-      plot.setData([data.x, ...data.series.map((item) => item.values.map(drawable))], !zoom);
+      plot.setData(drawn(), !zoom);
       if (zoom) plot.setScale("x", zoom);
     });
+  }
+
+  function draw() {
+    const zoom = zoomed();
+    plot?.destroy();
+    plot = null;
+    if (data.x.length) {
+      fill(stage);
+      plot = new uPlot(plotOptions(), drawn(), stage);
+      if (zoom) plot.setScale("x", zoom);
+    } else {
+      fill(stage, el("p", { class: "empty" }, data.range ? "No values in this part." : "No values yet."));
+    }
   }
 
   const resized = new ResizeObserver(() => plot?.setSize({ width: Math.max(160, stage.clientWidth), height }));
@@ -169,17 +222,18 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
 
   return {
     update(next) {
-      data = { marks: [], ...next };
-      const now = JSON.stringify([data.series.map((item) => [item.name, item.quiet, item.colour]), data.x.length > 0, data.x.length < 60]);
-      const last = data.x.length - 1;
-      const values = data.series.filter((item) => !item.quiet).map((item) => `${item.name} ${last < 0 ? "none" : shown(item.values[last])}`);
-      stage.setAttribute("aria-label", `${title} by ${xLabel}, ${data.x.length} points; newest: ${values.join(", ") || "none"}.${onPick ? " Arrow keys move, Enter opens the batch." : ""}`);
+      data = { marks: [], range: null, ...next };
+      cursor = Math.min(cursor, data.x.length - 1);
+      const now = JSON.stringify([data.series.map((item) => [item.name, item.quiet, item.colour, item.dash]), data.x.length > 0, data.x.length < 60, data.range]);
       if (plot && now === shape) renew();
       else draw();
       shape = now;
-      showLegend();
-      if (plot) showAt(plot);
-      else showValues(last, false);
+      whole.hidden = !(onZoom ? data.range : zoomed());
+      const lost = named().reduce((sum, item) => sum + lostValues(item), 0);
+      odd.hidden = !lost;
+      odd.textContent = `▲ ${shown(lost)} ${lost === 1 ? "value is" : "values are"} NaN or infinite`;
+      const words = [`${title} by ${xLabel}, newest: ${showValues(null) || "none"}.`, lost ? odd.textContent : "", onPick ? "Arrow keys move, Enter opens the batch." : ""];
+      stage.setAttribute("aria-label", words.filter(Boolean).join(" "));
     },
     destroy() {
       resized.disconnect();
@@ -190,37 +244,82 @@ export function chart(parent, { title, unit = "", xLabel = "step", log = false, 
   };
 }
 
+/**
+ * Puts curves that have x of their own over one x: returns {x, series} for `chart`.
+ * curves: [{x, values, …}]; what else they hold goes into their series.
+ */
+export function aligned(curves) {
+  const places = new Map([...new Set(curves.flatMap((curve) => curve.x))].sort((one, other) => one - other).map((x, index) => [x, index]));
+  const series = curves.map(({ x, values, ...rest }) => {
+    const spread = new Array(places.size).fill(undefined);
+    x.forEach((place, index) => (spread[places.get(place)] = values[index]));
+    return { ...rest, values: spread };
+  });
+  return { x: [...places.keys()], series };
+}
+
+/** Returns how many values of a series no curve can show. */
+function lostValues({ values, unusual, unusualTotal }) {
+  return unusualTotal ?? unusual?.length ?? values.filter((value) => value !== null && value !== undefined && drawable(value) === null).length;
+}
+
 function drawable(value) {
-  return typeof value === "number" && Number.isFinite(value) ? value : null;
+  return value === undefined ? undefined : typeof value === "number" && Number.isFinite(value) ? value : null;
 }
 
-/** Returns the range of an axis with a little room; a curve that is flat lies in the middle. */
+/** Returns the range of an axis with a little room, none below 0 where nothing is; a curve that is flat lies in the middle. */
 function padded(_plot, min, max) {
-  if (min === null || max === null) return [0, 1];
-  const room = (max - min) * 0.08 || Math.abs(max) * 0.1 || 1;
-  return [min - room, max + room];
+  if (min === null || max === null || (min === 0 && max === 0)) return [0, 1];
+  const room = (max - min) * 0.08 || Math.abs(max) * 0.1;
+  return [min >= 0 && min < room * 4 ? 0 : min - room, max + room];
 }
 
-/** Returns the range of the x axis; a single point lies in the middle. */
-function aroundOne({ data: [x] }, min, max) {
-  return x.length === 1 ? [x[0] - 1, x[0] + 1] : [min, max];
-}
-
-/** Draws each mark as a dashed line with its label's first letter on top. */
-function drawMarks(plot, marks, colours) {
+/** Draws the marks: lines with a head for what happened to services, ticks at the bottom for pushes, crosses for what is no number. */
+function drawMarks(plot, { marks, series }, colours) {
   const { ctx, bbox } = plot;
+  const unit = devicePixelRatio;
+  const bottom = bbox.top + bbox.height;
+  const inside = (x) => x >= bbox.left - 1 && x <= bbox.left + bbox.width + 1;
   ctx.save();
-  ctx.strokeStyle = ctx.fillStyle = colours.mark;
-  ctx.font = `${Math.round(10 * devicePixelRatio)}px system-ui`;
+  ctx.lineWidth = unit;
   for (const mark of marks) {
     const x = Math.round(plot.valToPos(mark.x, "x", true));
-    if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+    if (!inside(x)) continue;
+    const kind = MARKS[mark.kind] ?? "line";
+    ctx.strokeStyle = ctx.fillStyle = kind === "tick" ? colours.push : colours.mark;
     ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
+    if (kind === "tick") {
+      ctx.moveTo(x, bottom);
+      ctx.lineTo(x, bottom - 5 * unit);
+    } else if (kind === "cross") {
+      cross(ctx, x, bottom - 5 * unit, 3 * unit);
+    } else {
+      ctx.moveTo(x - 4 * unit, bbox.top);
+      ctx.lineTo(x + 4 * unit, bbox.top);
+      ctx.lineTo(x, bbox.top + 6 * unit);
+      ctx.fill();
+      ctx.setLineDash([3 * unit, 3 * unit]);
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bottom);
+    }
     ctx.stroke();
-    ctx.fillText(mark.label, x + 3 * devicePixelRatio, bbox.top + 10 * devicePixelRatio);
+    ctx.setLineDash([]);
+  }
+  ctx.strokeStyle = colours.mark;
+  ctx.lineWidth = 1.5 * unit;
+  for (const one of series.flatMap((item) => item.unusual ?? [])) {
+    const x = plot.valToPos(one.x, "x", true);
+    if (!inside(x)) continue;
+    ctx.beginPath();
+    cross(ctx, x, bbox.top + 6 * unit, 4 * unit);
+    ctx.stroke();
   }
   ctx.restore();
+}
+
+function cross(ctx, x, y, size) {
+  ctx.moveTo(x - size, y - size);
+  ctx.lineTo(x + size, y + size);
+  ctx.moveTo(x - size, y + size);
+  ctx.lineTo(x + size, y - size);
 }

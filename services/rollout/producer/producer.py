@@ -350,7 +350,8 @@ class Producer:
         self._wanted_at = time.monotonic()
         task = list(self._drawn.values())[-1].task
         self._service.log.info("more_groups_wanted", count=count, drawn=len(self._drawn))
-        await self._outcomes.publish(task, Wanted(group=task.group, attempt=task.attempt, count=count, by=self._service.instance))
+        wanted = Wanted(group=task.group, attempt=task.attempt, count=count, by=self._service.instance)
+        await self._outcomes.publish(task, wanted, time.time())
 
     def _of(self, group: str, attempt: int) -> DrawnTask:
         """Returns the task of a group that the function has. Raises BadMessage."""
@@ -361,7 +362,7 @@ class Producer:
 
     async def _end(self, drawn: DrawnTask, message: Generated | Outcome) -> None:
         """Publishes what became of a task, and ends its lease."""
-        await self._outcomes.publish(drawn.task, message)
+        await self._outcomes.publish(drawn.task, message, drawn.begun)
         self._moved = time.monotonic()
         self._drawn.pop(drawn.task.group, None)
         drawn.release()

@@ -17,11 +17,11 @@ from services.trainer.control_client import ControlClient
 from services.trainer.flops import NOTHING, Work
 from services.trainer.log_hook import RolloutLog
 from services.trainer.metrics_logger.writers import EventStream, Prometheus, TensorBoard, WeightsAndBiases, Writer
-from services.trainer.objective.advantage import reward_advantages
 from services.trainer.partition import Partition
 from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
+from shared.rewards.reward_advantage import reward_advantages
 from shared.schema.messages import EvalFigures, RewardPart, Trained
 from shared.schema.service_messages import WarmStartEnded
 

@@ -21,6 +21,7 @@ from services.trainer.control_client import ControlClient, now
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
+from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
 from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
@@ -37,6 +38,7 @@ from shared.schema.weight_messages import (
     WeightsLive,
     WeightsOffer,
     WeightsPrepare,
+    WeightsPushed,
     WeightsReady,
     WeightsReceive,
     WeightsReceived,
@@ -183,9 +185,9 @@ class Pusher:
         except (PeerFailure, ChannelBroken) as error:
             ended = time.monotonic()
             self._give_up(push, error)
-            self._report(ended, str(error))
+            self._trace(self._report(ended, str(error)))
             return
-        self._report(time.monotonic(), "" if committed else "no replica confirmed that it serves it", sent)
+        self._trace(self._report(time.monotonic(), "" if committed else "no replica confirmed that it serves it", sent))
         if self._link is not None and committed:
             stall = self._stall()
             seconds = time.monotonic() - started
@@ -322,13 +324,21 @@ class Pusher:
     def _stall(self) -> float:
         return self._reading.stall if self._reading is not None else 0.0
 
-    def _report(self, ended: float, failure: str, sent: int = 0) -> None:
-        """Publishes, on rank 0, what the push came to. ``ended``: monotonic; ``failure``: why none serves its version; ``sent``: bytes."""
-        if self._link is not None:
-            if self._request is not None:
-                self._record.received(self._request.answers)
-            event = self._record.event(ended, now(), stall=self._stall(), sent=sent, failure=failure)
-            self._link.report("pushed", event, plane="weights")
+    def _report(self, ended: float, failure: str, sent: int = 0) -> WeightsPushed | None:
+        """Publishes, on rank 0, what the push came to, and returns it. ``ended``: monotonic; ``failure``: why none serves its version;
+        ``sent``: bytes."""
+        if self._link is None:
+            return None
+        if self._request is not None:
+            self._record.received(self._request.answers)
+        event = self._record.event(ended, now(), stall=self._stall(), sent=sent, failure=failure)
+        self._link.report("pushed", event, plane="weights")
+        return event
+
+    def _trace(self, event: WeightsPushed | None) -> None:
+        if event is not None and self._link is not None and self._link.traces.on and self._channels:
+            for span in push_spans(event, self._channels[0].name):
+                self._link.traces.add(span)
 
     def _ask(
         self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Answer], seconds: float

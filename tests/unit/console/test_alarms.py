@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.history.flow_history import EndedGroup, FlowHistory, StepRecord
+from shared.history.flow_history import DeadGroup, FlowHistory, StepRecord
 from shared.live.alarm_kinds import AlarmKind
 from shared.live.alarms import Room, Symptoms, alarms
 from shared.live.health_view import health_view, symptoms
@@ -45,7 +45,7 @@ RAISED: list[tuple[AlarmKind, Symptoms]] = [
     (AlarmKind.NO_SIGNAL, Symptoms(steps=[step(index, equal_rewards=6) for index in range(5)])),
     (AlarmKind.TRUNCATION, Symptoms(steps=[step(index, truncated=12) for index in range(5)])),
     (AlarmKind.UNREAD, Symptoms(steps=[step(index, unread=12) for index in range(5)])),
-    (AlarmKind.DEAD, Symptoms(dead=[EndedGroup("g1", "too old", 1.0)])),
+    (AlarmKind.DEAD, Symptoms(dead=[DeadGroup("g1", "too old", 1.0)])),
     (AlarmKind.DROPPED, Symptoms(stale_share=0.3)),
     (AlarmKind.PUSH_GROWS, Symptoms(push_seconds=[1.0] * 15 + [3.0] * 5)),
     (AlarmKind.DISK, Symptoms(disk=Room(1 << 30, 1 << 40))),

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.history.activity import Span, laid_over, mean_at_once, seconds_of
+from shared.history.activity import ActivitySpan, laid_over, seconds_of
 from shared.history.flow_history import KEPT_SECONDS, PAUSED, FlowHistory
 from shared.history.wait_causes import GroupPassage, wait_causes
 from shared.live.flow_view import flow_view, length_classes, workload
@@ -99,7 +99,8 @@ def test_the_wait_for_a_step_is_charged_to_its_last_group() -> None:
     assert load.steps == 1 and load.awaited == ["rollout-7"]
     expected = {"admission": 10, "queue": 10, "generation": 20, "scoring": 10, "handing out": 2}
     assert load.waits == pytest.approx({cause: seconds / total for cause, seconds in expected.items()})
-    assert set(load.replicas) == {"rollout-7"}, "the other did nothing in the time of this step"
+    assert load.replicas == pytest.approx({"rollout-7": 20 / total}), "the other did nothing in the time of this step"
+    assert load.queued == pytest.approx(10 / 30), "of the last group's way from its admission to its end"
 
 
 def test_checkpoints_and_pushes_are_the_trainers_own_part_of_its_wait() -> None:
@@ -110,7 +111,7 @@ def test_checkpoints_and_pushes_are_the_trainers_own_part_of_its_wait() -> None:
     waits = workload(history, (0, 170)).waits
     assert waits["saving"] == pytest.approx(6 / 60) and waits["pushing"] == pytest.approx((3 + 1.5) / 60)
     assert waits["admission"] == pytest.approx(1 / 60), "what is left of the wait before the admission"
-    assert history.pauses["rollout-0"][0] == Span(PAUSED, 164.0, 168.0)
+    assert history.pauses["rollout-0"][0] == ActivitySpan(PAUSED, 164.0, 168.0)
 
 
 def test_tokens_are_told_by_length_and_age() -> None:
@@ -172,18 +173,18 @@ def test_what_was_not_looked_at_for_long_is_not_known() -> None:
 
 
 def test_spans_lie_over_one_another() -> None:
-    below, above = [Span("waiting", 0, 100)], [Span("generating", 10, 30), Span("generating", 20, 50), Span("generating", 60, 60)]
-    spans = laid_over([below, above, [Span("paused", 40, 45), Span("paused", math.nan, 60)]], (5, 80))
+    below = [ActivitySpan("waiting", 0, 100)]
+    above = [ActivitySpan("generating", *interval) for interval in ((10, 30), (20, 50), (60, 60))]
+    spans = laid_over([below, above, [ActivitySpan("paused", 40, 45), ActivitySpan("paused", math.nan, 60)]], (5, 80))
     assert spans == [
-        Span("waiting", 5, 10),
-        Span("generating", 10, 40),
-        Span("paused", 40, 45),
-        Span("generating", 45, 50),
-        Span("waiting", 50, 80),
+        ActivitySpan("waiting", 5, 10),
+        ActivitySpan("generating", 10, 40),
+        ActivitySpan("paused", 40, 45),
+        ActivitySpan("generating", 45, 50),
+        ActivitySpan("waiting", 50, 80),
     ]
     assert seconds_of(spans) == {"generating": 35, "waiting": 35, "paused": 5}
     assert laid_over([], (0, 1)) == [] and laid_over([above], (90, 100)) == []
-    assert mean_at_once([(0, 10), (5, 15), (20, 90)], (0, 20)) == (1.0, 2)
 
 
 def status(service: str, instance: str, state: str = "ready", **gauges: float) -> ServiceStatus:

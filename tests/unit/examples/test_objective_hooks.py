@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from examples.hooks import objective
-from services.trainer.objective.advantage import reward_advantages
 from services.trainer.objective.correction import Statistics
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss, loss_of
 from services.trainer.objective.reduce import denominator, sample_weights
 from services.trainer.packing import PackedBatch, pack, spread
 from shared.hooks import HookSample
+from shared.rewards.reward_advantage import reward_advantages
 from tests.support.run_config import run_config
 from tests.support.train_samples import train_sample
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.loss_inputs import old_log_probs
-from services.trainer.objective.advantage import Needs, distilled, less_kl, needs, reward_advantages, token_advantages, whitened
+from services.trainer.objective.advantage import Needs, distilled, less_kl, needs, token_advantages, whitened
 from services.trainer.objective.correction import Statistics, batch_statistics
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.loss import ValueLoss, loss_of
@@ -15,6 +15,7 @@ from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.objective.reduce import passing, sample_weights
 from services.trainer.packing import PackedBatch, pack
 from shared.config.algorithm import AlgorithmSection
+from shared.rewards.reward_advantage import reward_advantages
 from tests.support.train_samples import train_sample
 
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective.advantage import group_relative, reward_advantages, whitened
+from services.trainer.objective.advantage import whitened
 from shared.config.algorithm import AlgorithmSection
+from shared.rewards.reward_advantage import group_relative, reward_advantages
 
 many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 rewards_of_groups = st.lists(st.tuples(st.floats(-100, 100, allow_subnormal=False), st.sampled_from("abcd")), min_size=1, max_size=20)

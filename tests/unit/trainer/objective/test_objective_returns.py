@@ -17,11 +17,11 @@ from services.trainer.objective.advantage import (
     distilled,
     less_kl,
     needs,
-    reward_advantages,
     token_advantages,
     whitened,
 )
 from shared.config.algorithm import AlgorithmSection
+from shared.rewards.reward_advantage import reward_advantages
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "ppo")

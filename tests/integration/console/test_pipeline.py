@@ -1,0 +1,165 @@
+"""The pages *Flow* and *Health* of a console on real servers: what they tell while a run goes on, while NATS is away, and after it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.console.console_app import console_app
+from services.console.run_source import RunSource
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.runtime import http_endpoints
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.failures import background
+from shared.runtime.http_address import HttpAddress
+from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, group_id
+from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
+from tests.support.run_config import run_config
+
+TOKEN = "t" * 32
+PATIENCE_S = 60.0
+
+
+class Console:
+    """A console of a test, asked over HTTP."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def get(self, page: str, **params: Any) -> httpx.Response:
+        return await self._client.get(f"/api/{page}", params=params)
+
+    async def until(self, page: str, holds: Callable[[Any], bool]) -> Any:
+        """Returns the page's answer once it holds. Raises AssertionError with the last one, in the end."""
+        end, answer = time.monotonic() + PATIENCE_S, None
+        while time.monotonic() < end:
+            answer = await self.get(page)
+            if answer.status_code == 200 and holds(answer.json()):
+                return answer.json()
+            await asyncio.sleep(0.1)
+        raise AssertionError(answer.text if answer is not None else "never answered")
+
+
+@asynccontextmanager
+async def console_of(run: str, nats_url: str | None, redis_url: str, directory: Path | None) -> AsyncIterator[Console]:
+    source = RunSource(run, nats_url, redis_url, directory)
+    app = console_app(source, TOKEN)
+    async with (
+        background(source.keep()),
+        http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as at,
+        httpx.AsyncClient(base_url=f"http://{at}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as client,
+    ):
+        yield Console(client)
+
+
+def scored(number: int, began: float, seconds: float, replica: str, reward: float) -> ScoredGroup:
+    samples = [SampleMeta(tokens=20, oldest=0, newest=0, finish="length", trained=20)] * 2
+    times = {"started": began, "ended": began + seconds}
+    payload = Payload(keys=["k"], bytes=1)
+    return ScoredGroup(
+        group=group_id(number), attempt=0, payload=payload, samples=samples, replica=replica, rewards=[reward, reward], **times
+    )
+
+
+async def append(bus: Bus, run: str, *records: LedgerRecord) -> None:
+    for record in records:
+        await bus.publish(Subjects(run).ledger(record.event()), record)
+
+
+def step(number: int, began: float) -> list[LedgerRecord]:
+    """A step that lasts 10 s, of which the trainer waits 8 s for the generation of its one group."""
+    return [
+        GroupsAdmitted(first=number, count=1, version=0, at=began),
+        GroupsScored(groups=[scored(number, began, 8.0, "rollout-3", 1.0)], at=began + 8.0),
+        BatchFormed(step=number, version=0, groups=[group_id(number)], at=began + 8.0),
+        BatchTrained(step=number, version=0, started=began + 8.0, ended=began + 10.0, at=began + 10.0),
+    ]
+
+
+def status(run: str, service: str, instance: str, **given: Any) -> ServiceStatus:
+    return ServiceStatus(service=service, instance=instance, host="h", pid=1, http="", state="ready", version=1, at=time.time(), **given)
+
+
+async def event(bus: Bus, run: str, what: str, detail: str) -> None:
+    told = ServiceEvent(service="rollout", instance="rollout-3", what=what, detail=detail, at=time.time())
+    await bus.publish(Subjects(run).event("service", what), told)
+
+
+async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedNats, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    await runs.create(bus, run_config(tmp_path, run={"name": run_name}, rollout={"max_staleness": 1}), valkey.url)
+    async with console_of(run_name, nats.url, valkey.url, tmp_path) as console:
+        empty = await console.until("flow", lambda flow: True)
+        assert empty["services"] == [] and "Too few steps" in empty["bottleneck"]["sentence"]
+
+        began = time.time() - 60
+        for number in range(4):
+            await append(bus, run_name, *step(number, began + 10 * number))
+        flow = await console.until("flow", lambda flow: flow["ages"]["tokens"] == {"0": 160})
+        assert flow["bottleneck"]["sentence"] == "The trainer waits 80 % of the time for rollout-3."
+        assert flow["bottleneck"]["advice"][0] == {"text": flow["bottleneck"]["advice"][0]["text"], "withheld": ""}
+        assert flow["waits"] == pytest.approx({"waiting for rollout": 0.8, "training": 0.2}) and not flow["live"]
+        assert [line["trained"] for line in flow["lengths"]] == [160]
+        health = await console.until("health", lambda health: len(health["alarms"]) >= 2)
+        assert [alarm["kind"] for alarm in health["alarms"]] == ["groups teach nothing", "responses are cut off"]
+
+        for number in (4, 5):
+            written = {"train/agreement_abs_diff": 50.0, "train/agreement_tokens": 100.0}
+            told = MetricsWritten(role="actor", step=number, values=written, at=time.time())
+            await bus.publish(Subjects(run_name).event("trainer", "metrics"), told)
+        await event(bus, run_name, "restarted", "after signal 9")
+        await append(bus, run_name, GroupDead(group=group_id(99), reason="<b>too long</b>", at=time.time()))
+        health = await console.until("health", lambda health: health["reasons"] and len(health["alarms"]) == 5)
+        assert {"services restart", "engine and trainer differ", "groups die"} <= {alarm["kind"] for alarm in health["alarms"]}
+        assert health["reasons"][0]["reason"] == "<b>too long</b>" and health["events"][0]["what"] == "restarted"
+        assert [(line["instance"], line["state"], line["restarts"]) for line in health["services"]] == [("rollout-3", "", 1)]
+        flow = (await console.get("flow", window=300)).json()
+        assert "engine and trainer differ" in flow["bottleneck"]["advice"][0]["withheld"], "a larger bound presumes that both agree"
+
+        registry = Registry(bus, run_name)
+        await registry.renew(status(run_name, "rollout", "rollout-3", gauges={"running_groups": 2}))
+        await registry.renew(status(run_name, "buffer", "buffer-0", gauges={"queue_task": 7, "ready": 1}, held_back="the store is full"))
+        flow = await console.until("flow", lambda flow: flow["live"] and flow["stages"][1]["groups"] == 2)
+        assert flow["bottleneck"]["sentence"] == "The run waits for room: buffer-0 holds back (the store is full)."
+        assert {line["instance"]: line["doing"] for line in flow["services"]}["rollout-3"] == "generating"
+        for wrong in ("nan", "inf", "-1", "5", "1e9", "x"):
+            refused = await console.get("flow", window=wrong)
+            assert refused.status_code == 422 and "window" in refused.text
+
+
+async def test_what_was_known_is_shown_while_the_bus_is_away(
+    mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, crash: Callable[[EmbeddedNats], None]
+) -> None:
+    bus = await Bus.connect(mortal_nats.url, "test")
+    try:
+        await runs.create(bus, run_config(tmp_path, run={"name": run_name}), valkey.url)
+        await append(bus, run_name, *step(0, time.time() - 60), *step(1, time.time() - 50))
+        async with console_of(run_name, mortal_nats.url, valkey.url, tmp_path) as console:
+            await console.until("flow", lambda flow: flow["ages"]["tokens"] == {"0": 80})
+            crash(mortal_nats)
+            health = await console.until(
+                "health", lambda health: health["alarms"] and health["alarms"][0]["title"].startswith("NATS is away")
+            )
+            assert health["alarms"][0]["remedy"]
+            assert (await console.get("flow")).json()["ages"]["tokens"] == {"0": 80}
+            await asyncio.to_thread(mortal_nats.start)
+            await append(bus, run_name, *step(2, time.time() - 40))
+            await console.until("flow", lambda flow: flow["ages"]["tokens"] == {"0": 120})
+            await console.until("health", lambda health: not any("NATS" in alarm["title"] for alarm in health["alarms"]))
+    finally:
+        await bus.close()
+
+
+async def test_a_run_of_which_only_the_directory_is_left_says_so(run_name: str, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    async with console_of(run_name, None, valkey.url, tmp_path) as console:
+        for page in ("flow", "health"):
+            answer = await console.get(page)
+            assert answer.status_code == 503 and "NATS" in answer.json()["detail"]
