@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from services.console.access_token import AccessToken
 from services.console.other_runs import runs_beside
-from services.console.pages import flow, health, run, samples, weights
+from services.console.pages import flow, health, run, sample_pages, weights
 from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
@@ -91,7 +91,7 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
 
     app.include_router(frame_router(source), prefix="/api", tags=["console"])
     pipeline = RunPipeline(source)
-    routers = {"run": run.router(source), "weights": weights.router(source), "samples": samples.router(source)}
+    routers = {"run": run.router(source), "weights": weights.router(source), "samples": sample_pages.router(source)}
     routers |= {"flow": flow.router(pipeline), "health": health.router(pipeline)}
     for page, router in routers.items():
         app.include_router(router, prefix=f"/api/{page}", tags=[page])
