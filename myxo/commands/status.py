@@ -18,7 +18,7 @@ from shared.bus import runs
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.history.run_summary import collect
 from shared.live.run_view import RunView, look
-from shared.live.service_failures import with_all_failures, with_newest_failure
+from shared.live.service_failures import with_all_failures, with_newest_failures
 from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
@@ -130,7 +130,7 @@ async def _until_end(access: Access, console: Console) -> None:
     try:
         while True:
             try:
-                view = await with_newest_failure(bus, look(config, await registry.alive(), before=view, began=began))
+                view = await with_newest_failures(bus, look(config, await registry.alive(), before=view, began=began))
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import functools
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,13 +17,13 @@ from myxo.run.run_access import BUS_ERRORS, Access, reach
 from shared.bus import runs, stream_replay
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
-from shared.live.alarms import Alarm, Room, alarms
+from shared.live.alarms import Alarm, alarms
 from shared.live.flow_reader import FlowReader
 from shared.live.flow_view import WINDOWS, FlowView, flow_view
 from shared.live.health_view import symptoms
+from shared.live.room import disk_room, memory_room
 from shared.live.text import json_text
 from shared.runtime import exit_codes
-from shared.runtime.host_memory import host_memory
 from shared.schema.service_messages import ServiceStatus
 
 POLL_INTERVAL_S = 1.0
@@ -67,8 +66,7 @@ async def _look(access: Access, reader: FlowReader, window_s: float, away: str =
         await reader.catch_up()
     now, history = time.time(), reader.history
     reader.look(statuses, now)
-    disk, (memory, free) = shutil.disk_usage(access.directory.root), host_memory()
-    machine = (Room(disk.free, disk.total), Room(free, memory)) if access.live else (None, None)
+    machine = (disk_room(access.directory.root), memory_room()) if access.live else (None, None)
     raised = alarms(symptoms(history, statuses, now, {"NATS": away} if away else {}, *machine), access.config)
     return flow_view(history, access.config, statuses, now, window_s, {alarm.kind for alarm in raised}), raised
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from services.console.access_token import AccessToken
 from services.console.other_runs import runs_beside
-from services.console.pages import flow, health, run, samples, weights
+from services.console.pages import flow, health, run, sample_pages, weights
 from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
@@ -28,7 +28,8 @@ class AwayPart(BaseModel):
 
 
 class Overview(BaseModel):
-    """What stands above all pages. ``live``: whether the run is on a bus, or read from its directory alone. ``steps``: trained, of ``of``.
+    """What stands above all pages. ``live``: whether the run is on a bus, or read from its directory alone; ``at_rest``: whether
+    that bus is served for the console alone. ``steps``: trained, of ``of``.
 
     ``phase``: running, finished, failed, or None where it is not known; ``failure``: why it failed. ``runs``: others beside this one's
     directory.
@@ -37,6 +38,7 @@ class Overview(BaseModel):
     run: str
     version: str
     live: bool
+    at_rest: bool
     phase: str | None
     failure: str
     steps: int | None
@@ -54,9 +56,10 @@ def overview(source: RunSource) -> Overview:
         run=source.run,
         version=__version__,
         live=source.live,
+        at_rest=source.at_rest,
         phase=source.phase,
         failure=source.failure,
-        steps=max(steps, default=None),
+        steps=max(steps, default=source.trained),
         of=source.config.rollout.num_rollout if source.config is not None else None,
         away=away,
         runs=runs_beside(source.directory),
@@ -91,7 +94,7 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
 
     app.include_router(frame_router(source), prefix="/api", tags=["console"])
     pipeline = RunPipeline(source)
-    routers = {"run": run.router(source), "weights": weights.router(source), "samples": samples.router(source)}
+    routers = {"run": run.router(source), "weights": weights.router(source), "samples": sample_pages.router(source)}
     routers |= {"flow": flow.router(pipeline), "health": health.router(pipeline)}
     for page, router in routers.items():
         app.include_router(router, prefix=f"/api/{page}", tags=[page])

@@ -100,17 +100,24 @@ def extremes(values: Floats, points: int) -> NDArray[np.intp]:
 
 
 def moving_mean(values: Floats, window: int) -> Floats:
-    """Returns the mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is.
+    """Returns the mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return window_sums(np.where(finite, values, 0.0), window) / window_sums(finite.astype(np.float64), window)
 
-    Each mean is summed by itself: in a running sum one huge value would spoil all later ones.
+
+def window_sums(values: Floats, window: int) -> Floats:
+    """Returns the sum of each value and up to ``window`` − 1 before it.
+
+    A window spans at most two blocks of its own length: it is the end of one and the beginning of the next. So no value is added that the
+    window does not hold: in a running sum one huge value would spoil all later ones.
     """
-    finite, ones = np.isfinite(values), np.ones(min(window, max(1, len(values))))
-    if not len(values):
-        return values
-    sums = np.convolve(np.where(finite, values, 0.0), ones)[: len(values)]
-    counts = np.convolve(finite.astype(np.float64), ones)[: len(values)]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(counts > 0.5, sums / counts, np.nan)
+    count = len(values)
+    blocks = np.zeros((math.ceil((count + window - 1) / window), window))
+    blocks.ravel()[window - 1 : window - 1 + count] = values
+    begun = np.cumsum(blocks, axis=1).ravel()[window - 1 : window - 1 + count]
+    rest = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()[:count]
+    return np.where(np.arange(count) % window == 0, begun, begun + rest)
 
 
 def finite_or_none(values: Floats) -> list[float | None]:

@@ -1,6 +1,5 @@
 """What the pages *Flow* and *Health* read: the newest part of the run's ledger and events, and what its services were seen to do."""
 
-import shutil
 import time
 from collections.abc import Collection, Sequence
 
@@ -9,11 +8,11 @@ from services.console.change_feed import FLOW, HEALTH
 from services.console.run_source import BUS_ERRORS, READ_SECONDS, RunSource, SourceAway
 from shared.bus import stream_replay
 from shared.config.run_config import RunConfig
-from shared.live.alarms import Room, alarms
+from shared.live.alarms import alarms
 from shared.live.flow_reader import FlowReader
 from shared.live.flow_view import FlowView, flow_view
 from shared.live.health_view import HealthView, health_view, symptoms
-from shared.runtime.host_memory import host_memory
+from shared.live.room import disk_room, memory_room
 from shared.schema.service_messages import ServiceStatus
 
 
@@ -30,7 +29,7 @@ class RunPipeline:
         """Returns the pipeline, looking back ``window_s`` seconds. Raises SourceAway where nothing is known of it."""
         reader, config, now = self._known()
         statuses = self._statuses()
-        found = symptoms(reader.history, statuses, now, self._away(), self._disk(), _memory())
+        found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         alarmed = {alarm.kind for alarm in alarms(found, config)}
         return flow_view(reader.history, config, statuses, now, window_s, alarmed)
 
@@ -38,7 +37,7 @@ class RunPipeline:
         """Returns the health. Raises SourceAway where nothing is known of it."""
         reader, config, now = self._known()
         statuses = self._statuses()
-        found = symptoms(reader.history, statuses, now, self._away(), self._disk(), _memory())
+        found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         return health_view(reader.history, config, statuses, found)
 
     def _known(self) -> tuple[FlowReader, RunConfig, float]:
@@ -54,13 +53,6 @@ class RunPipeline:
     def _away(self) -> dict[str, str]:
         """Returns what is away that was there: the start of a run is no alarm."""
         return {name: away.why for name, away in self._source.away.items() if away.why != NOT_STARTED}
-
-    def _disk(self) -> Room | None:
-        directory = self._source.directory
-        if directory is None or not directory.exists():
-            return None
-        usage = shutil.disk_usage(directory)
-        return Room(usage.free, usage.total)
 
     async def _follow(self) -> Collection[str]:
         """Reads what is new; begins anew where the run did. Raises SourceAway."""
@@ -78,8 +70,3 @@ class RunPipeline:
     def _look(self, statuses: Sequence[ServiceStatus]) -> None:
         if self._reader is not None:
             self._reader.look(statuses, time.time())
-
-
-def _memory() -> Room:
-    total, free = host_memory()
-    return Room(free, total)

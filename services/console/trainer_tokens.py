@@ -47,8 +47,8 @@ def trainer_tokens(config: RunConfig | None, step: int | None, sample: Sample) -
         return TrainerTokens(absent=f"no file of step {step} at {template}")
     try:
         from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError:  # it comes with the extra `console`
-        return TrainerTokens(absent="safetensors is not installed here: pip install 'myxo[console]'")
+    except ModuleNotFoundError:  # it comes with the extra `trainer`
+        return TrainerTokens(absent="the package safetensors, which reads them, is not installed where the console runs")
     for path in paths:
         try:
             with safe_open(path, framework="np") as tensors:
@@ -75,9 +75,8 @@ def _of_sample(tensors: Any, sample: Sample) -> TrainerTokens | None:
     if place is None:
         return None
     batch, position = place
-    start = int(tensors.get_slice(f"{batch}.cu_seqlens")[position : position + 1][0])
-    whole = np.concatenate([sample.prompt, sample.response])
-    if not np.array_equal(tensors.get_slice(f"{batch}.tokens")[start : start + len(whole)], whole):
+    start, end = map(int, tensors.get_slice(f"{batch}.cu_seqlens")[position : position + 2])
+    if not np.array_equal(tensors.get_slice(f"{batch}.tokens")[start:end], np.concatenate([sample.prompt, sample.response])):
         return TrainerTokens(absent="the dump holds other tokens under this sample's name: it is of another run")
     begin = start + len(sample.prompt) - 1  # fields stand where the token is predicted, one before it
     names, trained = set(tensors.keys()), tensors.get_slice(f"{batch}.loss_mask")[begin : begin + len(sample.response)] > 0

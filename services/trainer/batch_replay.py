@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.bus import runs
 from shared.config import config_reading, flags
 from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
@@ -28,9 +29,10 @@ from shared.tracing.traces import Traces
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 
-Trains the batches again that a run has written with --save-debug-rollout-data TEMPLATE, without bus, store and engines. Each step's metrics
-are a line of JSON on standard output; checkpoints, TensorBoard's files and the final weights lie in the run's directory with -replay behind
-its name. Flags are laid over the config as by `myxo up`, --deterministic among them."""
+Trains the batches again that a run has written with --save-debug-rollout-data TEMPLATE, without bus, store and engines. CONFIG is the
+run's file, or its directory, which keeps the config that it ran with. Each step's metrics are a line of JSON on standard output;
+checkpoints, TensorBoard's files and the final weights lie in the run's directory with -replay behind its name. Flags are
+laid over the config as by `myxo up`, --deterministic among them."""
 
 CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"
 """The environment variable with the path of the config that the launcher has written for its ranks."""
@@ -141,11 +143,22 @@ def _replay(arguments: list[str]) -> RunConfig:
     from services.trainer.dumped_batches import dumped_steps
 
     path, template, *rest = arguments
-    config = config_reading.load(Path(path), flags.parse(rest))
+    config = replay_config(Path(path), flags.parse(rest))
     config = hub_resolve.local(hub_resolve.pinned(config, hub_resolve.pins_in(config.run.root)), hub_resolve.MODELS)
     config = replayed(config, template, dumped_steps(template))
     shutil.rmtree(config.run.root, ignore_errors=True)
     return config
+
+
+def replay_config(path: Path, given: dict[str, dict[str, Any]]) -> RunConfig:
+    """Returns the config of a file, or the one that a run's directory keeps, with flags over it. Raises ConfigError, or Problems."""
+    if not path.is_dir():
+        return config_reading.load(path, given)
+    frozen = runs.frozen(path)
+    if frozen is None:
+        raise ConfigError("CONFIG", str(path), f"a config, or a run's directory with its {runs.FROZEN}")
+    values = frozen.model_dump(mode="json", exclude_unset=True)
+    return config_reading.parse({**values, **{section: {**values.get(section, {}), **fields} for section, fields in given.items()}})
 
 
 def rank() -> None:

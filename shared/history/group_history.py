@@ -151,22 +151,21 @@ def kept_group(position: int, record: RolloutRecord) -> GroupRecord:
         position: its place among the kept groups, which stands for a ledger sequence.
     """
     samples = record.samples
-    versions = [[version for _, _, version in sample.segments] or [0] for sample in samples]
     fields = ("attempt", "status", "reason", "step", "version", "mask_below", "dataset")
-    return GroupRecord(
-        record.group,
-        position,
-        record.at,
-        **{name: getattr(record, name) for name in fields},
-        rewards=tuple(sample.reward or 0.0 for sample in samples),
-        parts=tuple({name: value or 0.0 for name, value in sample.parts.items()} for sample in samples),
-        removed=tuple(index for index, sample in enumerate(samples) if sample.removed),
-        tokens=tuple(sample.length for sample in samples),
-        oldest=tuple(map(min, versions)),
-        newest=tuple(map(max, versions)),
-        truncated=tuple(index for index, sample in enumerate(samples) if sample.finish == "length"),
-        rollouts=tuple(sample.index if sample.rollout is None else sample.rollout for sample in samples),
-    )
+    group = GroupRecord(record.group, position, record.at, **{name: getattr(record, name) for name in fields})
+    group.rewards = tuple(sample.reward or 0.0 for sample in samples)
+    group.parts = tuple({name: value or 0.0 for name, value in sample.parts.items()} for sample in samples)
+    group.removed = _positions(sample.removed for sample in samples)
+    group.truncated = _positions(sample.finish == "length" for sample in samples)
+    group.tokens = tuple(sample.length for sample in samples)
+    group.rollouts = tuple(sample.index if sample.rollout is None else sample.rollout for sample in samples)
+    versions = [[version for _, _, version in sample.segments] or [0] for sample in samples]
+    group.oldest, group.newest = tuple(map(min, versions)), tuple(map(max, versions))
+    return group
+
+
+def _positions(holds: Iterable[bool]) -> tuple[int, ...]:
+    return tuple(position for position, there in enumerate(holds) if there)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shared.config.run_config import RunConfig
 from shared.history.flow_history import DeadGroup, StepRecord
 from shared.live.alarm_kinds import AlarmKind
+from shared.live.room import Room
 from shared.live.text import duration, number, shortened_line
 from shared.schema.service_messages import ServiceStatus
 
@@ -40,22 +41,6 @@ class Alarm:
     title: str
     meaning: str
     remedy: str
-
-
-@dataclass(frozen=True)
-class Room:
-    """Free and all bytes of something."""
-
-    free: int
-    total: int
-
-    @property
-    def share(self) -> float:
-        """Returns the share that is free."""
-        return self.free / self.total if self.total else 1.0
-
-    def __str__(self) -> str:
-        return f"{self.free / 2**30:.1f} of {self.total / 2**30:.1f} GiB free"
 
 
 @dataclass(frozen=True)

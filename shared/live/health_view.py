@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
 from shared.history.flow_history import DEAD, DROPPED, TRAINED, DeadGroup, FlowHistory
-from shared.live.alarms import Alarm, Room, Symptoms, alarms
+from shared.live.alarms import Alarm, Symptoms, alarms
 from shared.live.live_services import newest_gauges
+from shared.live.room import Room
 from shared.live.service_failures import RESTARTED
 from shared.live.shown_status import shown
 from shared.live.text import shortened_line

@@ -55,21 +55,25 @@ async def with_all_failures(bus: Bus, view: RunView) -> RunView:
     return _with_errors(view, *known.values())
 
 
-async def with_newest_failure(bus: Bus, view: RunView) -> RunView:
-    """Returns the view with the newest failure that a service has published lately: its status is gone with it."""
-    names = Subjects(view.run)
+async def with_newest_failures(bus: Bus, view: RunView) -> RunView:
+    """Returns the view with the newest failure and the newest restart that were published lately: the status of one that died is gone with
+    it, and one that was killed has told nothing itself."""
+    known = {error.instance: error for error in view.troubles.errors}
+    for what in (RESTARTED, FAILED):
+        event = await _newest(bus, view.run, what)
+        if event is not None and event.instance not in known and time.time() - event.at <= LATELY_SECONDS:
+            reason = f"{RESTARTED} {event.detail}".rstrip() if what == RESTARTED else event.detail
+            known[event.instance] = ServiceError(event.instance, 0, reason)
+    return _with_errors(view, *known.values())
+
+
+async def _newest(bus: Bus, run: str, what: str) -> ServiceEvent | None:
+    names = Subjects(run)
     try:
-        last = await bus.js.get_last_msg(names.events_stream, names.event("service", FAILED))
-    except NotFoundError:
-        return view
-    try:
-        event = None if last.data is None else ServiceEvent.decode(last.data)
-    except BadMessage:
-        return view
-    known = view.troubles.errors
-    if event is None or event.instance in {error.instance for error in known} or time.time() - event.at > LATELY_SECONDS:
-        return view
-    return _with_errors(view, *known, ServiceError(event.instance, 0, event.detail))
+        last = await bus.js.get_last_msg(names.events_stream, names.event("service", what))
+        return None if last.data is None else ServiceEvent.decode(last.data)
+    except (NotFoundError, BadMessage):
+        return None
 
 
 def _with_errors(view: RunView, *errors: ServiceError) -> RunView:

@@ -11,7 +11,7 @@ from services.console.pages.page_text import as_text, safe
 from services.console.pages.replay_commands import ReplayCommand
 from services.console.pages.sample_tokens import Fork, SampleTurn, ShownSample, TokenWindow
 from services.console.run_index.group_index import Facet, IndexedBatch
-from services.console.run_index.run_index import Reading
+from services.console.run_index.run_index import IndexProgress
 from shared.history.group_history import GroupRecord, ProvenanceStep
 from shared.schema.sample import Sample
 
@@ -62,7 +62,7 @@ class GroupList(BaseModel):
     total: int
     offset: int
     limit: int
-    reading: Reading
+    reading: IndexProgress
 
 
 class KindCounts(BaseModel):
@@ -81,7 +81,7 @@ class Facets(BaseModel):
     evaluation: KindCounts
 
 
-class BatchAnswer(BaseModel):
+class StepBatch(BaseModel):
     """The batch of a step; times in seconds since the epoch."""
 
     step: int
@@ -223,10 +223,10 @@ def _counts(found: Sequence[Facet], *, evaluation: bool) -> KindCounts:
     )
 
 
-def batch_answer(batch: IndexedBatch, replay: ReplayCommand) -> BatchAnswer:
+def step_batch(batch: IndexedBatch, replay: ReplayCommand) -> StepBatch:
     """Returns the batch of a step."""
     names = ("step", "version", "mask_below", "amended", "formed", "started", "ended")
-    return BatchAnswer(**{name: getattr(batch, name) for name in names}, groups=len(batch.groups), replay=replay)
+    return StepBatch(**{name: getattr(batch, name) for name in names}, groups=len(batch.groups), replay=replay)
 
 
 def group_answer(

@@ -15,7 +15,7 @@ from shared.data.rollout_files import DIRECTORY, RolloutRecord
 from shared.history.group_history import GroupRecord
 
 
-class Reading(BaseModel):
+class IndexProgress(BaseModel):
     """How much of the history has been read: ``read`` of ``of`` ledger records; ``admitted`` groups by then.
 
     damaged: lines of kept responses that are cut off or no record. problem: why they cannot be read at all. from_directory: there is no
@@ -40,10 +40,10 @@ class RunIndex:
         self._kept_lock, self._problem = asyncio.Lock(), ""
         source.followers.append(self.follow)
 
-    def reading(self) -> Reading:
+    def reading(self) -> IndexProgress:
         """Returns how far the index is."""
         damaged = 0 if self.kept is None else self.kept.torn
-        return Reading(
+        return IndexProgress(
             read=self.groups.sequence,
             of=max(self._ledger.end, self.groups.sequence),
             admitted=self.groups.history.admitted,

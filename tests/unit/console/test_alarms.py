@@ -1,6 +1,7 @@
 """Each alarm by what raises it, and by what just does not."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.history.flow_history import DeadGroup, FlowHistory, StepRecord
 from shared.live.alarm_kinds import AlarmKind
-from shared.live.alarms import Room, Symptoms, alarms
+from shared.live.alarms import Symptoms, alarms
 from shared.live.health_view import health_view, symptoms
+from shared.live.room import Room
 from shared.schema.ledger import GroupDead, GroupsDropped
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 
@@ -62,6 +64,11 @@ def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptom
 
 def test_every_kind_of_alarm_can_be_raised() -> None:
     assert {kind for kind, _ in RAISED} == set(AlarmKind)
+
+
+def test_every_kind_of_alarm_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "bottlenecks.md").read_text()
+    assert [kind.value for kind in AlarmKind if f"\n| {kind.value} |" not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ from fastapi import APIRouter, HTTPException, Query
 from services.console.group_samples import FoundSamples, find_samples
 from services.console.pages.replay_commands import batch_command, replay_commands
 from services.console.pages.sample_answers import (
-    BatchAnswer,
     Facets,
     GroupAnswer,
     GroupList,
     SampleAnswer,
-    batch_answer,
+    StepBatch,
     facets_of,
     group_answer,
     group_row,
     sample_answer,
     sample_line,
+    step_batch,
 )
 from services.console.pages.sample_tokens import MOST_TOKENS, ShownSample, advantages_of, forks, turns, window
 from services.console.run_index.group_query import GroupQuery
@@ -50,13 +50,13 @@ class SamplePages:
         rows = [group_row(group, history.durable(group)) for group in groups]
         return GroupList(groups=rows, total=total, offset=query.offset, limit=query.limit, reading=self.index.reading())
 
-    def batch(self, step: int) -> BatchAnswer:
+    def batch(self, step: int) -> StepBatch:
         """Returns the batch of a step."""
         config = self.source.config
         found = self.index.groups.batch(step)
         if found is None or config is None:
             raise HTTPException(404, f"no batch of step {step} is known{self._so_far()}")
-        return batch_answer(found, batch_command(self.source.directory, config, step))
+        return step_batch(found, batch_command(self.source.directory, config, step))
 
     async def group(self, name: str) -> GroupAnswer:
         """Returns a group with its samples in short."""
@@ -130,7 +130,7 @@ def router(source: RunSource) -> APIRouter:
         return facets_of(pages.index.groups.facets())
 
     @router.get("/batches/{step}")
-    def read_batch(step: Count) -> BatchAnswer:
+    def read_batch(step: Count) -> StepBatch:
         """The batch of a step; its groups are the list with ``step``."""
         return pages.batch(step)
 

@@ -1,0 +1,185 @@
+"""``/api/run`` and ``/api/weights`` over a real bus and real metric files: live, while NATS is away, and from a directory alone."""
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from services.console.console_app import console_app
+from services.console.run_source import NATS, RunSource
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime import http_endpoints
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.failures import background
+from shared.runtime.http_address import HttpAddress
+from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
+from shared.schema.weight_messages import ReplicaPush, WeightsLive, WeightsPushed
+from tests.support.run_config import run_config
+from tests.support.waiting import until
+
+TOKEN = "a-token-that-nobody-guesses-0123456789"
+
+Get = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+@contextlib.asynccontextmanager
+async def served(source: RunSource) -> AsyncIterator[Get]:
+    """Serves a console; yields what asks it: the status and the JSON of an answer."""
+    app = console_app(source, TOKEN, ["127.0.0.1"])
+    async with background(source.keep()), http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as at:
+
+        def ask(path: str, parameters: list[tuple[str, Any]]) -> tuple[int, Any]:
+            url = f"http://{at}/api/{path}?{urlencode(parameters)}"
+            request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return answer.status, json.load(answer)
+            except urllib.error.HTTPError as error:
+                return error.code, json.load(error)
+
+        async def get(path: str, *parameters: tuple[str, Any]) -> tuple[int, Any]:
+            return await asyncio.to_thread(ask, path, list(parameters))
+
+        yield get
+
+
+async def answer(get: Get, path: str, *parameters: tuple[str, Any], there: Callable[[Any], bool] = bool) -> Any:
+    """Returns an answer once it is as expected."""
+    found: Any = None
+
+    async def fits() -> bool:
+        nonlocal found
+        status, found = await get(path, *parameters)
+        return status == 200 and there(found)
+
+    await until(fits, f"{path} as expected", 60, pause=0.1)
+    return found
+
+
+async def publish_step(bus: Bus, names: Subjects, step: int, **values: float) -> None:
+    metrics = {name.replace("__", "/"): value for name, value in values.items()}
+    event = MetricsWritten(role="actor", step=step, values=metrics, at=time.time())
+    await bus.publish(names.event("trainer", "metrics"), event)
+
+
+def directory_of(config: RunConfig, **series: list[float]) -> Path:
+    """Writes a run's directory: its frozen config, and its metric files."""
+    config.run.root.mkdir(parents=True, exist_ok=True)
+    (config.run.root / runs.FROZEN).write_text(config.model_dump_json())
+    writer = SummaryWriter(str(config.run.root / "tensorboard"))
+    for name, values in series.items():
+        for step, value in enumerate(values):
+            writer.add_scalar(name.replace("__", "/"), value, step)
+    writer.close()
+    return config.run.root
+
+
+@pytest.fixture
+def config(tmp_path: Path, run_name: str) -> RunConfig:
+    return run_config(tmp_path, run={"name": run_name, "dir": str(tmp_path / "runs")})
+
+
+async def test_a_live_run(mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, config: RunConfig, tmp_path: Path) -> None:
+    """Its curves grow by events and files, over those of another run; pushes and restarts are told; NATS goes and comes back."""
+    names = Subjects(config.run.name)
+    root = directory_of(config, train__loss=[9.0, 8.0])
+    beside = run_config(tmp_path, run={"name": "beside", "dir": str(tmp_path / "runs")})
+    directory_of(beside, train__loss=[5.0, math.nan], custom__metric=[1.0])
+    bus = await Bus.connect(mortal_nats.url, "test")
+    await runs.create(bus, config, valkey.url)
+    await publish_step(bus, names, 1, train__loss=7.0, rollout__raw_reward=0.5)
+    async with served(RunSource(config.run.name, mortal_nats.url, valkey.url, root)) as get:
+        loss = ("tag", "train/loss")
+        own = await answer(get, "run/curves", loss, there=lambda found: found["curves"] and found["curves"][0]["values"] == [9.0, 7.0])
+        assert own["curves"][0]["run"] == config.run.name and own["curves"][0]["steps"] == [0, 1]
+        both = await answer(get, "run/curves", loss, ("run", "beside"), there=lambda found: len(found["curves"]) == 2)
+        assert both["curves"][1]["values"] == [5.0, None] and both["curves"][1]["unusual"] == [{"x": 1.0, "step": 1, "value": "nan"}]
+        panels = await answer(get, "run/panels", ("run", "beside"))
+        assert [panel["panel"] for panel in panels["panels"]] == ["reward", "loss"] and panels["further"] == ["custom/metric"]
+
+        await publish_step(bus, names, 2, train__loss=6.0)
+        await answer(get, "run/curves", loss, there=lambda found: found["curves"][0]["values"] == [9.0, 7.0, 6.0])
+        for what, detail in (("joined", ""), ("failed", "boom <b>"), ("restarted", "killed by signal 9")):
+            event = ServiceEvent(service="reward", instance="reward-0", what=what, detail=detail, at=time.time())
+            await bus.publish(names.event("service", what), event)
+        parts = [ReplicaPush(replica="rollout-0", paused=0.5, loading=0.25), ReplicaPush(replica="rollout-1", failure="commit: late")]
+        push = WeightsPushed(version=1, replicas=parts, transfer=0.5, seconds=1.0, bytes=10**9, at=time.time())
+        await bus.publish(names.event("weights", "pushed"), push)
+        await bus.publish(
+            names.event("weights", "live"), WeightsLive(version=1, replicas=["rollout-0"], seconds=1.0, bytes=1, at=time.time())
+        )
+        status = ServiceStatus(service="rollout", instance="rollout-0", host="h", pid=1, http="", state="ready", version=1, at=time.time())
+        await Registry(bus, config.run.name).renew(status)
+        marks = await answer(get, "run/marks", there=lambda found: len(found["marks"]) == 2)
+        assert [(mark["kind"], mark["text"]) for mark in marks["marks"]] == [
+            ("restarted", "killed by signal 9"),
+            ("push failed", "version 1 rollout-1: commit: late"),
+        ]
+        rows = await answer(get, "weights/versions", there=lambda found: found["versions"] and found["versions"][0]["replicas"][0]["now"])
+        assert rows["versions"][0]["gb_per_s"] == 2.0 and rows["versions"][0]["paused"] == 0.5
+        assert (await answer(get, "weights/now"))["live"] == 1
+        assert (await answer(get, "weights/events"))["events"][0]["who"] == "rollout-1"
+
+        await bus.close()
+        mortal_nats.stop()
+        await answer(get, "overview", there=lambda found: NATS in [part["name"] for part in found["away"]])
+        status_code, kept = await get("run/curves", loss)
+        assert status_code == 200 and kept["curves"][0]["values"] == [9.0, 7.0, 6.0], "the page keeps what it had"
+        mortal_nats.start()
+        again = await Bus.connect(mortal_nats.url, "test")
+        await publish_step(again, names, 3, train__loss=5.0)
+        await answer(get, "run/curves", loss, there=lambda found: found["curves"][0]["values"] == [9.0, 7.0, 6.0, 5.0])
+        await again.close()
+
+
+async def test_a_directory_alone(config: RunConfig) -> None:
+    root = directory_of(config, train__loss=[float(step) for step in range(3000)], rollout__raw_reward=[0.0])
+    critic = SummaryWriter(str(root / "tensorboard" / "critic"))
+    critic.add_scalar("critic/value_loss", 0.5, 0)
+    critic.close()
+    (root / "tensorboard" / "events.out.tfevents.9999999999.x").write_bytes(b"\xff" * 64)
+    async with served(RunSource(config.run.name, None, None, root)) as get:
+        panels = await answer(get, "run/panels", there=lambda found: found["unreadable"])
+        assert [panel["panel"] for panel in panels["panels"]] == ["reward", "loss", "critic"]
+        assert list(panels["unreadable"]) == [str(root / "tensorboard" / "events.out.tfevents.9999999999.x")]
+        query = (("tag", "train/loss"), ("points", 100), ("window", 3), ("first", 100), ("last", 2000))
+        (curve,) = (await answer(get, "run/curves", *query))["curves"]
+        assert curve["steps"][0] == 100 and curve["steps"][-1] == 2000 and curve["total"] == 1901 and len(curve["x"]) <= 104
+        assert all(mean == value - 1 for mean, value in zip(curve["smoothed"], curve["values"], strict=True))
+        assert (await answer(get, "weights/versions"))["versions"] == []
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "named"),
+    [
+        ([], 422, "tag"),
+        ([("tag", "a"), ("points", "1")], 422, "points"),
+        ([("tag", "a"), ("window", "0")], 422, "window"),
+        ([("tag", "a"), ("first", "nan")], 422, "first"),
+        ([("tag", "a"), ("axis", "parsecs")], 422, "axis"),
+        ([("tag", f"t{index}") for index in range(129)], 422, "tag"),
+        ([("tag", "a"), *(("run", f"r{index}") for index in range(8))], 422, "run"),
+        ([("tag", "a"), ("run", "../beside")], 404, "run"),
+        ([("tag", "a"), ("run", "")], 404, "run"),
+    ],
+)
+async def test_bad_questions_are_refused_with_the_name_of_the_parameter(
+    config: RunConfig, query: list[tuple[str, str]], status: int, named: str
+) -> None:
+    async with served(RunSource(config.run.name, None, None, directory_of(config))) as get:
+        found, told = await get("run/curves", *query)
+        assert found == status and named in json.dumps(told["detail"])
