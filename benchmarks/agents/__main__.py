@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sessions", type=int, default=16, metavar="N", help="at once, for pace and prefixes (default 16)")
     parser.add_argument("--crowd", type=int, default=512, metavar="N", help="sessions at once of the crowd (default 512)")
     parser.add_argument("--turns", type=int, default=3, metavar="N", help="of a conversation (default 3)")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="drawn in each turn (default 128)")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="drawn in a turn, in the mean (default 128)")
     parser.add_argument("--crowd-tokens", type=int, default=16, metavar="N", help="drawn in each turn of the crowd (default 16)")
     parser.add_argument("--opening", type=int, default=256, metavar="N", help="tokens of the first message (default 256)")
     parser.add_argument("--further", type=int, default=32, metavar="N", help="tokens of each other message (default 32)")

@@ -1,7 +1,8 @@
 """Tokens per second of conversations: by the engine alone, by a replica's door, and through a gateway.
 
-In each way as many sessions at once have as many turns, of the same prompts, further messages and answers of the same number of tokens; the
-ways take turns, and the engine forgets its prefixes before each.
+In each way as many sessions at once have as many turns, of the same prompts and further messages, and each answer has as many tokens in one
+way as in the other. Answers differ in length among themselves: were they alike, all sessions would end their turns in the same moment, and
+the engine would wait for all their next ones at once. The ways take turns, and the engine forgets its prefixes before each.
 """
 
 import asyncio
@@ -27,13 +28,14 @@ from shared.sessions.session import Session, new_key
 
 SESSION_SECONDS = 3600.0
 
-Draw = Callable[[list[int]], Awaitable[list[int]]]
-"""Draws what follows token ids."""
+Draw = Callable[[list[int], int], Awaitable[list[int]]]
+"""Draws so many tokens after these."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations: ``sessions`` at once, each of ``turns``; ``opening`` and ``further``: tokens that are said; ``drawn``: answered."""
+    """Conversations: ``sessions`` at once, each of ``turns``; ``opening`` and ``further``: tokens that are said; ``drawn``: answered,
+    in the mean: from half of that to one and a half times as many."""
 
     sessions: int
     turns: int
@@ -44,12 +46,17 @@ class Load:
     @property
     def tokens(self) -> int:
         """Returns how many are drawn in all."""
-        return self.sessions * self.turns * self.drawn
+        return sum(sum(self.answers(number)) for number in range(self.sessions))
 
     @property
     def sampling(self) -> Sampling:
-        """Returns how they are drawn: none ends earlier."""
-        return Sampling(temperature=1.0, max_new_tokens=self.drawn, min_new_tokens=self.drawn)
+        """Returns how a session's are drawn; each request says how many."""
+        return Sampling(temperature=1.0, max_new_tokens=2 * self.drawn)
+
+    def answers(self, number: int) -> list[int]:
+        """Returns the lengths of a conversation's answers, turn by turn: the same at each call."""
+        lengths = random.Random(f"answers {number}")
+        return [lengths.randint(-(-self.drawn // 2), self.drawn * 3 // 2) for _ in range(self.turns)]
 
     def texts(self, number: int) -> list[str]:
         """Returns what the user of a conversation says, turn by turn: the same at each call."""
@@ -74,7 +81,7 @@ async def through_gateways(site: Site, load: Load, kind: type[Speaker], *, apart
 
         async def held(number: int) -> list[Said]:
             speaker, key, said = kind(load.drawn, True), await opened(site, load), []
-            for text in load.texts(number):
+            for text, speaker.most in zip(load.texts(number), load.answers(number), strict=True):
                 speaker.say(text)
                 said.append(await asked(http, site.urls[number % len(site.urls)], key, speaker))
                 key = await opened(site, load) if apart else key
@@ -88,30 +95,35 @@ async def by_tokens(load: Load, draw: Draw) -> None:
 
     async def held(number: int) -> None:
         speaker = TokenSpeaker(load.drawn, True)
-        for text in load.texts(number):
+        for text, count in zip(load.texts(number), load.answers(number), strict=True):
             speaker.say(text)
-            speaker.tokens += await draw(speaker.tokens)
+            speaker.tokens += await draw(speaker.tokens, count)
 
     await asyncio.gather(*map(held, range(load.sessions)))
 
 
-def engine_draw(engine: EngineClient, load: Load) -> Draw:
+def exactly(count: int) -> Sampling:
+    """Returns how so many tokens are drawn, and no fewer."""
+    return Sampling(temperature=1.0, max_new_tokens=count, min_new_tokens=count)
+
+
+def engine_draw(engine: EngineClient) -> Draw:
     """Draws from the engine itself, as the rollout service does."""
 
-    async def draw(tokens: list[int]) -> list[int]:
-        [found] = await engine.generate_group([GenerationRequest(np.asarray(tokens, np.int32), load.drawn)], load.sampling)
-        assert len(found.tokens) == load.drawn, found.finish
+    async def draw(tokens: list[int], count: int) -> list[int]:
+        [found] = await engine.generate_group([GenerationRequest(np.asarray(tokens, np.int32), count)], exactly(count))
+        assert len(found.tokens) == count, found.finish
         return list(map(int, found.tokens))
 
     return draw
 
 
-def door_draw(door: DrawClient, url: str, load: Load) -> Draw:
+def door_draw(door: DrawClient, url: str) -> Draw:
     """Draws at a replica's door, as gateways do."""
 
-    async def draw(tokens: list[int]) -> list[int]:
+    async def draw(tokens: list[int], count: int) -> list[int]:
         ids = np.asarray(tokens, np.int32)
-        found = await door.draw(url, DrawRequest(request=uuid.uuid4().hex, input_ids=ids, sampling=load.sampling, seconds=600))
+        found = await door.draw(url, DrawRequest(request=uuid.uuid4().hex, input_ids=ids, sampling=exactly(count), seconds=600))
         return list(map(int, found.completion))
 
     return draw
@@ -121,8 +133,8 @@ async def compared(site: Site, url: str, load: Load, repetitions: int) -> dict[s
     """Returns the tokens per second of each way, and the ratios to the engine alone: medians over repetitions, and all of them."""
     engine, door = await site.engine(0), DrawClient(site.sessions)
     ways: dict[str, Callable[[], Awaitable[Any]]] = {
-        "engine": lambda: by_tokens(load, engine_draw(engine, load)),
-        "door": lambda: by_tokens(load, door_draw(door, url, load)),
+        "engine": lambda: by_tokens(load, engine_draw(engine)),
+        "door": lambda: by_tokens(load, door_draw(door, url)),
         "gateway, token ids": lambda: through_gateways(site, load, FORMATS["generate"]),
         "gateway, chat": lambda: through_gateways(site, load, FORMATS["chat"]),
     }

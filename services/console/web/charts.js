@@ -7,6 +7,8 @@ const HEIGHT = 200;
 const COLOURS = 6;
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 const STYLES = ["solid", "dashed", "dotted", "mixed"];
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)); // steps and versions have no halves
+const MOST_KEYS = 12;
 const NEAR = 5; // pixels from a mark within which its text is shown
 const MARKS = { push: "tick", "push failed": "cross" }; // any other kind is a line
 
@@ -40,10 +42,12 @@ export function chart(parent, options) {
   const latest = el("p", { class: "chart-latest number" });
   const stage = el("div", { class: "chart-stage", tabindex: "0", role: "group", "aria-roledescription": "chart" });
   const legend = el("p", { class: "chart-legend number" });
+  const count = el("summary");
+  const many = el("details", { class: "chart-many", hidden: true }, count);
   const whole = el("button", { type: "button", class: "plain", hidden: true, onclick: showWhole }, "Show all");
   const odd = el("p", { class: "chart-legend warn", hidden: true });
   const head = el("div", { class: "chart-head" }, heading, whole, latest);
-  const figure = el("figure", { class: "chart", title: note || null }, head, stage, legend, odd);
+  const figure = el("figure", { class: "chart", title: note || null }, head, stage, legend, many, odd);
   parent.append(figure);
   let plot = null;
   let data = { x: [], series: [], marks: [], range: null };
@@ -64,7 +68,7 @@ export function chart(parent, options) {
       cursor: { y: false, drag: { x: true, y: false, setScale: !onZoom }, points: { size: 7 }, bind: onPick || onZoom ? { dblclick: () => null } : {} },
       scales: { x: { time: false, range: wide }, y: { distr: log ? 3 : 1, range: log ? undefined : padded } },
       axes: [
-        { ...axis, label: xLabel, labelSize: 16, labelFont: "11px system-ui", size: 28, values: (_, ticks) => ticks.map((tick) => shown(tick)) },
+        { ...axis, ...(xLabel === "hours" ? {} : { incrs: WHOLE }), label: xLabel, labelSize: 16, labelFont: "11px system-ui", size: 28, values: (_, ticks) => ticks.map((tick) => shown(tick)) },
         { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick, 3))) },
       ],
       series: [
@@ -73,7 +77,7 @@ export function chart(parent, options) {
           label: item.name,
           stroke: colours.series[colourOf(item)],
           width: item.quiet ? 1 : 1.75,
-          alpha: item.quiet ? 0.35 : 1,
+          alpha: item.quiet ? 0.3 : 1,
           dash: item.quiet ? [] : DASHES[dashOf(item)],
           points: { show: data.x.length < 60 && !item.quiet, size: 5 },
         })),
@@ -107,14 +111,18 @@ export function chart(parent, options) {
     const values = items.map((item) => (index === null ? newest(item) : valueAt(item, index)));
     const place = index === null ? "" : ` at ${xLabel} ${shown(data.x[index])}`;
     latest.textContent = mark ? mark.text : items.length === 1 ? `${shown(values[0])}${place}` : place.trim();
+    showLegend(items, values);
+    return items.length > MOST_KEYS ? `${items.length} curves` : items.map((item, at) => `${item.name} ${shown(values[at])}`).join(", ");
+  }
+
+  /** Names the curves with their values; where there are very many, on demand. */
+  function showLegend(items, values) {
+    const key = (item) => `key key-${colourOf(item) + 1} key-${STYLES[dashOf(item)]}`;
+    fill(legend, items.map((item, at) => el("span", { class: key(item) }, el("bdi", {}, item.name), " ", el("b", {}, shown(values[at], 3)))));
     legend.hidden = items.length < 2;
-    fill(
-      legend,
-      items.length < 2
-        ? null
-        : items.map((item, at) => el("span", { class: `key key-${colourOf(item) + 1} key-${STYLES[dashOf(item)]}` }, item.name, " ", el("b", {}, shown(values[at], 3)))),
-    );
-    return items.map((item, at) => `${item.name} ${shown(values[at])}`).join(", ");
+    many.hidden = items.length <= MOST_KEYS;
+    count.textContent = `${items.length} curves`;
+    if (many.hidden === many.contains(legend)) many.hidden ? many.before(legend) : many.append(legend);
   }
 
   /** Returns a series' value there, or the one before where it has no point of its own there. */
@@ -232,7 +240,7 @@ export function chart(parent, options) {
       const lost = named().reduce((sum, item) => sum + lostValues(item), 0);
       odd.hidden = !lost;
       odd.textContent = `▲ ${shown(lost)} ${lost === 1 ? "value is" : "values are"} NaN or infinite`;
-      const words = [`${title} by ${xLabel}, newest: ${showValues(null) || "none"}.`, lost ? odd.textContent : "", onPick ? "Arrow keys move, Enter opens the batch." : ""];
+      const words = [`${title} by ${xLabel}, newest: ${showValues(null) || "none"}.`, lost ? `${odd.textContent.slice(2)}.` : "", onPick ? "Arrow keys move, Enter opens the batch." : ""];
       stage.setAttribute("aria-label", words.filter(Boolean).join(" "));
     },
     destroy() {
@@ -281,6 +289,7 @@ function drawMarks(plot, { marks, series }, colours) {
   const bottom = bbox.top + bbox.height;
   const inside = (x) => x >= bbox.left - 1 && x <= bbox.left + bbox.width + 1;
   ctx.save();
+  ctx.setLineDash([]);
   ctx.lineWidth = unit;
   for (const mark of marks) {
     const x = Math.round(plot.valToPos(mark.x, "x", true));

@@ -55,17 +55,22 @@ export function mount(root, context) {
     const [panels, marks] = await Promise.all([ask("run/panels", { run: wanted.run }), ask("run/marks", part)]);
     const drawn = [...panels.panels, ...wanted.more.map(ownPanel)];
     const tags = [...new Set(drawn.flatMap((panel) => panel.series.map(tagOf)))].slice(0, MOST_TAGS);
-    const curves = async (chosen, bounds) =>
-      chosen.length ? (await ask("run/curves", { ...bounds, tag: chosen, run: wanted.run, window: wanted.window, points: points() })).curves : [];
+    const curves = async (chosen, more) => (chosen.length ? (await ask("run/curves", { ...more, tag: chosen, run: wanted.run, points: points() })).curves : []);
     const apart = (tag) => wanted.axis === "step" && ofWarmStart(tag);
-    const found = (await Promise.all([curves(tags.filter((tag) => !apart(tag)), part), curves(tags.filter(apart), {})])).flat();
+    const sparse = (tag) => tag.startsWith("eval/"); // each is a mean over a whole set already
+    const window = wanted.window;
+    const found = await Promise.all([
+      curves(tags.filter((tag) => !apart(tag) && !sparse(tag)), { ...part, window }),
+      curves(tags.filter(apart), { window }),
+      curves(tags.filter(sparse), part),
+    ]);
     if (wanted !== state) {
       again = true;
       return;
     }
     answers = { panels, marks };
     showNotes();
-    showCharts(drawn, found);
+    showCharts(drawn, found.flat());
     showEvents();
     showMore();
   }
@@ -77,28 +82,29 @@ export function mount(root, context) {
   // --- controls
 
   function showControls() {
-    const axis = el("select", { onchange: (event) => go({ axis: event.target.value, first: null, last: null }) }, options(AXES, state.axis));
+    const axis = el("select", { name: "axis", onchange: (event) => go({ axis: event.target.value, first: null, last: null }) }, options(AXES, state.axis));
     const smooth = el(
       "select",
-      { onchange: (event) => go({ window: Number(event.target.value) }) },
+      { name: "window", onchange: (event) => go({ window: Number(event.target.value) }) },
       options(Object.fromEntries(WINDOWS.map((window) => [window, window === 1 ? "none" : `mean of ${window} steps`])), String(state.window)),
     );
     const bound = (name) =>
       el("input", {
         type: "number",
+        name,
         step: "any",
         class: "short",
         value: state[name] ?? "",
         onchange: (event) => go({ [name]: event.target.value === "" ? null : Number(event.target.value) }),
       });
-    fill(
+    refilled(
       controls,
-      el("label", {}, "By ", axis),
+      el("label", {}, "Axis ", axis),
       el("label", {}, "Smoothing ", smooth),
       el("label", {}, "From ", bound("first")),
       el("label", {}, "to ", bound("last")),
-      el("button", { type: "button", disabled: state.first === null && state.last === null, onclick: () => go({ first: null, last: null }) }, "Whole run"),
-      el("label", {}, el("input", { type: "checkbox", checked: state.marks, onchange: (event) => go({ marks: event.target.checked }) }), "Marks"),
+      el("button", { type: "button", name: "whole", disabled: state.first === null && state.last === null, onclick: () => go({ first: null, last: null }) }, "Whole run"),
+      el("label", {}, el("input", { type: "checkbox", name: "marks", checked: state.marks, onchange: (event) => go({ marks: event.target.checked }) }), "Marks"),
       overlay(),
     );
   }
@@ -112,7 +118,7 @@ export function mount(root, context) {
       "details",
       { class: "choice", open: overlayOpen },
       el("summary", { onclick: () => (overlayOpen = !overlayOpen) }, state.run.length ? `Over it: ${state.run.join(", ")}` : "Draw other runs over it"),
-      el("div", { class: "choices" }, names.map((name) => el("label", {}, el("input", { type: "checkbox", checked: state.run.includes(name), onchange: (event) => choose(name, event.target.checked) }), name))),
+      el("div", { class: "choices" }, names.map((name) => el("label", {}, el("input", { type: "checkbox", name: `run ${name}`, checked: state.run.includes(name), onchange: (event) => choose(name, event.target.checked) }), name))),
     );
   }
 
@@ -220,7 +226,7 @@ export function mount(root, context) {
       "Drag over a chart to zoom; click on a point to see its batch.",
     );
     const rows = happened.slice(0, 50).map((mark) =>
-      el("tr", {}, el("td", {}, new Date(mark.at * 1000).toLocaleString("en-GB")), el("td", { class: "number" }, shown(mark.x, 5)), el("td", {}, mark.instance), el("td", {}, mark.kind.replace("_", " ")), el("td", {}, mark.text)),
+      el("tr", {}, el("td", {}, new Date(mark.at * 1000).toLocaleString("en-GB")), el("td", { class: "number" }, shown(Math.round(mark.x * (state.axis === "step" ? 10 : 1000)) / (state.axis === "step" ? 10 : 1000))), el("td", {}, mark.instance), el("td", {}, mark.kind.replace("_", " ")), el("td", {}, mark.text)),
     );
     const table = el(
       "table",
@@ -243,14 +249,14 @@ export function mount(root, context) {
     if (shownTags) return more;
     more.dataset.tags = String([tags, state.more]);
     const choose = (tag, chosen) => go({ more: chosen ? [...state.more, tag] : state.more.filter((other) => other !== tag) });
-    const list = el("div", { class: "choices columns" }, tags.map((tag) => el("label", { "data-tag": tag }, el("input", { type: "checkbox", checked: state.more.includes(tag), onchange: (event) => choose(tag, event.target.checked) }), el("span", {}, tag))));
+    const list = el("div", { class: "choices columns" }, tags.map((tag) => el("label", { "data-tag": tag }, el("input", { type: "checkbox", name: `tag ${tag}`, checked: state.more.includes(tag), onchange: (event) => choose(tag, event.target.checked) }), el("span", {}, tag))));
     const filter = el("input", { type: "search", value: more.dataset.filter ?? "", oninput: (event) => narrow(event.target.value) });
     function narrow(text) {
       more.dataset.filter = text;
       for (const label of list.children) label.hidden = !label.dataset.tag.toLowerCase().includes(text.toLowerCase());
     }
     narrow(filter.value);
-    return fill(more, el("summary", {}, `All other metrics (${tags.length})`), el("p", { class: "controls" }, el("label", {}, "Filter ", filter)), list);
+    return refilled(more, el("summary", {}, `All other metrics (${tags.length})`), el("p", { class: "controls" }, el("label", {}, "Filter ", filter)), list);
   }
 
   return {
@@ -271,6 +277,14 @@ export function mount(root, context) {
       for (const { view } of charts.values()) view.destroy();
     },
   };
+}
+
+/** Replaces what an element holds; the control that had the focus has it again, by its name. */
+function refilled(element, ...children) {
+  const name = element.contains(document.activeElement) ? document.activeElement.getAttribute("name") : null;
+  fill(element, ...children);
+  if (name) [...element.querySelectorAll("[name]")].find((control) => control.getAttribute("name") === name)?.focus();
+  return element;
 }
 
 let overlayOpen = false; // stays as it was left while the controls are made anew
