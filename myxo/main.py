@@ -34,6 +34,7 @@ COMMANDS = {
     "convert": ("service_tools:declare", "a model from Hugging Face's format to torch_dist, or back"),
     "replay": ("service_tools:declare", "train the batches again that a run has dumped, without the run"),
     "flags": ("flag_list:declare", "the flags of Megatron's that a run takes, and what became of the others"),
+    "console": ("console:declare", "a run in the browser, also when it is over: curves, flow, weights, samples, health"),
     "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
     "completion": ("completion:declare", "a script that completes commands, flags and runs in your shell"),

@@ -88,6 +88,11 @@ class ConsoleProcess:
         environment = {**os.environ, **self._environment, **given, "PYTHONUNBUFFERED": "1"}
         self._child, self._due = ChildProcess(INSTANCE, (sys.executable, "-m", MODULE), self._log_path, environment), None
 
+    @property
+    def given_up(self) -> bool:
+        """Returns whether it neither runs nor will be started again."""
+        return self._child is None and self._due is None
+
     def stop(self) -> None:
         """Ends it."""
         self._due = None

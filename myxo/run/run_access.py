@@ -12,10 +12,11 @@ import nats.errors
 
 from myxo.preflight.server_checks import check_store, connect, given_servers
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
+from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus, redacted
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.store.payload_store import Store
 
@@ -28,13 +29,15 @@ SETTLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Access:
-    """A run within reach. ``live``: whether its servers are up without this command."""
+    """A run within reach. ``live``: whether its servers are up without this command. ``guest_url``: of its NATS server, for the console's
+    account where this command serves it."""
 
     run: str
     config: RunConfig
     bus: Bus
     directory: RunDirectory
     live: bool
+    guest_url: str
 
 
 class BusLost(MyxoError):
@@ -73,27 +76,27 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
         if not await streams.exists(bus, name):
             raise ConfigError("RUN", run, f"no such run on the NATS server at {redacted(given)}; `myxo submit CONFIG` makes one")
         config = await runs.load(bus, name)
-        return Access(name, config, bus, files or RunDirectory(config.run.root), live=True)
+        return Access(name, config, bus, files or RunDirectory(config.run.root), live=True, guest_url=given)
     if files is None:
         raise no_such_run(run, directory)
     servers = await _settled(files)
     if servers is not None:
-        url = servers.nats_url
+        url = guest_url = servers.nats_url
     else:
         if not (files.nats / "jetstream").is_dir():
             raise ConfigError("RUN", run, f"{files.root} holds no streams; if the run is on a NATS server of its own, set NATS_URL")
         stack.enter_context(files.held())
-        url = _served(EmbeddedNats(files.nats), stack)
+        url, guest_url = _served(EmbeddedNats(files.nats, rights_of(CONSOLE, name)), stack)
     bus = await Bus.connect(url, name="myxo")
     stack.push_async_callback(bus.close)
-    return Access(name, await runs.load(bus, name), bus, files, live=servers is not None)
+    return Access(name, await runs.load(bus, name), bus, files, live=servers is not None, guest_url=guest_url)
 
 
-def _served(server: EmbeddedServer, stack: contextlib.AsyncExitStack) -> str:
-    """Runs an embedded server until the stack is left; returns its URL."""
+def _served(server: EmbeddedNats | EmbeddedValkey, stack: contextlib.AsyncExitStack) -> tuple[str, str]:
+    """Runs an embedded server until the stack is left; returns its URL, and that of its guest."""
     stack.callback(server.stop)
     server.start()
-    return server.url
+    return server.url, server.guest_url
 
 
 async def _settled(files: RunDirectory) -> ServerUrls | None:
@@ -111,8 +114,21 @@ async def _settled(files: RunDirectory) -> ServerUrls | None:
 
 @contextlib.asynccontextmanager
 async def payloads(access: Access) -> AsyncIterator[Store]:
-    """Opens the store of the run's payloads, for as long as the body runs: that of ``REDIS_URL``, the live run's own, the one that its
-    creator named, or what an embedded one left on disk, served for the moment.
+    """Opens the store of the run's payloads, for as long as the body runs. Raises as `payload_url` does."""
+    async with payload_url(access) as url:
+        store = Store(url, access.run)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+@contextlib.asynccontextmanager
+async def payload_url(access: Access) -> AsyncIterator[str]:
+    """Yields the URL of the store of the run's payloads, which answers as long as the body runs.
+
+    It is that of ``REDIS_URL``, the live run's own, the one that its creator named, or that of what an embedded one left on disk, served
+    for the moment.
 
     Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or going.
     """
@@ -129,10 +145,9 @@ async def payloads(access: Access) -> AsyncIterator[Store]:
                 raise ConfigError("REDIS_URL", None, expected)
             if access.live:  # a run at rest is held since it was reached
                 stack.enter_context(files.held())
-            url = _served(EmbeddedValkey(files.valkey, access.config.store.appendfsync, access.config.store.max_bytes), stack)
-        store = Store(url, access.run)
-        stack.push_async_callback(store.close)
-        yield store
+            store = access.config.store
+            url, _ = _served(EmbeddedValkey(files.valkey, store.appendfsync, store.max_bytes), stack)
+        yield url
 
 
 async def _own_store(access: Access) -> str | None:

@@ -1,10 +1,13 @@
-"""``python -m services.console``: serves the console of the run named by MYXO_RUN."""
+"""``python -m services.console``: serves the console of the run named by MYXO_RUN. With ``address`` it prints where, token included."""
 
 import asyncio
 import sys
 
-from services.console.console_service import serve
+from services.console.console_service import print_address, serve
 from shared.runtime.service_base import exit_code
 
 if __name__ == "__main__":
-    sys.exit(exit_code("console", lambda: asyncio.run(serve())))
+    if sys.argv[1:] not in ([], ["address"]):
+        sys.exit("console: python -m services.console [address]")
+    work = print_address if sys.argv[1:] else lambda: asyncio.run(serve())
+    sys.exit(exit_code("console", work))

@@ -28,7 +28,8 @@ class AwayPart(BaseModel):
 
 
 class Overview(BaseModel):
-    """What stands above all pages. ``live``: whether the run is on a bus, or read from its directory alone. ``steps``: trained, of ``of``.
+    """What stands above all pages. ``live``: whether the run is on a bus, or read from its directory alone; ``at_rest``: whether
+    that bus is served for the console alone. ``steps``: trained, of ``of``.
 
     ``phase``: running, finished, failed, or None where it is not known; ``failure``: why it failed. ``runs``: others beside this one's
     directory.
@@ -37,6 +38,7 @@ class Overview(BaseModel):
     run: str
     version: str
     live: bool
+    at_rest: bool
     phase: str | None
     failure: str
     steps: int | None
@@ -54,9 +56,10 @@ def overview(source: RunSource) -> Overview:
         run=source.run,
         version=__version__,
         live=source.live,
+        at_rest=source.at_rest,
         phase=source.phase,
         failure=source.failure,
-        steps=max(steps, default=None),
+        steps=max(steps, default=source.trained),
         of=source.config.rollout.num_rollout if source.config is not None else None,
         away=away,
         runs=runs_beside(source.directory),

@@ -1,8 +1,9 @@
 """The console service: from its environment to an app that serves until it is asked to stop.
 
 Environment: ``MYXO_RUN``; ``NATS_URL`` and ``REDIS_URL`` (or their files) of a run on a bus; ``MYXO_RUN_DIRECTORY``, where the run's files
-lie; ``MYXO_CONSOLE``, host:port (default: any free port of loopback); ``MYXO_CONSOLE_TOKEN`` or the file of ``MYXO_CONSOLE_TOKEN_FILE``
-(default: a new one); ``MYXO_CONSOLE_HOSTS``, further names of its host, separated by commas; ``MYXO_HTTP`` for its health check.
+lie; ``MYXO_RUN_AT_REST``, where no services are to be expected; ``MYXO_CONSOLE``, host:port (default: any free port of loopback);
+``MYXO_CONSOLE_TOKEN`` or the file of ``MYXO_CONSOLE_TOKEN_FILE`` (default: a new one); ``MYXO_CONSOLE_HOSTS``, further names of its host,
+separated by commas; ``MYXO_CONSOLE_URL``, by which browsers reach it, where that is not its address; ``MYXO_HTTP`` for its health check.
 """
 
 import asyncio
@@ -23,17 +24,24 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.failures import background
 from shared.runtime.http_address import HTTP_VARIABLE, HttpAddress
 
-ADDRESS, HOSTS, DIRECTORY = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO_RUN_DIRECTORY"
+ADDRESS, HOSTS, DIRECTORY, AT_REST = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO_RUN_DIRECTORY", "MYXO_RUN_AT_REST"
+
+URL = "MYXO_CONSOLE_URL"
+
+NICENESS = 5
+"""How far it stands back, on a machine that has little time, behind the services that it looks at."""
 
 LOOPBACK = HttpAddress("127.0.0.1", 0)
 
 
 async def serve() -> None:
     """Serves until SIGTERM or SIGINT. Raises ConfigError for an environment that cannot be used."""
+    os.nice(NICENESS)
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    source, token = source_of_environment(), server_urls.console_token() or new_token()
+    source, given_token = source_of_environment(), server_urls.console_token()
+    token = given_token or new_token()
     if len(token) < LEAST_TOKEN:
         raise ConfigError(server_urls.CONSOLE_TOKEN, "…", f"at least {LEAST_TOKEN} characters that nobody can guess")
     given = os.environ.get(ADDRESS)
@@ -46,8 +54,17 @@ async def serve() -> None:
         if HTTP_VARIABLE in os.environ:
             await stack.enter_async_context(_health(source))
         at = await stack.enter_async_context(http_endpoints.serving(console_app(source, token, names), address))
-        structlog.get_logger().info("console_serves", at=at)
+        # a token that was made here is known to nobody else
+        structlog.get_logger().info("console_serves", at=at, **({} if given_token else {"url": f"http://{at}/?token={token}"}))
         await stopping.wait()
+
+
+def print_address() -> None:
+    """Prints the address of the console of this environment, with its token. Raises ConfigError where the token is not in it."""
+    token = server_urls.console_token()
+    if token is None:
+        raise ConfigError(server_urls.CONSOLE_TOKEN, None, "required in the environment, or its file; `myxo up` has printed the address")
+    print(f"{os.environ.get(URL) or 'http://' + os.environ.get(ADDRESS, str(LOOPBACK))}/?token={token}")
 
 
 def source_of_environment() -> RunSource:
@@ -58,7 +75,8 @@ def source_of_environment() -> RunSource:
     nats_url = server_urls.nats_url()
     if nats_url is None and directory is None:
         raise ConfigError("NATS_URL", None, f"required in the environment, or {DIRECTORY} with the directory of a run that is over")
-    return RunSource(run, nats_url, server_urls.redis_url(), None if directory is None else Path(directory))
+    where = None if directory is None else Path(directory)
+    return RunSource(run, nats_url, server_urls.redis_url(), where, at_rest=bool(os.environ.get(AT_REST)))
 
 
 def _health(source: RunSource) -> contextlib.AbstractAsyncContextManager[str]:

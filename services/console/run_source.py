@@ -58,22 +58,25 @@ class RunSource:
 
     Args:
         run: its id. nats_url, redis_url: None where there is none, of a run of which only the directory is left.
-        directory: the run's directory, where this machine has it.
+        directory: the run's directory, where this machine has it. at_rest: its bus is served for the console alone, and no service is
+            at work.
 
     Attributes:
         config: None until it is known. statuses: of the live services. phase, failure: as `runs.phase_and_reason` gives them.
+        trained: steps when the bus was last connected.
         away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
             after `connected`. lookers: called with the statuses of the live services at each look. scratch: a directory for files of
             this process alone.
     """
 
-    def __init__(self, run: str, nats_url: str | None, redis_url: str | None, directory: Path | None) -> None:
+    def __init__(self, run: str, nats_url: str | None, redis_url: str | None, directory: Path | None, *, at_rest: bool = False) -> None:
         self.run, self.names, self.directory = run, Subjects(run), directory
         self.config: RunConfig | None = None if directory is None else runs.frozen(directory)
-        self.live = nats_url is not None
+        self.live, self.at_rest = nats_url is not None, at_rest
         self.statuses: list[ServiceStatus] = []
         self.phase: str | None = None
         self.failure = ""
+        self.trained: int | None = None
         self.away: dict[str, Away] = {}
         self.feed = ChangeFeed()
         self.followers: list[Follower] = []
@@ -196,7 +199,7 @@ class RunSource:
 
     def _note_services(self) -> None:
         """Notes the services that are away. While the bus is away, nothing is known of them."""
-        running = self.phase == runs.RUNNING and self.config is not None
+        running = self.phase == runs.RUNNING and not self.at_rest
         absent = self._services.look(self.config if running else None, self.statuses, time.time())
         for name in (self.away.keys() - {NATS, STORE, LEDGER}) - absent.keys():
             self._note(name, None)
@@ -210,7 +213,8 @@ class RunSource:
         bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=inbox)
         try:
             self.config = await runs.load(bus, self.run)
-            self._redis_url = self._redis_url or await runs.store_url(bus, self.run)
+            self.trained = await runs.trained_steps(bus, self.run)
+            self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
 
             async def on_news(_message: object) -> None:
                 self._news.set()
@@ -227,6 +231,8 @@ class RunSource:
 
     async def _look_at_store(self) -> None:
         if self._redis_url is None:
+            if self.at_rest or self.phase in runs.ENDS:  # what is kept of a run that is over lies in its directory
+                return
             raise SourceAway("its address is not known yet")
         if self._store is None:
             self._store = Store(self._redis_url, self.run)
@@ -257,6 +263,11 @@ class RunSource:
             if self.directory is not None and (path := self.directory / name).exists():
                 return path
         return None
+
+
+def _there(url: str | None) -> str | None:
+    """Returns the URL of a store; None for a socket that is gone with the run that had it."""
+    return None if url is None or (url.startswith("unix:") and not Path(urlsplit(url).path).is_socket()) else url
 
 
 def role_of(url: str, run: str) -> str:

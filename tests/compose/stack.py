@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.runtime.embedded_servers import free_port
 from tests.support.images import base_image
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
 
-LONG_LIVED = {"nats", "redis", "buffer", "rollout", "reward", "trainer"}
+LONG_LIVED = {"nats", "redis", "buffer", "console", "rollout", "reward", "trainer"}
 """The services that stay up while a run goes on."""
 
 TOLD = {
@@ -26,6 +27,7 @@ TOLD = {
     "gateway": 15,
     "agent-door": 5,
     "buffer": 15,
+    "console": 5,
     "rollout": 15,
     "trainer": 15,
 }
@@ -57,7 +59,8 @@ class Stack:
     def __init__(self, project: str, run: str, environment: dict[str, str], files: Sequence[Path] = ()) -> None:
         self.project, self.run = project, run
         images = {name: base_image(name) for name in ("PYTHON_IMAGE", "NATS_IMAGE", "REDIS_IMAGE")}
-        self._environment = os.environ | images | {"MYXO_PROJECT": project, "MYXO_RUN": run, "COMPOSE_PROGRESS": "plain"} | environment
+        self._environment = os.environ | images | {"MYXO_PROJECT": project, "MYXO_RUN": run, "COMPOSE_PROGRESS": "plain"}
+        self._environment |= {"MYXO_CONSOLE_PORT": str(free_port())} | environment  # stacks side by side have one host
         self._files = [COMPOSE / "compose.yaml", *files]
 
     def compose(self, *arguments: str, seconds: float = COMMAND_SECONDS, check: bool = True, **environment: str) -> str:

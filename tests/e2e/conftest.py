@@ -40,6 +40,8 @@ sft_batch_size = 16
 sft_lr = 1e-3
 [bus]
 ack_wait = 10
+[console]
+console = false
 """
 
 

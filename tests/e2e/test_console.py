@@ -26,7 +26,8 @@ STEPS = 100_000
 """More than are trained while the tests look: the run is ended by them."""
 
 FLAGS = (
-    "--custom-rm-path", "tests.support.foreign_reward:foreign", "--eval-interval", "4", "--save-interval", "4", "--keep-rollouts-tokens",
+    "--console", "--custom-rm-path", "tests.support.foreign_reward:foreign",
+    "--eval-interval", "4", "--save-interval", "4", "--keep-rollouts-tokens",
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ LENDS_SECONDS = 60.0
 FLAGS = [
     *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"),
     *("--gateway-replicas", "1", "--gateway-host", "127.0.0.2"),
+    *("--console", "--console-port", "0"),
     *("--update-weights-interval", "20"),  # a replica refuses to lend weights that are being changed
 ]
 ADDRESSES = {"loopback": "127.0.0.1", "private": "127.0.0.2"}

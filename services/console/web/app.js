@@ -95,9 +95,9 @@ async function refreshOverview() {
   showBanner();
 }
 
-function progress({ phase, steps, of, live }) {
+function progress({ phase, steps, of, live, at_rest: atRest }) {
   const done = steps === null ? "" : of === null ? `step ${shown(steps)}` : `${shown(steps)} of ${shown(of)} steps`;
-  const state = live ? (phase ?? "connecting") : "from its directory";
+  const state = live ? (atRest && phase === "running" ? "stopped" : (phase ?? "connecting")) : "from its directory";
   return [state, done].filter(Boolean).join(" · ");
 }
 

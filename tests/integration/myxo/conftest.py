@@ -25,6 +25,7 @@ def config_file(tmp_path: Path, tiny_model: Path) -> Callable[..., Path]:
                 "reward": {"rm_type": "exact"},
                 "eval": {"eval_prompt_data": str(tmp_path / "heldout.jsonl")},
                 "trainer": {"save_interval": 5},
+                "console": {"console": False},  # it takes a second of CPU at each start; test_console has one
             },
         )
         for section, fields in sections.items():
