@@ -1,5 +1,7 @@
 """What the pages *Flow* and *Health* read: the newest part of the run's ledger and events, and what its services were seen to do."""
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 
@@ -15,6 +17,9 @@ from shared.live.health_view import HealthView, health_view, symptoms
 from shared.live.room import disk_room, memory_room
 from shared.schema.service_messages import ServiceStatus
 
+FIRST_READ_SECONDS = 10.0
+"""The time that an answer waits for the first reading of the ledger: half of one would be a wrong answer."""
+
 
 class RunPipeline:
     """The pipeline of a run, which the source keeps up to date; it goes on telling what it knew while the bus is away."""
@@ -22,26 +27,30 @@ class RunPipeline:
     def __init__(self, source: RunSource) -> None:
         self._source = source
         self._reader: FlowReader | None = None
+        self._read = asyncio.Event()
         source.followers.append(self._follow)
         source.lookers.append(self._look)
 
-    def flow(self, window_s: float) -> FlowView:
+    async def flow(self, window_s: float) -> FlowView:
         """Returns the pipeline, looking back ``window_s`` seconds. Raises SourceAway where nothing is known of it."""
-        reader, config, now = self._known()
+        reader, config, now = await self._known()
         statuses = self._statuses()
         found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         alarmed = {alarm.kind for alarm in alarms(found, config)}
         return flow_view(reader.history, config, statuses, now, window_s, alarmed)
 
-    def health(self) -> HealthView:
+    async def health(self) -> HealthView:
         """Returns the health. Raises SourceAway where nothing is known of it."""
-        reader, config, now = self._known()
+        reader, config, now = await self._known()
         statuses = self._statuses()
         found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         return health_view(reader.history, config, statuses, found)
 
-    def _known(self) -> tuple[FlowReader, RunConfig, float]:
-        if self._reader is None or self._source.config is None:
+    async def _known(self) -> tuple[FlowReader, RunConfig, float]:
+        if self._source.live and not self._read.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._read.wait(), FIRST_READ_SECONDS)
+        if self._reader is None or self._source.config is None or not self._read.is_set():
             self._source.bus()
             raise SourceAway("the ledger has not been read yet")
         return self._reader, self._source.config, time.time()
@@ -65,7 +74,10 @@ class RunPipeline:
             raise SourceAway(f"the state of the ledger could not be read: {error or type(error).__name__}") from error
         if self._reader is None or last < self._reader.sequence:
             self._reader = FlowReader(source.run, source.read, last)
-        return (FLOW, HEALTH) if await self._reader.catch_up() else ()
+            self._read.clear()
+        changed = await self._reader.catch_up()
+        self._read.set()
+        return (FLOW, HEALTH) if changed else ()
 
     def _look(self, statuses: Sequence[ServiceStatus]) -> None:
         if self._reader is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shared.history.activity import ActivitySpan
 from shared.history.intervals import Interval
 from shared.history.wait_causes import GroupPassage
-from shared.live.service_failures import ServiceFailures
+from shared.live.service_failures import RESTARTED, ServiceFailures
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -23,6 +23,7 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
+    RunFinished,
     group_id,
 )
 from shared.schema.messages import SampleMeta, ScoredGroup
@@ -37,6 +38,10 @@ ADMITTED, GENERATED, SCORED, TRAINED, DROPPED, REQUEUED, DEAD = "admitted", "gen
 
 PAUSED = "paused for a push"
 """What a replica does while it takes new weights."""
+
+ABSENT = "not there"
+JOINED, GONE = "joined", ("failed", "left", RESTARTED)
+"""What a service that begins tells, and what is told of one that ends."""
 
 MOST_STEPS = 2000
 MOST_TOLD = 500
@@ -119,6 +124,7 @@ class FlowHistory:
     newest: float = 0.0
     oldest: float = 0.0
     """The times of the last and of the first that was taken."""
+    finished: bool = False
     _open: dict[str, _OpenGroup] = field(default_factory=dict)
     _batches: dict[int, BatchFormed] = field(default_factory=dict)
     _counted: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
@@ -131,6 +137,7 @@ class FlowHistory:
         self._saw(record.at)
         match record:
             case GroupsAdmitted(first=first, count=count):
+                self.finished = False  # a finished run can be given more steps
                 self._open |= {group_id(index): _OpenGroup(record.at) for index in range(first, first + count)}
                 self._count(ADMITTED, record.at, count)
             case GroupsScored(groups=groups):
@@ -153,6 +160,8 @@ class FlowHistory:
                 self._batches[step] = self._batches[step].model_copy(update={"groups": kept + added})
             case BatchTrained():
                 self._trained(record)
+            case RunFinished():
+                self.finished = True
 
     def metric(self, written: MetricsWritten) -> None:
         """Takes what a trainer process has measured of a step."""
@@ -225,6 +234,28 @@ class FlowHistory:
     def batch_since(self) -> float | None:
         """Returns when the batch was formed that is in training now; None while there is none."""
         return min((batch.at for batch in self._batches.values()), default=None)
+
+    def absences(self, instance: str) -> list[ActivitySpan]:
+        """Returns when a service was not there, by what was told of it: from its failure, leave or restart until it joined again."""
+        found, since = [], None
+        for event in self.events:
+            if event.instance != instance:
+                continue
+            if event.what in GONE:
+                since = event.at if since is None else since
+            elif event.what == JOINED and since is not None:
+                found.append(ActivitySpan(ABSENT, since, event.at))
+                since = None
+        return found
+
+    def back_at(self, wait: Interval) -> float:
+        """Returns when a trainer that died within ``wait`` was ready again; 0 where none did."""
+        names = [event.instance for event in self.events if event.service == "trainer" and event.what == JOINED]
+        if not any(event.service == "trainer" and event.what == JOINED and wait[0] < event.at <= wait[1] for event in self.events):
+            return 0.0
+        absent = [span.end for name in set(names) for span in self.absences(name)]
+        loading = [span.end for name in set(names) for span in self.looks.get(name, ()) if span.activity != "ready"]
+        return max((end for end in (*absent, *loading) if wait[0] < end <= wait[1]), default=0.0)
 
     @property
     def trained_until(self) -> float | None:

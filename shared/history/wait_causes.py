@@ -1,19 +1,18 @@
 """Why a training step began no earlier: the wait before it, divided among causes. Pure.
 
 A step's batch is complete with the last of its groups to be scored, so that the wait is what this group's way was: its admission, its place
-in the queue, its generation, its scoring. What came before, checkpoints and pushes that the trainer stood still for, is the trainer's own.
+in the queue, its generation, its scoring. What came before is the trainer's
+own: its restart, checkpoints, and pushes that it stood still for.
 """
 
 from dataclasses import dataclass
 
 from shared.history.intervals import Interval
 
-SAVING, PUSHING = "saving", "pushing"
+RESTARTING, SAVING, PUSHING = "restarting", "saving", "pushing"
 ADMISSION, QUEUE, GENERATION, SCORING = "admission", "queue", "generation", "scoring"
 HANDING_OUT = "handing out"
 """From the last group's score to the step's start: forming the batch, and reading it."""
-
-WAIT_CAUSES = (SAVING, PUSHING, ADMISSION, QUEUE, GENERATION, SCORING, HANDING_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +27,18 @@ class GroupPassage:
     scored: float
 
 
-def wait_causes(wait: Interval, last: GroupPassage | None, saving: float = 0.0, stall: float = 0.0) -> list[tuple[str, Interval]]:
+def wait_causes(
+    wait: Interval, last: GroupPassage | None, saving: float = 0.0, stall: float = 0.0, back: float = 0.0
+) -> list[tuple[str, Interval]]:
     """Returns the parts of a wait in order, each with its cause; together they are the wait.
 
     Args:
         last: the group of the batch that was scored last; None: not known. saving, stall: the seconds that a checkpoint and a push of
-            weights took of it; both come first.
+            weights took of it; both come first. back: when a trainer that had died in it was back, 0 where none had.
     """
     begin, end = wait
-    marks = [(SAVING, begin + saving), (PUSHING, begin + saving + stall)]
+    own = max(begin, back)
+    marks = [(RESTARTING, back), (SAVING, own + saving), (PUSHING, own + saving + stall)]
     if last is not None:
         marks += [(ADMISSION, last.admitted), (QUEUE, last.started), (GENERATION, last.generated), (SCORING, last.scored)]
     found, now = [], begin

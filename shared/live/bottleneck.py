@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.config.run_config import RunConfig
-from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING
+from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, RESTARTING, SAVING, SCORING
 from shared.live.alarm_kinds import AlarmKind
 
 LITTLE = 0.10
@@ -106,6 +106,7 @@ def _withheld(remedy: _Remedy, alarmed: Collection[AlarmKind]) -> str:
 
 def _trainer_waits(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[_Remedy]]:
     parts = {
+        "its restarts": load.waits.get(RESTARTING, 0.0),
         "its checkpoints": load.waits.get(SAVING, 0.0),
         "pushes of weights": load.waits.get(PUSHING, 0.0),
         "rollout": sum(load.waits.get(cause, 0.0) for cause in (ADMISSION, QUEUE, GENERATION)),
@@ -119,6 +120,8 @@ def _trainer_waits(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[
             remedies = _for_rollout(load, config)
         case "reward":
             awaited, remedies = "the reward services to score", _for_reward()
+        case "its restarts":
+            awaited, remedies = "its own restarts", [_Remedy("see why it dies: the Health page has its newest error", frozenset())]
         case "its checkpoints":
             awaited, remedies = "its own checkpoints", _for_saving(config)
         case "pushes of weights":

@@ -9,7 +9,18 @@ from shared.config.run_config import RunConfig
 from shared.history.activity import ActivitySpan, laid_over, seconds_of, shown_spans
 from shared.history.flow_history import ADMITTED, GENERATED, SCORED, TRAINED, FlowHistory, StepRecord, TokensByLength
 from shared.history.intervals import Interval
-from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, SAVING, SCORING, GroupPassage, wait_causes
+from shared.history.wait_causes import (
+    ADMISSION,
+    GENERATION,
+    HANDING_OUT,
+    PUSHING,
+    QUEUE,
+    RESTARTING,
+    SAVING,
+    SCORING,
+    GroupPassage,
+    wait_causes,
+)
 from shared.live.alarm_kinds import AlarmKind
 from shared.live.bottleneck import FEW_STEPS, Bottleneck, Workload, bottleneck
 from shared.live.live_services import newest_gauges
@@ -35,6 +46,7 @@ WAITING = "waiting"
 AWAY = "not seen"
 
 WAITS = {
+    RESTARTING: "restarting",
     SAVING: "saving",
     PUSHING: "pushing weights",
     ADMISSION: "waiting for rollout",
@@ -180,10 +192,14 @@ def doing(status: ServiceStatus) -> str:
 
 def _blocked(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus]) -> str:
     """Returns what keeps a live run from going on; before its first steps, what it waits for."""
+    if not statuses or history.finished:
+        return ""
     for status in statuses:
         if status.held_back:
             return f"room: {status.instance} holds back ({status.held_back})"
-    return waiting_for(config, statuses, ()) if statuses and len(history.steps) < FEW_STEPS else ""
+    at_work = {status.service for status in statuses if status.state == "ready" or (status.service == "rollout" and status.version >= 0)}
+    begun = len(history.steps) >= FEW_STEPS and at_work >= {"buffer", "rollout", "reward", "trainer"}
+    return "" if begun else waiting_for(config, statuses, ())
 
 
 def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interval]]:
@@ -191,8 +207,9 @@ def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interva
     if step.wait_from is None or step.wait_from >= step.started:
         return []
     told = history.metrics.get(step.step, {})
-    own = (told.get(f"perf/train_{what}_time", 0.0) for what in ("save", "push"))
-    return wait_causes((step.wait_from, step.started), step.last, *own)
+    saving, stall = (told.get(f"perf/train_{what}_time", 0.0) for what in ("save", "push"))
+    wait = (step.wait_from, step.started)
+    return wait_causes(wait, step.last, saving, stall, history.back_at(wait))
 
 
 def workload(history: FlowHistory, window: Interval, blocked: str = "") -> Workload:
@@ -316,12 +333,20 @@ def _timeline(history: FlowHistory, service: str, instance: str, status: Service
 
 
 def _layers(history: FlowHistory, service: str, instance: str, window: Interval, *, live: bool) -> list[Sequence[ActivitySpan]]:
-    looks = history.looks.get(instance, ())
+    looks, absences = history.looks.get(instance, ()), history.absences(instance)
     if service == "rollout":
-        return [list(looks), _generating(history, instance), list(history.pauses.get(instance, ()))]
+        pauses = history.pauses.get(instance, ())
+        return [_between(history, instance), absences, list(looks), _generating(history, instance), list(pauses)]
     if service == "trainer":
-        return [list(looks), _trainer_spans(history, window, live=live), [span for span in looks if span.activity != "ready"]]
-    return [list(looks)]
+        trainer = _trainer_spans(history, window, live=live)
+        return [list(looks), trainer, absences, [span for span in looks if span.activity != "ready"]]
+    return [absences, list(looks)]
+
+
+def _between(history: FlowHistory, replica: str) -> list[ActivitySpan]:
+    """Returns the time from a replica's first group to its last: what it did not generate in, it waited."""
+    back = history.generated.get(replica, ())
+    return [ActivitySpan(WAITING, min(begin for begin, _ in back), max(end for _, end in back))] if back else []
 
 
 def _trainer_spans(history: FlowHistory, window: Interval, *, live: bool) -> list[ActivitySpan]:

@@ -17,6 +17,6 @@ def router(pipeline: RunPipeline) -> APIRouter:
         window: Annotated[float, Query(ge=10, le=WINDOWS[-1], description="seconds to look back")] = WINDOWS[1],
     ) -> FlowView:
         """The pipeline over the last ``window`` seconds: where groups are, what services do, who waits for whom and what would help."""
-        return pipeline.flow(window)
+        return await pipeline.flow(window)
 
     return router

@@ -13,6 +13,6 @@ def router(pipeline: RunPipeline) -> APIRouter:
     @router.get("")
     async def read_health() -> HealthView:
         """Alarms with what they mean and what to do, services with their restarts and errors, groups that died, what services told."""
-        return pipeline.health()
+        return await pipeline.health()
 
     return router

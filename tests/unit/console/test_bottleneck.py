@@ -47,6 +47,7 @@ def test_a_synchronous_run_overlaps_first(run_config: RunConfig, queued: float) 
     ("cause", "awaited", "advice"),
     [
         ("scoring", "the reward services to score", "reward.reward_workers"),
+        ("restarting", "its own restarts", "the Health page has its newest error"),
         ("saving", "its own checkpoints", "trainer.save_interval"),
         ("pushing", "pushes of weights to end", "weights.update_weights_interval"),
         ("handing out", "its batch to be formed and read", "look at the store"),

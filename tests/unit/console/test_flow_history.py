@@ -9,7 +9,7 @@ from shared.config.run_config import RunConfig
 from shared.history.activity import ActivitySpan, laid_over, seconds_of
 from shared.history.flow_history import KEPT_SECONDS, PAUSED, FlowHistory
 from shared.history.wait_causes import GroupPassage, wait_causes
-from shared.live.flow_view import flow_view, length_classes, workload
+from shared.live.flow_view import causes_of, flow_view, length_classes, workload
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -19,10 +19,11 @@ from shared.schema.ledger import (
     GroupsAdmitted,
     GroupsDropped,
     GroupsScored,
+    RunFinished,
     group_id,
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
-from shared.schema.service_messages import MetricsWritten, ServiceStatus
+from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 
 
@@ -114,6 +115,33 @@ def test_checkpoints_and_pushes_are_the_trainers_own_part_of_its_wait() -> None:
     assert history.pauses["rollout-0"][0] == ActivitySpan(PAUSED, 164.0, 168.0)
 
 
+def told(instance: str, what: str, at: float) -> ServiceEvent:
+    return ServiceEvent(service=instance.partition("-")[0], instance=instance, what=what, at=at)
+
+
+def test_a_trainer_that_died_waited_for_itself() -> None:
+    history = two_steps()
+    for event in (told("trainer-0", "joined", 50.0), told("trainer-0", "restarted", 112.0), told("trainer-0", "joined", 118.0)):
+        history.told(event)
+    history.look("trainer", "trainer-0", "loading the checkpoint", 119.0)
+    history.look("trainer", "trainer-0", "loading the checkpoint", 125.0)
+    history.look("trainer", "trainer-0", "ready", 126.0)
+    causes = dict(causes_of(history, history.steps[1]))
+    assert causes["restarting"] == (110.0, 125.0) and causes["queue"] == (125.0, 130.0) and "admission" not in causes
+    assert history.absences("trainer-0") == [ActivitySpan("not there", 112.0, 118.0)]
+    assert "restarting" not in dict(causes_of(two_steps(), two_steps().steps[1]))
+
+
+def test_a_replica_waits_between_its_groups_and_is_not_there_while_it_restarts(run_config: RunConfig) -> None:
+    history = FlowHistory()
+    history.apply(admitted(0, 2, 100.0))
+    history.apply(GroupsScored(groups=[scored(0, 100, 110), scored(1, 130, 140)], at=150.0))
+    history.told(told("rollout-0", "restarted", 115.0))
+    history.told(told("rollout-0", "joined", 120.0))
+    [line] = flow_view(history, run_config, [], 999.0, 100.0).services
+    assert line.shares == pytest.approx({"generating": 20 / 40, "waiting": 15 / 40, "not there": 5 / 40}) and line.busy == 0.5
+
+
 def test_tokens_are_told_by_length_and_age() -> None:
     history = FlowHistory()
     long = SampleMeta(tokens=40, oldest=1, newest=3, finish="length", trained=40, spans=((1, 10), (3, 30)))
@@ -189,6 +217,22 @@ def test_spans_lie_over_one_another() -> None:
 
 def status(service: str, instance: str, state: str = "ready", **gauges: float) -> ServiceStatus:
     return ServiceStatus(service=service, instance=instance, host="h", pid=1, http="", state=state, version=1, gauges=gauges, at=170.0)
+
+
+def test_a_run_whose_trainer_loads_waits_for_it(run_config: RunConfig) -> None:
+    history, ready = (
+        two_steps(),
+        [status("buffer", "buffer-0", live_version=1), status("rollout", "rollout-0"), status("reward", "reward-0")],
+    )
+    history.apply(trained(2, 171.0, 172.0))
+    history.apply(trained(3, 173.0, 174.0))
+    for trainer in ([status("trainer", "trainer-0", "loading the model")], []):
+        said = flow_view(history, run_config, [*ready, *trainer], 175.0, 100.0).bottleneck.sentence
+        assert said == ("The run waits for trainer-0 loading the model." if trainer else "The run waits for a trainer service.")
+    second = [*ready, status("rollout", "rollout-1", "starting"), status("trainer", "trainer-0")]
+    assert flow_view(history, run_config, second, 175.0, 100.0).bottleneck.waiting != "the run", "one replica goes on"
+    history.apply(RunFinished(steps=4, at=176.0))
+    assert flow_view(history, run_config, ready, 177.0, 100.0).bottleneck.waiting != "the run", "who leaves is not waited for"
 
 
 def test_the_view_of_a_live_run_and_of_one_at_rest(run_config: RunConfig) -> None:

@@ -38,17 +38,13 @@ function alarms({ alarms: raised, disk, memory }) {
     .map(([name, room]) => `${name}: ${size(room.free)} of ${size(room.total)} free`);
   const items = raised.map((alarm) =>
     el("li", { class: "alarm" },
-      el("h3", {}, sentence(alarm.title)),
+      el("h3", {}, alarm.title),
       el("p", {}, alarm.meaning),
       el("p", {}, el("strong", {}, "What to do: "), alarm.remedy)));
   return el("section", { "aria-labelledby": "health-alarms" },
     el("h2", { id: "health-alarms" }, raised.length ? `Alarms: ${raised.length}` : "Alarms"),
     raised.length ? el("ul", { class: "alarms" }, items) : el("p", { class: "good" }, "✓ None. Looked at: services, log-probs, entropy, groups without a signal, truncation, pushes, drops, disk, memory."),
     rooms.length ? el("p", { class: "quiet" }, rooms.join(" · ")) : null);
-}
-
-function sentence(text) {
-  return `${text.charAt(0).toUpperCase()}${text.slice(1)}`;
 }
 
 function size(bytes) {
