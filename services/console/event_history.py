@@ -10,7 +10,7 @@ from services.console.run_source import RunSource, SourceAway
 from shared.bus import runs
 from shared.data.event_files import EventDirectory
 from shared.history.metric_history import MetricHistory
-from shared.history.push_history import PushHistory
+from shared.history.push_history import PushHistory, pushes_in
 from shared.history.run_marks import RunMarks
 from shared.schema.message import Message
 from shared.schema.service_messages import MetricsWritten, ServiceEvent
@@ -71,6 +71,11 @@ class EventHistory:
             except SourceAway:
                 self._source.feed.touch(*changed)
                 raise
+        elif RUN in changed:
+            for pushed in pushes_in(self.metrics):
+                if pushed.version not in self.pushes.versions:
+                    self.pushes.push(pushed)
+            changed.add(WEIGHTS)
         return changed
 
     async def _read_events(self, changed: set[str]) -> None:

@@ -1,8 +1,10 @@
 """Every version of the weights: how it got to the replicas, how long that took, and what failed on the way. Pure."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shared.history.metric_history import MetricHistory
 from shared.schema.service_messages import ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 
@@ -76,6 +78,28 @@ class PushHistory:
         if version not in self.versions and len(self.versions) >= MOST:
             del self.versions[min(self.versions)]
         return self.versions.setdefault(version, VersionHistory(version))
+
+
+PUSH_METRICS = {
+    "seconds": "perf/update_weights_time",
+    "transfer": "perf/update_weights_wire_time",
+    "stall": "perf/update_weights_stall",
+    "bytes": "perf/update_weights_bytes",
+}
+"""Figure of a push → the metric that has it, by version."""
+
+
+def pushes_in(metrics: MetricHistory) -> Iterator[WeightsPushed]:
+    """Yields the pushes that a run's metrics tell of, for a run without events: their figures, not the replicas."""
+    found: dict[int, dict[str, float]] = {}
+    for figure, tag in PUSH_METRICS.items():
+        if (series := metrics.series.get(tag)) is not None:
+            for version, value, at in zip(series.steps.tolist(), series.values.tolist(), series.at.tolist(), strict=True):
+                found.setdefault(int(version), {})[figure] = value
+                found[int(version)]["at"] = at
+    for version, figures in sorted(found.items()):
+        if all(map(math.isfinite, figures.values())):
+            yield WeightsPushed(version=version, replicas=[], **(figures | {"bytes": int(figures.get("bytes", 0))}))
 
 
 def gb_per_s(pushed: WeightsPushed) -> float | None:

@@ -100,10 +100,12 @@ class WeightEvent(BaseModel):
 
 
 class WeightEvents(BaseModel):
-    """The newest of these events, the newest first. ``left_out``: older ones that are not in this answer."""
+    """The newest of these events, the newest first. ``left_out``: older ones that are not in this answer. ``told``: whether there is a bus
+    that tells of such events; a directory alone does not."""
 
     events: list[WeightEvent]
     left_out: int
+    told: bool
 
 
 PACE_NEWEST = 500
@@ -113,7 +115,13 @@ PACE_NEWEST = 500
 def weights_now(statuses: Sequence[ServiceStatus], history: PushHistory) -> WeightsNow:
     """Returns who serves what at this moment, by the registry."""
     rollouts = sorted((status for status in statuses if status.service == "rollout"), key=lambda status: status.instance)
-    live = max([-1, *(status.version for status in rollouts), *(item.version for item in history.versions.values() if item.replicas)])
+    live = max(
+        [
+            -1,
+            *(status.version for status in rollouts),
+            *(item.version for item in history.versions.values() if item.replicas or item.pushed),
+        ]
+    )
     trained = max([live, *(status.version for status in statuses if status.service == "trainer"), *history.versions])
     return WeightsNow(
         live=live,
@@ -148,17 +156,18 @@ def version_rows(
 def _row(item: VersionHistory, serves: Mapping[str, int], interval: int) -> VersionRow:
     push = item.pushed
     failed = [tried.failure for tried in item.pushes if tried.failure]
+    replicas = _replicas(item, serves)
     row = VersionRow(
         version=item.version,
         step=item.version * interval,
         at=item.at,
-        served=bool(item.replicas),
-        replicas=_replicas(item, serves),
+        served=item.pushed is not None or bool(item.replicas) or any(part.now for part in replicas),
+        replicas=replicas,
         attempts=len(item.pushes),
         failure=failed[-1] if failed else "",
     )
     if push is not None:
-        figures = {"joining": push.joining, "transfer": push.transfer, "activation": push.activation, "seconds": push.seconds}
+        figures = {"joining": joining(push), "transfer": push.transfer, "activation": activation(push), "seconds": push.seconds}
         figures |= {"stall": push.stall, "bytes": push.bytes}
         return row.model_copy(update={**figures, "paused": longest_pause(push), "gb_per_s": gb_per_s(push)})
     if item.live is not None:  # from disk: its seconds are those of writing it
@@ -182,6 +191,16 @@ def _replicas(item: VersionHistory, serves: Mapping[str, int]) -> list[ReplicaPa
     ]
 
 
+def joining(push: WeightsPushed) -> float | None:
+    """Returns the seconds of joining; None of a push that only metrics tell of, which has no replicas."""
+    return push.joining if push.replicas else None
+
+
+def activation(push: WeightsPushed) -> float | None:
+    """Returns the seconds of the commit; None of a push that only metrics tell of."""
+    return push.activation if push.replicas else None
+
+
 def longest_pause(push: WeightsPushed) -> float | None:
     """Returns the longest pause of a replica, in seconds; None where none is known."""
     return max((part.paused for part in push.replicas if part.paused is not None), default=None)
@@ -192,8 +211,8 @@ def pace(history: PushHistory) -> PushPace:
     pushes = [push for item in history.newest_first()[:PACE_NEWEST] if (push := item.pushed) is not None][::-1]
     series = [
         PushPaceSeries(name="transfer", unit="s", values=[push.transfer for push in pushes]),
-        PushPaceSeries(name="joining", unit="s", values=[push.joining for push in pushes]),
-        PushPaceSeries(name="activation", unit="s", values=[push.activation for push in pushes]),
+        PushPaceSeries(name="joining", unit="s", values=[joining(push) for push in pushes]),
+        PushPaceSeries(name="activation", unit="s", values=[activation(push) for push in pushes]),
         PushPaceSeries(name="longest pause", unit="s", values=[longest_pause(push) for push in pushes]),
         PushPaceSeries(name="stall of the trainer", unit="s", values=[push.stall for push in pushes]),
         PushPaceSeries(name="speed", unit="GB/s", values=[gb_per_s(push) for push in pushes]),
@@ -201,7 +220,7 @@ def pace(history: PushHistory) -> PushPace:
     return PushPace(versions=[push.version for push in pushes], series=series)
 
 
-def weight_events(history: PushHistory, limit: int) -> WeightEvents:
+def weight_events(history: PushHistory, limit: int, *, told: bool = True) -> WeightEvents:
     """Returns the failures of pushes by name, what services told of weights, and catch-ups, the newest first."""
     failed = [
         WeightEvent(at=push.at, who=part.replica, what=f"push of version {item.version} failed", text=part.failure, bad=True)
@@ -211,7 +230,7 @@ def weight_events(history: PushHistory, limit: int) -> WeightEvents:
         if part.failure
     ]
     found = sorted([*failed, *map(_told, history.events)], key=lambda event: event.at, reverse=True)
-    return WeightEvents(events=found[:limit], left_out=max(0, len(found) - limit))
+    return WeightEvents(events=found[:limit], left_out=max(0, len(found) - limit), told=told)
 
 
 def _told(event: ServiceEvent) -> WeightEvent:
@@ -247,6 +266,6 @@ def router(source: RunSource) -> APIRouter:
     @api.get("/events")
     async def read_events(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> WeightEvents:
         """Failures of pushes by name, trouble with snapshots, replicas that caught up: the newest first."""
-        return weight_events(history.pushes, limit)
+        return weight_events(history.pushes, limit, told=source.live)
 
     return api

@@ -7,6 +7,7 @@ const HEIGHT = 200;
 const COLOURS = 6;
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 const STYLES = ["solid", "dashed", "dotted", "mixed"];
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)); // steps and versions have no halves
 const MOST_KEYS = 12;
 const NEAR = 5; // pixels from a mark within which its text is shown
 const MARKS = { push: "tick", "push failed": "cross" }; // any other kind is a line
@@ -67,7 +68,7 @@ export function chart(parent, options) {
       cursor: { y: false, drag: { x: true, y: false, setScale: !onZoom }, points: { size: 7 }, bind: onPick || onZoom ? { dblclick: () => null } : {} },
       scales: { x: { time: false, range: wide }, y: { distr: log ? 3 : 1, range: log ? undefined : padded } },
       axes: [
-        { ...axis, label: xLabel, labelSize: 16, labelFont: "11px system-ui", size: 28, values: (_, ticks) => ticks.map((tick) => shown(tick)) },
+        { ...axis, ...(xLabel === "hours" ? {} : { incrs: WHOLE }), label: xLabel, labelSize: 16, labelFont: "11px system-ui", size: 28, values: (_, ticks) => ticks.map((tick) => shown(tick)) },
         { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick, 3))) },
       ],
       series: [

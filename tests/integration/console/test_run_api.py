@@ -151,6 +151,12 @@ async def test_a_directory_alone(config: RunConfig) -> None:
     critic = SummaryWriter(str(root / "tensorboard" / "critic"))
     critic.add_scalar("critic/value_loss", 0.5, 0)
     critic.close()
+    writer = SummaryWriter(str(root / "tensorboard"))
+    for version in range(2):
+        for figure, value in {"time": 1.0, "wire_time": 0.5, "stall": 0.25, "bytes": 1e9}.items():
+            writer.add_scalar(f"perf/update_weights_{figure}", value, version)
+    writer.add_scalar("perf/update_weights_time", math.nan, 2)
+    writer.close()
     (root / "tensorboard" / "events.out.tfevents.9999999999.x").write_bytes(b"\xff" * 64)
     async with served(RunSource(config.run.name, None, None, root)) as get:
         panels = await answer(get, "run/panels", there=lambda found: found["unreadable"])
@@ -160,7 +166,12 @@ async def test_a_directory_alone(config: RunConfig) -> None:
         (curve,) = (await answer(get, "run/curves", *query))["curves"]
         assert curve["steps"][0] == 100 and curve["steps"][-1] == 2000 and curve["total"] == 1901 and len(curve["x"]) <= 104
         assert all(mean == value - 1 for mean, value in zip(curve["smoothed"], curve["values"], strict=True))
-        assert (await answer(get, "weights/versions"))["versions"] == []
+        assert (await answer(get, "weights/now"))["live"] == 1 and not (await answer(get, "weights/events"))["told"]
+        rows = (await answer(get, "weights/versions"))["versions"]
+        assert all(row[figure] is None for row in rows for figure in ("joining", "activation", "paused")), "no metric has them"
+        assert [(row["version"], row["served"], row["seconds"], row["transfer"], row["stall"], row["gb_per_s"]) for row in rows] == [
+            (version, True, 1.0, 0.5, 0.25, 2.0) for version in (1, 0)
+        ]
 
 
 @pytest.mark.parametrize(

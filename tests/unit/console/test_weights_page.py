@@ -42,6 +42,11 @@ def test_versions_newest_first_with_who_has_them() -> None:
     assert [(part.replica, part.now, part.failure) for part in one.replicas] == [("a", False, ""), ("b", True, "commit: late")]
 
 
+def test_a_version_whose_push_failed_and_that_a_replica_has_all_the_same() -> None:
+    (row,) = version_rows(told(), [status("b", 2)], 1, below=3, limit=1).versions
+    assert row.served and row.failure and [(part.replica, part.now) for part in row.replicas] == [("b", True)]
+
+
 def test_versions_come_in_pages() -> None:
     history = PushHistory()
     for version in range(5):

@@ -226,7 +226,7 @@ export function mount(root, context) {
       "Drag over a chart to zoom; click on a point to see its batch.",
     );
     const rows = happened.slice(0, 50).map((mark) =>
-      el("tr", {}, el("td", {}, new Date(mark.at * 1000).toLocaleString("en-GB")), el("td", { class: "number" }, shown(mark.x, 5)), el("td", {}, mark.instance), el("td", {}, mark.kind.replace("_", " ")), el("td", {}, mark.text)),
+      el("tr", {}, el("td", {}, new Date(mark.at * 1000).toLocaleString("en-GB")), el("td", { class: "number" }, shown(Math.round(mark.x * (state.axis === "step" ? 10 : 1000)) / (state.axis === "step" ? 10 : 1000))), el("td", {}, mark.instance), el("td", {}, mark.kind.replace("_", " ")), el("td", {}, mark.text)),
     );
     const table = el(
       "table",

@@ -59,7 +59,7 @@ export function mount(root, context) {
       now,
       el("h2", {}, "Who serves what"),
       el("p", {}, words),
-      replicas.length ? table("Live replicas", ["Replica", ["Version"], "State", ""], rows) : live < 0 ? null : el("p", { class: "quiet" }, "No replica is alive."),
+      replicas.length ? table("Live replicas", ["Replica", ["Version"], "State", ""], rows, "narrow") : live < 0 ? null : el("p", { class: "quiet" }, "No replica is alive."),
     );
   }
 
@@ -122,8 +122,11 @@ export function mount(root, context) {
     return el("details", {}, el("summary", {}, `${has} of ${found.length} now`), el("ul", { class: "plain-list" }, found));
   }
 
-  function showEvents({ events: found, left_out: leftOut }) {
-    if (!found.length) return fill(events, el("h2", {}, "Failures"), el("p", { class: "quiet" }, "No push has failed. Replicas that fail a step, or catch up from others, are named here."));
+  function showEvents({ events: found, left_out: leftOut, told }) {
+    const none = told
+      ? "No push has failed. Replicas that fail a step, or catch up from others, are named here."
+      : "Which replicas failed is told by the run's events alone, and these are not among its files here.";
+    if (!found.length) return fill(events, el("h2", {}, "Failures"), el("p", { class: "quiet" }, none));
     const rows = found.map((event) =>
       el(
         "tr",
@@ -137,7 +140,7 @@ export function mount(root, context) {
     return fill(
       events,
       el("h2", {}, "Failures and catch-ups"),
-      table("Failures and catch-ups, the newest first", ["When", "Replica", "What", "Why"], rows),
+      table("Failures and catch-ups, the newest first", ["When", "Replica", "What", "Why"], rows, "narrow"),
       leftOut ? el("p", { class: "quiet" }, `${shown(leftOut)} older ones are not shown.`) : null,
     );
   }
@@ -152,9 +155,9 @@ export function mount(root, context) {
 }
 
 /** Returns a table that scrolls sideways where it is too wide. A heading in brackets is of numbers. */
-function table(name, headings, rows) {
+function table(name, headings, rows, width = "") {
   const cells = headings.map((heading) => (Array.isArray(heading) ? el("th", { scope: "col", class: "number" }, heading[0]) : heading ? el("th", { scope: "col" }, heading) : el("td")));
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, el("table", {}, el("thead", {}, el("tr", {}, cells)), el("tbody", {}, rows)));
+  return el("div", { class: `scroll ${width}`, tabindex: "0", role: "region", "aria-label": name }, el("table", {}, el("thead", {}, el("tr", {}, cells)), el("tbody", {}, rows)));
 }
 
 function bytes(count) {
