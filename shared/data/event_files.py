@@ -78,7 +78,7 @@ def _part(file: Path, offset: int) -> bytes:
 
 def _whole(data: bytes) -> list[tuple[int, int]]:
     """Returns where the records lie that are whole. Raises ValueError where the first has a length that no record has."""
-    found, begin = [], 0
+    found, begin = list[tuple[int, int]](), 0
     while begin + _LENGTH.size + _CHECK <= len(data):
         (length,) = _LENGTH.unpack_from(data, begin)
         if length > MAX_RECORD and found:
