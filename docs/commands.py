@@ -1,14 +1,21 @@
-"""Checks the commands in the documentation: every ``make`` target, ``myxo`` command and ``python -m`` module in it exists.
+"""Checks the commands in the documentation: every ``make`` target and ``python -m`` module exists, and ``myxo`` takes each of its commands.
 
-``python -m docs.commands``; exits 1 and lists what does not. Files and directories that a command names must be there too, unless they lie
-under ``runs/`` (a run makes them).
+``python -m docs.commands``; exits 1 and lists what does not hold. A command of ``myxo`` is read by the command line's own parser, its flags
+by that of the config. Files and directories that a command names must be there too, unless they lie under ``runs/`` (a run makes them).
 """
 
+import contextlib
 import importlib.util
+import io
 import re
-import subprocess
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from myxo.main import parse
+from shared.config import flags
+from shared.runtime.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -24,21 +31,25 @@ _INLINE = re.compile(r"`((?:make|myxo|python -m|\.venv/bin/\w+)[^`]*)`")
 _PATH = re.compile(r"(?<![\w/.-])((?:examples|docs|tests|services|shared|deploy|benchmarks|configs)/[\w./-]+)")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
+_SHELL = (">", "|", "&&", "&", ";")
+_PLACEHOLDERS = {"FLAGS": "", "[CONFIG]": "", "[DIR]": "", "[PATTERN]": "", "…": "", "COMMAND": "up", "N": "1"}
+"""Words that stand for others → one that they stand for, or nothing."""
+
 _OWN = ("benchmarks", "docs", "examples", "myxo", "services", "shared", "tests")
 
 
 def main() -> int:
     """The command line. Returns the exit code."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    show_help = [sys.executable, "-m", "myxo.main", "--help"]
-    help_text = subprocess.run(show_help, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     problems, checked = [], 0
     for page in PAGES:
         text = page.read_text()
-        lines = [line.split("#")[0].strip() for block in _BLOCK.findall(text) for line in block.splitlines()] + _INLINE.findall(text)
-        for line in filter(None, lines):
+        blocks = [line for block in _BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+        lines = [(line.split(" #")[0].strip(), True) for line in blocks] + [(line, False) for line in _INLINE.findall(text)]
+        for line, whole in ((line, whole) for line, whole in lines if line and not line.startswith("#")):
             checked += 1
-            problems += [f"{page.relative_to(ROOT)}: `{line}`: {problem}" for problem in _problems(line, targets, help_text)]
+            found = [*_problems(line, targets), *refused(line, whole)]
+            problems += [f"{page.relative_to(ROOT)}: `{line}`: {problem}" for problem in found]
         for path in _LINK.findall(text):
             if not (page.parent / path).exists():
                 problems.append(f"{page.relative_to(ROOT)}: link to {path}, which is not there")
@@ -46,14 +57,44 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def _problems(line: str, targets: set[str], help_text: str) -> list[str]:
+def refused(line: str, whole: bool) -> list[str]:
+    """Returns what ``myxo`` has against a line of shell, where it is a command of its own.
+
+    Args:
+        whole: it is one to be typed; else it is named in a sentence, and may leave out what the command needs.
+    """
+    words = shlex.split(line)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    if not words or Path(words[0]).name != "myxo" or len(words) == 1:
+        return []
+    end = next((place for place, word in enumerate(words) if word in _SHELL), len(words))
+    given = [_PLACEHOLDERS.get(word, word) for word in words[1:end]]
+    problems = _taken([word for word in given if word])
+    return problems if whole else [problem for problem in problems if "required" not in problem and "expected" not in problem]
+
+
+def _taken(words: Sequence[str]) -> list[str]:
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+            parsed = parse(words)
+    except SystemExit as end:
+        return [" ".join(told.getvalue().split())[-300:]] if end.code else []
+    except BadInput as error:
+        return [str(error)]
+    given = list(getattr(parsed, "flags", []))
+    if parsed.command == "train" and given and not given[0].startswith("--"):
+        given = given[1:]  # a file, which its flags stand over
+    return [str(problem) for problem in flags.read(given).problems]
+
+
+def _problems(line: str, targets: set[str]) -> list[str]:
     found = []
     words = [word for word in line.split() if "=" not in word or word.startswith("-")]
     program = Path(words[0]).name if words else ""
     if program == "make" and len(words) > 1 and words[1] not in targets:
         found.append(f"the Makefile has no target {words[1]}")
-    if program == "myxo" and len(words) > 1:
-        found += [f"myxo has no command {name}" for name in words[1].split("|") if not name.startswith("-") and name not in help_text]
     words = [re.sub(r"^myxo\.(?=shared\.|services\.)", "", word) for word in words]  # as a wheel has them
     # of a package that is not ours only itself is looked for: to look inside would import it
     module = words[2] if len(words) > 2 and words[2].split(".")[0] in _OWN else " ".join(words[2:3]).split(".")[0]

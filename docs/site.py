@@ -1,15 +1,18 @@
 """The website's hooks, which `mkdocs.yml` names: pages link to files all over the repository, and on the website those stand there, too.
 
 ``mkdocs build --strict`` checks every link. A link that leaves ``docs/`` (an example's README, a test that shows a claim) leads to a page
-under ``repository/``: the file itself where it is Markdown, else its text. So the site is whole without the network.
+under ``repository/``: the file itself where it is Markdown, else its text. Formulas become MathML. So the site is whole
+without the network.
 """
 
+import html
 import os
 import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from latex2mathml import converter
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -33,6 +36,7 @@ search: {{exclude: true}}
 """
 """A page that shows a file's text."""
 
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[])]</\1>', re.DOTALL)
 _LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
@@ -58,6 +62,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return found[0] if path is None else found[1] + posixpath.relpath(_on_site(path), posixpath.dirname(uri) or ".")
 
     return _LINK.sub(changed, markdown) if source.is_file() else markdown
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes MathML of formulas, which browsers show by themselves."""
+
+    def mathml(found: re.Match[str]) -> str:
+        return converter.convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block")
+
+    return _FORMULA.sub(mathml, content)
 
 
 def _outside(source: Path) -> Iterator[Path]:

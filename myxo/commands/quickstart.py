@@ -66,7 +66,7 @@ def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh
         raise ConfigError("DIR", str(directory), f"a directory that can be written: {error.strerror}") from error
     provide(Path(ENGINE).absolute())
     _prepare()
-    say(f"myxo: {directory / CONFIG} is the run's config; more runs with it: cd {directory} && myxo up {CONFIG}")
+    say(f"myxo: {directory / CONFIG} is the run's config; the same command with --name and other flags makes another run of it")
     return up(Source.of(Path(CONFIG), arguments), console, fresh=fresh)
 
 

@@ -135,7 +135,7 @@ async def _until_end(access: Access, console: Console) -> None:
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:
-                view = replace(view, services=(), waiting_for=f"the bus ({error or type(error).__name__})")
+                view = replace(view, services=(), waiting_for=f"the bus ({str(error) or type(error).__name__})")
             if phase == runs.FINISHED:
                 view = view.finished()
             shown.show(view, time.monotonic())

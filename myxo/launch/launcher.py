@@ -294,7 +294,7 @@ class Launch:
             async with asyncio.timeout(TROUBLES_SECONDS):
                 await exit_report.report_troubles(bus, self._run, self._console)
         except BUS_ERRORS as error:
-            self._say(f"What went wrong cannot be summed up: {error or type(error).__name__}; `myxo summary {self._run}` tries again.")
+            self._say(f"What went wrong cannot be summed up: {str(error) or type(error).__name__}; `myxo summary {self._run}` tries again.")
 
     def _failed(self) -> int:
         say(f"myxo: run {self._run} failed: {self._failure}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
-from shared.tracing.span import Attributes, Span, step_trace
+from shared.tracing.span import Attributes, TraceSpan, step_trace
 
 TRAINED, DROPPED, DEAD = "trained", "dropped", "dead"
 
@@ -34,7 +34,7 @@ class GroupSpans:
     _batches: dict[int, list[str]] = field(default_factory=dict)
     _evaluations: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def apply(self, record: LedgerRecord) -> Iterator[Span]:
+    def apply(self, record: LedgerRecord) -> Iterator[TraceSpan]:
         """Yields the spans that a record ends; records come in the ledger's order."""
         match record:
             case ledger.GroupsAdmitted(first=first, count=count, version=version, at=at):
@@ -56,9 +56,9 @@ class GroupSpans:
             case ledger.EvalStarted() | ledger.EvalScored() | ledger.EvalEnded():
                 yield from self._evaluation(record)
 
-    def _scored(self, scored: ScoredGroup, at: float) -> Iterator[Span]:
+    def _scored(self, scored: ScoredGroup, at: float) -> Iterator[TraceSpan]:
         if (group := self._open.get(scored.group)) is not None:
-            yield Span(trace=scored.group, name="wait for a replica", started=group.since, ended=scored.started)
+            yield TraceSpan(trace=scored.group, name="wait for a replica", started=group.since, ended=scored.started)
             group.since, group.attempt = at, scored.attempt
             group.mean_reward = sum(scored.rewards) / len(scored.rewards) if scored.rewards else None
 
@@ -67,17 +67,17 @@ class GroupSpans:
             group.since, group.attempt, group.mean_reward = record.at, record.attempt, None
             group.events.append((f"requeued: {record.reason}", record.at))
 
-    def _batched(self, step: int, names: Sequence[str], at: float) -> Iterator[Span]:
+    def _batched(self, step: int, names: Sequence[str], at: float) -> Iterator[TraceSpan]:
         self._batches.setdefault(step, []).extend(names)
         for name in names:
             if (group := self._open.get(name)) is not None:
-                yield Span(trace=name, name="wait for a batch", started=group.since, ended=at, attributes={"step": step})
+                yield TraceSpan(trace=name, name="wait for a batch", started=group.since, ended=at, attributes={"step": step})
                 group.since = at
 
-    def _trained(self, record: ledger.BatchTrained) -> Iterator[Span]:
+    def _trained(self, record: ledger.BatchTrained) -> Iterator[TraceSpan]:
         for name in self._batches.pop(record.step, []):
             if (group := self._open.get(name)) is not None:
-                yield Span(trace=name, name="wait for the trainer", started=group.since, ended=record.started)
+                yield TraceSpan(trace=name, name="wait for the trainer", started=group.since, ended=record.started)
             attributes: Attributes = {"step": record.step, "trained_version": record.version}
             yield from self._ended(name, record.ended, TRAINED, attributes, links=(step_trace(record.step),))
 
@@ -89,12 +89,12 @@ class GroupSpans:
         attributes: Attributes | None = None,
         error: str = "",
         links: tuple[str, ...] = (),
-    ) -> Iterator[Span]:
+    ) -> Iterator[TraceSpan]:
         """Yields the root of a group's trace."""
         if (group := self._open.pop(name, None)) is None:
             return  # it has been trained, and the trainer has lost that
         known: Attributes = {"group": name, "end": end, "admitted_version": group.version, "attempts": group.attempt + 1}
-        yield Span(
+        yield TraceSpan(
             trace=name,
             name="group",
             started=group.admitted,
@@ -106,19 +106,19 @@ class GroupSpans:
             attributes={**known, "mean_reward": group.mean_reward, **(attributes or {})},
         )
 
-    def _evaluation(self, record: ledger.EvalStarted | ledger.EvalScored | ledger.EvalEnded) -> Iterator[Span]:
+    def _evaluation(self, record: ledger.EvalStarted | ledger.EvalScored | ledger.EvalEnded) -> Iterator[TraceSpan]:
         key, known = (record.dataset, record.version), Attributes(dataset=record.dataset, version=record.version)
         trace = f"evaluation {record.dataset} {record.version}"
         if isinstance(record, ledger.EvalStarted):
             self._evaluations[key] = record.at
         elif isinstance(record, ledger.EvalEnded):
             started, figures = self._evaluations.pop(key, record.at), Attributes(prompts=record.prompts, mean_reward=record.mean_reward)
-            yield Span(trace=trace, name="evaluation", started=started, ended=record.at, root=True, attributes={**known, **figures})
+            yield TraceSpan(trace=trace, name="evaluation", started=started, ended=record.at, root=True, attributes={**known, **figures})
         else:
             started, mean = self._evaluations.get(key, record.at), sum(record.rewards) / len(record.rewards) if record.rewards else None
             attributes: Attributes = {"group": record.group, **known, "mean_reward": mean}
             error = record.reason if not record.rewards else ""
-            yield Span(
+            yield TraceSpan(
                 trace=record.group,
                 name="held-out prompt",
                 started=started,

@@ -50,13 +50,14 @@ class AbsentServices:
             config: None while no services are expected. statuses: what the registry holds. now: seconds since the epoch.
         """
         services = [status for status in statuses if status.service != ENVIRONMENT]
-        there = {(status.service, status.instance) for status in services}
         for status in services:
             known = self._seen.setdefault((status.service, status.instance), _Seen(status.at, now))
             if known.at != status.at:
                 known.at, known.seen = status.at, now
-        if config is None:
-            return {}
+        return {} if config is None else self._troubled(config, services, now) | self._missing(config, services, now)
+
+    def _troubled(self, config: RunConfig, services: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
+        """Returns the instances in the registry that are silent or not at work any more."""
         absent = {}
         for status in services:
             known = self._seen[status.service, status.instance]
@@ -64,10 +65,14 @@ class AbsentServices:
                 absent[status.instance] = Away(known.seen, why)
             elif status.state not in NOT_AT_WORK:
                 known.worked = True
-        for kind in _needed(config) - {service for service, _ in there}:
-            last = max((known.seen for (service, _), known in self._seen.items() if service == kind), default=now)
-            worked = any(service == kind for service, _ in self._seen)
-            absent[kind] = Away(last, "its status is gone from the registry" if worked else NOT_STARTED)
+        return absent
+
+    def _missing(self, config: RunConfig, services: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
+        """Returns the kinds of services of which the registry has none."""
+        absent = {}
+        for kind in _needed(config) - {status.service for status in services}:
+            seen = [known.seen for (service, _), known in self._seen.items() if service == kind]
+            absent[kind] = Away(max(seen, default=now), "its status is gone from the registry" if seen else "not started yet")
         return absent
 
 

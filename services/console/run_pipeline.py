@@ -71,7 +71,7 @@ class RunPipeline:
         except SourceAway:
             raise
         except BUS_ERRORS as error:
-            raise SourceAway(f"the state of the ledger could not be read: {error or type(error).__name__}") from error
+            raise SourceAway(f"the state of the ledger could not be read: {str(error) or type(error).__name__}") from error
         if self._reader is None or last < self._reader.sequence:
             self._reader = FlowReader(source.run, source.read, last)
             self._read.clear()

@@ -127,7 +127,7 @@ class RunSource:
             async for item in direct_read.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
                 yield item
         except (DeadlineExceeded, nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
-            raise SourceAway(f"{stream} could not be read to its end: {error or type(error).__name__}") from error
+            raise SourceAway(f"{stream} could not be read to its end: {str(error) or type(error).__name__}") from error
 
     def _words(self, what: str) -> str:
         away = self.away.get(what)

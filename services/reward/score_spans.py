@@ -1,10 +1,10 @@
 """The span of a group's scoring. Pure."""
 
 from shared.schema.messages import Failed, Generated, Scored
-from shared.tracing.span import Attributes, Span
+from shared.tracing.span import Attributes, TraceSpan
 
 
-def score_span(group: Generated, outcome: Scored | Failed, started: float, ended: float) -> Span:
+def score_span(group: Generated, outcome: Scored | Failed, started: float, ended: float) -> TraceSpan:
     """Returns the span of scoring that ended with ``outcome``. Times are seconds since the epoch."""
     known: Attributes = {"group": group.group, "attempt": group.attempt, "environment": group.environment}
     error = ""
@@ -12,4 +12,4 @@ def score_span(group: Generated, outcome: Scored | Failed, started: float, ended
         known |= {"rewards": outcome.rewards, "unread": len(outcome.unread), "filtered": outcome.filtered}
     else:
         error = outcome.reason
-    return Span(trace=group.group, name="score", started=started, ended=ended, error=error, attributes=known)
+    return TraceSpan(trace=group.group, name="score", started=started, ended=ended, error=error, attributes=known)

@@ -1,12 +1,12 @@
 """The spans of a replica's work on tasks: one for each time that it had one. Pure."""
 
 from shared.schema.messages import Discarded, Failed, Generated, Interrupted, Outcome, Task
-from shared.tracing.span import Attributes, Span
+from shared.tracing.span import Attributes, TraceSpan
 
 GENERATE = "generate"
 
 
-def generation_span(task: Task, message: Generated | Outcome, replica: str, started: float, ended: float) -> Span | None:
+def generation_span(task: Task, message: Generated | Outcome, replica: str, started: float, ended: float) -> TraceSpan | None:
     """Returns the span of work on a task that ended with ``message``; None where it has not ended. Times are seconds since the epoch."""
     error = ""
     known: Attributes = {}
@@ -26,12 +26,12 @@ def generation_span(task: Task, message: Generated | Outcome, replica: str, star
     return _span(task, replica, started, ended, error, {"outcome": type(message).__name__.lower(), **known})
 
 
-def handed_back(task: Task, error: Exception, replica: str, started: float, ended: float) -> Span:
+def handed_back(task: Task, error: Exception, replica: str, started: float, ended: float) -> TraceSpan:
     """Returns the span of work on a task that goes back to the queue."""
     return _span(task, replica, started, ended, str(error), {"outcome": "handed back"})
 
 
-def _span(task: Task, replica: str, started: float, ended: float, error: str, known: Attributes) -> Span:
+def _span(task: Task, replica: str, started: float, ended: float, error: str, known: Attributes) -> TraceSpan:
     attributes: Attributes = {
         "group": task.group,
         "attempt": task.attempt,
@@ -39,4 +39,4 @@ def _span(task: Task, replica: str, started: float, ended: float, error: str, kn
         "continued": task.partial is not None,
         **known,
     }
-    return Span(trace=task.group, name=GENERATE, started=started, ended=ended, error=error, attributes=attributes)
+    return TraceSpan(trace=task.group, name=GENERATE, started=started, ended=ended, error=error, attributes=attributes)

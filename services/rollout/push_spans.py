@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from shared.schema.messages import Message
 from shared.schema.weight_messages import WeightsAbort, WeightsCommit, WeightsPrepare, WeightsReceive, WeightsReceived
-from shared.tracing.span import Attributes, Span, push_trace
+from shared.tracing.span import Attributes, TraceSpan, push_trace
 from shared.tracing.traces import Traces
 
 PushStep = WeightsPrepare | WeightsReceive | WeightsCommit | WeightsAbort
@@ -49,4 +49,4 @@ class PushSpans:
         if self._push:
             attributes: Attributes = {"version": request.version, "replica": self._replica}
             attributes |= {"bytes": answer.bytes, "digest": answer.digest} if isinstance(answer, WeightsReceived) else {}
-            self._traces.add(Span(trace=self._push, name=name, started=started, ended=time.time(), error=error, attributes=attributes))
+            self._traces.add(TraceSpan(trace=self._push, name=name, started=started, ended=time.time(), error=error, attributes=attributes))

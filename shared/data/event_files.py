@@ -77,10 +77,12 @@ def _part(file: Path, offset: int) -> bytes:
 
 
 def _whole(data: bytes) -> list[tuple[int, int]]:
-    """Returns where the records lie that are whole. Raises ValueError for a length that no record has."""
-    found, begin = [], 0
+    """Returns where the records lie that are whole. Raises ValueError where the first has a length that no record has."""
+    found, begin = list[tuple[int, int]](), 0
     while begin + _LENGTH.size + _CHECK <= len(data):
         (length,) = _LENGTH.unpack_from(data, begin)
+        if length > MAX_RECORD and found:
+            break  # what lies before it is taken first
         if length > MAX_RECORD:
             raise ValueError(f"a record of {length} bytes: not an event file, or a damaged one")
         first = begin + _LENGTH.size + _CHECK

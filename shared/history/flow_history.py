@@ -129,6 +129,7 @@ class FlowHistory:
     _batches: dict[int, BatchFormed] = field(default_factory=dict)
     _counted: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
     _trained_until: float | None = None
+    _trainer_joins: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
 
     # --- what it takes
 
@@ -183,6 +184,8 @@ class FlowHistory:
         if math.isfinite(event.at):
             self._saw(event.at)
         self.failures.take(event)
+        if event.service == "trainer" and event.what == JOINED:
+            self._trainer_joins.append((event.at, event.instance))
 
     def look(self, service: str, instance: str, activity: str, at: float) -> None:
         """Takes what a service is seen to do at ``at``, which it has done since the last look."""
@@ -250,11 +253,9 @@ class FlowHistory:
 
     def back_at(self, wait: Interval) -> float:
         """Returns when a trainer that died within ``wait`` was ready again; 0 where none did."""
-        names = [event.instance for event in self.events if event.service == "trainer" and event.what == JOINED]
-        if not any(event.service == "trainer" and event.what == JOINED and wait[0] < event.at <= wait[1] for event in self.events):
-            return 0.0
-        absent = [span.end for name in set(names) for span in self.absences(name)]
-        loading = [span.end for name in set(names) for span in self.looks.get(name, ()) if span.activity != "ready"]
+        names = {instance for at, instance in self._trainer_joins if wait[0] < at <= wait[1]}
+        absent = [span.end for name in names for span in self.absences(name)]
+        loading = [span.end for name in names for span in self.looks.get(name, ()) if span.activity != "ready"]
         return max((end for end in (*absent, *loading) if wait[0] < end <= wait[1]), default=0.0)
 
     @property

@@ -8,7 +8,7 @@ from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
 from shared.history.activity import ActivitySpan, laid_over, seconds_of, shown_spans
 from shared.history.flow_history import ADMITTED, GENERATED, SCORED, TRAINED, FlowHistory, StepRecord, TokensByLength
-from shared.history.intervals import Interval
+from shared.history.intervals import Interval, union
 from shared.history.wait_causes import (
     ADMISSION,
     GENERATION,
@@ -78,8 +78,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class ServiceTimeline:
-    """What a service did within the window. ``doing``: now; ``busy``: share of the time that it was seen, None for one that only
-    answers others; ``shares``: of each activity."""
+    """What a service did within the window. ``doing``: now; ``busy``: share of the time that it was seen, None for one that was
+    not, or only answers others; ``shares``: of each activity."""
 
     service: str
     instance: str
@@ -263,8 +263,8 @@ def _busy(history: FlowHistory, window: Interval) -> dict[str, float]:
 
 def _generating(history: FlowHistory, replica: str) -> list[ActivitySpan]:
     """Returns when a replica generated: by groups that came back, and by what it was seen to do."""
-    back = [ActivitySpan(GENERATING, *interval) for interval in history.generated.get(replica, ())]
-    return back + [span for span in history.looks.get(replica, ()) if span.activity == GENERATING]
+    seen = [(span.begin, span.end) for span in history.looks.get(replica, ()) if span.activity == GENERATING]
+    return [ActivitySpan(GENERATING, *interval) for interval in union([*history.generated.get(replica, ()), *seen])]
 
 
 def _lost(history: FlowHistory) -> float:
@@ -328,7 +328,7 @@ def _timeline(history: FlowHistory, service: str, instance: str, status: Service
     newest = doing(status) if status is not None else AWAY
     if newest == "ready" and spans and service == "trainer":
         newest = spans[-1].activity
-    busy = sum(share for activity, share in shares.items() if activity in BUSY) if service in WORKERS else None
+    busy = sum(share for activity, share in shares.items() if activity in BUSY) if seen and service in WORKERS else None
     return ServiceTimeline(service, instance, newest, busy, shares, shown_spans(spans, window))
 
 

@@ -8,7 +8,7 @@ Attributes = dict[str, str | bool | int | float | list[float] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """Something that began and ended: in the trace of a group, a training step or a push.
 
     ``trace``: the trace's name: a group's id, or as `step_trace` and `push_trace` say. ``started``, ``ended``: seconds since the epoch.

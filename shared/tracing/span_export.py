@@ -23,7 +23,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from shared.runtime.failure_summary import short
 from shared.runtime.telemetry import Metrics
-from shared.tracing.span import Span, trace_ids
+from shared.tracing.span import TraceSpan, trace_ids
 from shared.tracing.trace_settings import TraceSettings
 from shared.tracing.traces import Traces
 
@@ -64,14 +64,14 @@ class SpanExport(Traces):
         self._problems = _Problems()
         self._log: Any = structlog.get_logger()
         self._endpoint, self._warned = settings.endpoint, 0.0
-        self._waiting: deque[Span] = deque()
+        self._waiting: deque[TraceSpan] = deque()
         self._overflowed = 0
         self._ending, self._closed = threading.Event(), False
         self._exporter = OTLPSpanExporter()
         self._thread = threading.Thread(target=self._work, name="span-export", daemon=True)
         self._thread.start()
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(span)
         else:
@@ -120,7 +120,7 @@ class SpanExport(Traces):
         if count:
             self._metrics.add(name, count)
 
-    def _readable(self, span: Span) -> ReadableSpan | None:
+    def _readable(self, span: TraceSpan) -> ReadableSpan | None:
         """Returns a span as the SDK exports it; None where its trace is not among those that are exported."""
         context = self._root(span.trace)
         if context.trace_id & ((1 << SAMPLED_BITS) - 1) >= self._below:

@@ -1,6 +1,6 @@
 """Where services put their spans."""
 
-from shared.tracing.span import Span
+from shared.tracing.span import TraceSpan
 
 
 class Traces:
@@ -11,7 +11,7 @@ class Traces:
 
     on = False
 
-    def add(self, span: Span) -> None:
+    def add(self, span: TraceSpan) -> None:
         """Takes a span, from any thread; never waits."""
 
     def close(self) -> None:

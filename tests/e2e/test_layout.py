@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shared.schema.service_messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
+from tests.support.dashboards import metrics_asked_for, metrics_told
 
 RUN_SECONDS = 1200
 FUNCTIONS = "examples.hooks.arithmetic"
@@ -35,8 +36,8 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
     with LaunchedRun(config, tmp_path / "runs" / "layout", "layout", flags) as run:
         cards = run.until("two replicas that serve", two_serve, RUN_SECONDS)
         assert {card.service for card in cards} == {"buffer", "reward", "rollout", "trainer"}
-        for card in cards:
-            assert_watchable(card)
+        told = set[str]().union(*(assert_watchable(card) for card in cards))
+        assert metrics_asked_for() <= told, "dashboard, alerts or docs ask for what nobody tells"
         victim = next(card for card in cards if card.instance == "rollout-1")
         assert gauge(cards, "buffer", "trained_steps") < steps, "the run ended before a replica was killed: make it longer"
         run.kill(victim.pid)
@@ -59,8 +60,8 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
     assert any(-0.1 in line["rewards"] for line in lines), "nobody tried twice"
 
 
-def assert_watchable(card: ServiceStatus) -> None:
-    """Every service answers health checks and shows Prometheus metrics."""
+def assert_watchable(card: ServiceStatus) -> set[str]:
+    """Every service answers health checks and shows Prometheus metrics. Returns their names."""
     with urllib.request.urlopen(f"http://{card.http}/healthz", timeout=30) as answer:
         health = json.load(answer)
     assert health["ok"] is True
@@ -68,7 +69,9 @@ def assert_watchable(card: ServiceStatus) -> None:
     with urllib.request.urlopen(f"http://{card.http}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     assert all(line.startswith(("#", "myxo_")) for line in text.splitlines())
+    return metrics_told(text)
 
 
 def two_serve(cards: list[ServiceStatus]) -> bool:
-    return sum(card.service == "rollout" and card.version >= 1 for card in cards) == 2
+    """Each has taken two versions: some figures are of the time between two steps."""
+    return sum(card.service == "rollout" and card.version >= 2 for card in cards) == 2

@@ -17,6 +17,9 @@ from shared.data.rollout_files import TRAINED
 from shared.history.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
 from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, CheckpointDurable, EvalStarted, LedgerRecord, eval_group_parts
 
+FEW = 5000
+"""Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order."""
+
 _MARKS = ",".join("?" * 20)
 _PUT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({_MARKS})"
 
@@ -154,10 +157,11 @@ class GroupIndex:
 
     def page(self, query: GroupQuery) -> tuple[list[GroupRecord], int]:
         """Returns the groups of a page, in order, and how many there are on all pages."""
-        where, values = query.where()
-        chosen = f"SELECT name FROM groups WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?"
+        counted, values = query.where(by_kind=not query.filtered)
         with self._lock:
-            [[total]] = self._rows(f"SELECT count(*) FROM groups WHERE {where}", values)
+            [[total]] = self._rows(f"SELECT count(*) FROM groups WHERE {counted}", values)
+            where, _ = query.where(by_kind=total > FEW)
+            chosen = f"SELECT name FROM groups WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?"
             names = self._rows(chosen, (*values, query.limit, query.offset))
             records = [self._rows("SELECT record FROM details WHERE name = ?", name) for name in names]
         return [decoded(record) for [[record]] in records], total

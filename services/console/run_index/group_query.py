@@ -58,9 +58,9 @@ class GroupQuery(BaseModel):
     limit: int = Field(default=50, ge=1, le=MOST_ROWS)
     offset: Count = 0
 
-    def where(self) -> Condition:
-        """Returns the condition on a row of ``groups``."""
-        kind = "evaluation = ?" if self.step is None else "+evaluation = ?"  # the plus keeps the database from choosing the kind's index
+    def where(self, *, by_kind: bool = True) -> Condition:
+        """Returns the condition on a row of ``groups``. by_kind: whether the kind's indexes, which have the orders, help to find it."""
+        kind = "evaluation = ?" if by_kind else "+evaluation = ?"  # a plus keeps the database from choosing an index of the column
         conditions: list[Condition] = [(kind, (self.evaluation,)), *self._equal(), *self._bounds(), *self._flags()]
         if self.status:
             conditions.append((f"status IN ({','.join('?' * len(self.status))})", tuple(self.status)))
@@ -71,6 +71,11 @@ class GroupQuery(BaseModel):
         if self.version is not None:
             conditions.append(self._of_version(self.version))
         return " AND ".join(text for text, _ in conditions), tuple(value for _, values in conditions for value in values)
+
+    @property
+    def filtered(self) -> bool:
+        """Returns whether groups of the wanted kind are left out."""
+        return self.where()[0] != "evaluation = ?"
 
     def order(self) -> str:
         """Returns the order; what is alike stands by its last change, and what has no such figure last."""

@@ -21,11 +21,6 @@ CREATE TABLE groups (
     samples INTEGER, reward REAL, spread REAL, tokens INTEGER, longest INTEGER, truncated INTEGER, forks INTEGER, replica TEXT,
     seconds REAL, admitted REAL, at REAL, changed INTEGER
 ) WITHOUT ROWID;
-CREATE INDEX groups_changed ON groups (evaluation, changed, name);
-CREATE INDEX groups_reward ON groups (evaluation, reward, changed, name);
-CREATE INDEX groups_spread ON groups (evaluation, spread, changed, name);
-CREATE INDEX groups_tokens ON groups (evaluation, tokens, changed, name);
-CREATE INDEX groups_seconds ON groups (evaluation, seconds, changed, name);
 CREATE INDEX groups_step ON groups (step);
 CREATE TABLE details (name TEXT PRIMARY KEY, record BLOB) WITHOUT ROWID;
 CREATE TABLE spans (name TEXT, oldest INTEGER, newest INTEGER, PRIMARY KEY (name, oldest, newest)) WITHOUT ROWID;
@@ -41,13 +36,20 @@ CREATE TABLE kept (name TEXT, attempt INTEGER, file TEXT, start INTEGER, size IN
 CREATE INDEX kept_file ON kept (file);
 """
 
+ORDERS = ("admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds")
+"""The columns that lists are sorted by, besides ``changed``."""
+
+INDEXES = "CREATE INDEX groups_changed ON groups (evaluation, changed, name);" + "".join(
+    f"CREATE INDEX groups_{column} ON groups (evaluation, {column}, changed, name);" for column in ORDERS
+)
+
 _RECORD = TypeAdapter(GroupRecord)
 
 
 def new_database(path: Path) -> sqlite3.Connection:
     """Returns a new database of these tables; it is scratch, and nothing in it is worth a sync of the disk."""
     database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -{CACHE_KIB};{TABLES}")
+    database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -{CACHE_KIB};{TABLES}{INDEXES}")
     return database
 
 

@@ -63,7 +63,7 @@ class LedgerFollower:
         try:
             info = await self._source.bus().js.stream_info(stream)
         except (nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
-            raise SourceAway(f"the state of {stream} could not be read: {error or type(error).__name__}") from error
+            raise SourceAway(f"the state of {stream} could not be read: {str(error) or type(error).__name__}") from error
         self.end = info.state.last_seq
         if self._created not in (None, info.created) or self.end < self._index.sequence:
             await asyncio.to_thread(self._index.clear)

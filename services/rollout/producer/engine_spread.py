@@ -140,7 +140,7 @@ class EngineSpread:
                         continue
                     return await _copied(request, answer)
             except (aiohttp.ClientError, TimeoutError) as error:
-                denied = RequestDenied(HTTPStatus.BAD_GATEWAY, f"{url}: {error or type(error).__name__}")
+                denied = RequestDenied(HTTPStatus.BAD_GATEWAY, f"{url}: {str(error) or type(error).__name__}")
         raise denied
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""docs/first-run.md as it stands: its files written, its commands run, its reward at work in a run, its agent on a real engine."""
+"""The pages for a run of one's own as they stand: files written, commands run, a reward at work in a run, an agent on a real engine."""
 
 import json
 import os
@@ -6,13 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.integration.engine.bench import NewBench
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 
-PAGE = (ROOT / "docs" / "first-run.md").read_text()
+PAGES = ("my-data", "my-model", "my-reward", "my-agent", "coming-from-others")
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
 FILES: dict[str, str] = dict(re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()]
 CHECKS, RUNS = ([line for line in COMMANDS if line.endswith(" --dry-run") == dry] for dry in (True, False))
@@ -47,9 +50,11 @@ def myxo(directory: Path, line: str, module: str = "myxo.main") -> str:
 
 
 def test_the_page_has_all_four_and_each_is_short() -> None:
-    assert set(FILES) == {"data/train.jsonl", "first-run.toml", "evaluated.toml", "my-model.toml", "my_reward.py", "my_agent.py"}
-    assert (len(CHECKS), len(RUNS)) == (5, 1)
-    for name, text in FILES.items():
+    own = {"data/train.jsonl", "first-run.toml", "evaluated.toml", "my-model.toml", "my_reward.py", "my_agent.py"}
+    assert set(FILES) - own == {"from-verl.toml", "data/verl.jsonl", "verl_reward.py", "from-trl.toml", "trl_reward.py"}
+    assert (len(CHECKS), len(RUNS)) == (7, 1)
+    for name in own:
+        text = FILES[name]
         lines = [line for line in text.splitlines() if line and not line.startswith(("[", "import ", "from "))]
         assert len(lines) <= 12, name
 
@@ -57,9 +62,21 @@ def test_the_page_has_all_four_and_each_is_short() -> None:
 @pytest.mark.parametrize("line", CHECKS)
 def test_its_configs_pass_the_check(page: Path, line: str) -> None:
     printed = myxo(page, line)
-    assert f'"{page}/data/train.jsonl' in printed
+    assert re.search(rf'"{page}/data/(train|verl).jsonl', printed)
     for name, flag in re.findall(r"--(custom-[a-z-]+) (\S+)", line):
         assert f'{name.replace("-", "_")} = "{flag}"' in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "label"), [("verl_reward.py", {"style": "rule", "ground_truth": "5"}), ("trl_reward.py", "5"), ("my_reward.py", "5")]
+)
+def test_rewards_brought_from_elsewhere_score(name: str, label: object) -> None:
+    functions: dict[str, Any] = {}
+    exec(FILES[name], functions)
+    args = SimpleNamespace(rollout_max_response_len=16)
+    samples = [SimpleNamespace(prompt="2+3=", response=text, response_length=8, label=label, metadata={}) for text in ("is 5", "is 4")]
+    right, wrong = (functions["score"](args, sample) for sample in samples)
+    assert (right["right"], wrong["right"]) == (1.0, 0.0) if isinstance(right, dict) else (right, wrong) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("line", RUNS)

@@ -81,6 +81,12 @@ def test_pages_have_the_same_structure_on_the_site_as_on_disk(site: Path) -> Non
             assert found == wanted, f"{page.name} has {wanted} <{tag}> where it lies, {found} on the site"
 
 
+def test_formulas_are_shown_without_a_script(site: Path) -> None:
+    pages = [(site / f"{name}.html").read_text() for name in ("staleness", "simulation", "algorithms")]
+    assert all(page.count("<math") > 10 for page in pages)
+    assert all("arithmatex" not in page and "\\frac" not in page for page in pages)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
@@ -20,7 +21,7 @@ def test_what_is_added_is_read_once(tmp_path: Path) -> None:
     writer.add_scalar("train/loss", 0.5, 0, walltime=17.5)
     writer.add_scalar("rewards/größe/mean", math.inf, 2**31 - 1)
     writer.add_text("note", "no number", 1)
-    writer.add_histogram("weights", [1.0, 2.0], 1)
+    writer.add_histogram("weights", np.array([1.0, 2.0]), 1)
     writer.flush()
     first = list(directory.read())
     assert first[0] == Scalar("train/loss", 0, 0.5, 17.5)

@@ -9,7 +9,7 @@ from services.buffer.group_spans import GroupSpans
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
-from shared.tracing.span import Span
+from shared.tracing.span import TraceSpan
 
 
 def scored(group: str, started: float, rewards: Iterable[float] = (1.0, 0.0), attempt: int = 0) -> ScoredGroup:
@@ -26,7 +26,7 @@ def scored(group: str, started: float, rewards: Iterable[float] = (1.0, 0.0), at
     )
 
 
-def spans(*records: LedgerRecord) -> list[Span]:
+def spans(*records: LedgerRecord) -> list[TraceSpan]:
     fold = GroupSpans()
     return [span for record in records for span in fold.apply(record)]
 

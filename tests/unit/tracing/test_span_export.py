@@ -13,7 +13,7 @@ import structlog
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.telemetry import Metrics
 from shared.tracing import span_export
-from shared.tracing.span import Span, step_trace, trace_ids
+from shared.tracing.span import TraceSpan, step_trace, trace_ids
 from shared.tracing.span_export import SpanExport
 from shared.tracing.trace_settings import trace_settings
 from tests.support.otlp_receiver import OtlpReceiver
@@ -44,8 +44,8 @@ def exporting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exporting]:
         export.close()
 
 
-def group(number: int = 0, **fields: object) -> Span:
-    return Span(**{"trace": f"g{number:08d}", "name": "group", "started": 10.0, "ended": 12.5, "root": True, **fields})
+def group(number: int = 0, **fields: object) -> TraceSpan:
+    return TraceSpan(**{"trace": f"g{number:08d}", "name": "group", "started": 10.0, "ended": 12.5, "root": True, **fields})
 
 
 def until(condition: Callable[[], object], what: str) -> None:
