@@ -27,6 +27,8 @@ COLOURS = 96
 STEPS = 25
 """So many of the quick start's 60 are trained when the pictures are taken."""
 
+FLAGS = ("--console", "--eval-interval", "5", "--keep-rollouts-tokens")
+
 
 @pytest_asyncio.fixture
 async def learning(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[LiveConsole]:
@@ -39,7 +41,7 @@ async def learning(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     text = (ROOT / "examples/arithmetic/quickstart.toml").read_text().replace("runs/quickstart/data", str(data))
     config.write_text(text.replace("[run]", f'[run]\ndir = "{tmp_path}/runs"'))
     async with chromium() as browser:
-        with LaunchedRun(config, tmp_path / "runs" / "quickstart", "quickstart", ("--console", "--eval-interval", "5", "--keep-rollouts-tokens")) as run:
+        with LaunchedRun(config, tmp_path / "runs" / "quickstart", "quickstart", FLAGS) as run:
             await asyncio.to_thread(run.until, f"{STEPS} steps", lambda cards: gauge(cards, "buffer", "trained_steps") >= STEPS, 1800)
             yield console_of(run, browser)
 
@@ -61,11 +63,11 @@ async def test_pictures_of_the_console(learning: LiveConsole) -> None:
             await page.locator("main tbody a[href*='#/samples/']").first.click(timeout=SHOWN_MS)
             await expect(page.locator("main .tokens .token").first).to_be_visible(timeout=SHOWN_MS)
             await visit.settled(800)
-            await take(page, f"console-sample{ending}")
+            await take(page, f"console-sample{ending}", 660)
 
 
-async def take(page: Page, name: str) -> None:
-    """Writes what the window shows, with few colours."""
+async def take(page: Page, name: str, height: int = SIZE["height"]) -> None:
+    """Writes what the window shows, down to ``height`` pixels, with few colours."""
     path: Any = PICTURES / f"{name}.png"
-    await page.screenshot(path=path)
+    await page.screenshot(path=path, clip={"x": 0, "y": 0, "width": SIZE["width"], "height": height})
     Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)

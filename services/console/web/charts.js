@@ -280,7 +280,7 @@ function tickText(tick, step) {
   if (tick === null) return "";
   const size = Math.abs(tick);
   if (size >= 1e6 || (size > 0 && step < 1e-4)) return tick.toExponential(Math.min(6, Math.max(0, Math.ceil(Math.log10(size / step)))));
-  return tick.toLocaleString("en", { maximumFractionDigits: Math.max(0, -Math.floor(Math.log10(step))) });
+  return tick.toLocaleString("en", { maximumFractionDigits: Math.max(0, 1 - Math.floor(Math.log10(step))) }); // 0.25 has a digit more
 }
 
 /** Returns the range of an axis with a little room, none below 0 where nothing is; a curve that is flat lies in the middle. */
