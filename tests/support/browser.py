@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, Page, Request, Response, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, Request, Response, async_playwright
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 LAPTOP, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
@@ -35,6 +35,10 @@ async def chromium() -> AsyncIterator[Browser]:
             await browser.close()
 
 
+NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
+"""What Chromium ends requests with when the machine gets or loses a network interface, as containers beside it make it do; pages ask again."""
+
+
 @dataclass
 class Visit:
     """One page of a browser, and what happened in it so far.
@@ -50,11 +54,15 @@ class Visit:
     refused: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.errors.append(f"thrown: {error}"))
         self.page.on("dialog", self._dialog)
         self.page.on("request", self._request)
         self.page.on("response", self._response)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type == "error" and not message.text.endswith(NETWORK_CHANGED):
+            self.errors.append(message.text)
 
     async def _dialog(self, dialog: Any) -> None:
         self.errors.append(f"a dialog: {dialog.message}")

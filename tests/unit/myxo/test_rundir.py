@@ -119,7 +119,7 @@ def test_servers_file_replaces_an_older_one_that_anybody_could_read(tmp_path: Pa
     os.chmod(root / "servers.json", 0o644)
     RunDirectory(root).write_servers(ServerUrls("a", "b", 1))
     assert (root / "servers.json").stat().st_mode & 0o777 == 0o600
-    assert json.loads((root / "servers.json").read_text()) == {"nats_url": "a", "redis_url": "b", "pid": 1}
+    assert json.loads((root / "servers.json").read_text()) == {"nats_url": "a", "redis_url": "b", "pid": 1, "console": ""}
 
 
 def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
