@@ -36,7 +36,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
-"""What Chromium ends requests with when the machine gets or loses a network interface, as containers beside it make it do; pages ask again."""
+"""What Chromium ends requests with when the machine gets or loses an interface, as by containers beside it."""
 
 
 @dataclass
