@@ -1,8 +1,8 @@
-"""Cancels tasks repeatedly until they have ended."""
+"""Cancels tasks repeatedly until they have ended, and lets what must not be cut short come to its end."""
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import structlog
@@ -26,3 +26,21 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) 
         if left and time.monotonic() > end:
             structlog.get_logger().error("tasks_not_ended", tasks=sorted(task.get_name() for task in left), seconds=deadline)
             return
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits ``work`` to its end, which has to have a deadline of its own, and only then raises a cancellation that came meanwhile.
+
+    It is for what has to be let go of: `cancelled` asks again every `REPEAT_SECONDS`, and would otherwise end that, too.
+    """
+    task, interruption = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            interruption = error
+    task.result()
+    if interruption is not None:
+        raise interruption

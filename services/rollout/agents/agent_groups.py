@@ -27,7 +27,7 @@ from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.runtime.cancellation import cancelled
+from shared.runtime.cancellation import cancelled, to_the_end
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
@@ -196,8 +196,11 @@ class _AgentRollout:
                 ended[role] = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=rewards[role]))
             return self._samples(ended, rewards)
         finally:
-            for role, (session, _) in opened.items():
-                await groups.forget(session, ended.get(role))
+            await to_the_end(self._forgotten(opened, ended))
+
+    async def _forgotten(self, opened: Mapping[str, tuple[Session, str]], ended: Mapping[str, SessionLog]) -> None:
+        for role, (session, _) in opened.items():
+            await self._groups.forget(session, ended.get(role))
 
     async def _unless_stopped(self, running: Coroutine[Any, Any, object]) -> object:
         """Returns what an agent gives. Raises Stopped once the rollout is stopped, and ends the agent then."""

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import structlog
 
-from shared.runtime.cancellation import cancelled
+from shared.runtime.cancellation import REPEAT_SECONDS, cancelled, to_the_end
 
 
 async def stubborn(times: int) -> None:
@@ -48,3 +48,30 @@ async def test_one_that_does_not_end_is_left_after_the_deadline() -> None:
 
 async def test_nothing_to_end_is_fine() -> None:
     await cancelled([])
+
+
+async def test_letting_go_is_not_cut_short_by_a_second_request() -> None:
+    let_go = []
+
+    async def forgotten() -> None:
+        await asyncio.sleep(3 * REPEAT_SECONDS)
+        let_go.append("session")
+
+    async def play() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await to_the_end(forgotten())
+
+    task = asyncio.create_task(play())
+    await asyncio.sleep(0.01)
+    await cancelled([task])
+    assert task.cancelled() and let_go == ["session"]
+
+
+async def test_letting_go_tells_its_error() -> None:
+    async def refused() -> None:
+        raise RuntimeError("the store is away")
+
+    with pytest.raises(RuntimeError, match="the store is away"):
+        await to_the_end(refused())
