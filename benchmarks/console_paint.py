@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--visits", type=int, default=5, metavar="N", help="to each page (default 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
+    if not (arguments.directory / "config.json").is_file():
+        parser.error(f"RUN_DIRECTORY = {arguments.directory}: no run lies there")
     figures = asyncio.run(measure(arguments.directory.absolute(), arguments.visits))
     print(f"milliseconds, median and worst of {arguments.visits} visits; {command_line.machine()}")
     for page, row in figures.items():
