@@ -13,8 +13,9 @@ from rich.live import Live
 
 from myxo.commands.command_arguments import add_json, add_run, seconds
 from myxo.display.flow_panel import flow_panel
-from myxo.run.run_access import BUS_ERRORS, Access, reach
+from myxo.run.run_access import Access, reach
 from shared.bus import runs, stream_replay
+from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.live.alarms import Alarm, alarms

@@ -19,11 +19,12 @@ from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import StopReason, Supervisor
 from myxo.preflight.server_checks import GivenServers
-from myxo.run.run_access import BUS_ERRORS, told_when_lost
+from myxo.run.run_access import told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.vocabulary import vocabulary
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
+from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.subjects import Subjects

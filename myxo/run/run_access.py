@@ -20,9 +20,6 @@ from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.store.payload_store import Store
 
-BUS_ERRORS = (MyxoError, nats.errors.Error, *TRANSIENT)
-"""What a bus that is away, or that refuses, raises."""
-
 SETTLE_SECONDS = 5.0
 """The time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory."""
 

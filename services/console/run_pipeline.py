@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 
 from services.console.absence import NOT_STARTED
 from services.console.change_feed import FLOW, HEALTH
-from services.console.run_source import BUS_ERRORS, READ_SECONDS, RunSource, SourceAway
+from services.console.run_source import READ_SECONDS, RunSource, SourceAway
 from shared.bus import stream_replay
+from shared.bus.bus_errors import BUS_ERRORS
 from shared.config.run_config import RunConfig
 from shared.live.alarms import alarms
 from shared.live.flow_reader import FlowReader

@@ -21,7 +21,7 @@ from services.console.absence import AbsentServices, Away
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
 from shared.accounts.permissions import CONSOLE, ROLES, user_name
 from shared.bus import direct_read, runs
-from shared.bus.bus_errors import TRANSIENT
+from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.stream_replay import Entry
@@ -40,8 +40,6 @@ LOOK_SECONDS = 5.0
 
 READ_SECONDS = 10.0
 """The time without progress after which reading a stream is given up."""
-
-BUS_ERRORS = (MyxoError, nats.errors.Error, nats.js.errors.Error, *TRANSIENT)
 
 Shared = TypeVar("Shared")
 

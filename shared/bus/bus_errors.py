@@ -37,6 +37,9 @@ TRANSIENT = (
     ConnectionError,
 )
 
+BUS_ERRORS = (MyxoError, nats.errors.Error, *TRANSIENT)
+"""What a bus that is away, or that refuses, raises."""
+
 REMEMBERED_REFUSALS = 256
 _REFUSAL = re.compile(r'permissions violation for (?:publish|subscription) to "([^"]*)"')
 
