@@ -1,7 +1,6 @@
 """The console beside a run: started, kept alive, ended. Whatever becomes of it, the run goes on."""
 
 import os
-import secrets
 import socket
 import sys
 import time
@@ -17,7 +16,7 @@ from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import MyxoError
 from shared.runtime.http_address import LAST_PORT, HttpAddress
 from shared.runtime.safe_text import say
-from shared.runtime.server_urls import CONSOLE_TOKEN
+from shared.runtime.server_urls import CONSOLE_TOKEN, new_console_token
 
 MODULE = "services.console"
 
@@ -44,7 +43,7 @@ class ConsoleProcess:
 
     def __init__(self, section: ConsoleSection, log: Path, environment: Mapping[str, str]) -> None:
         self._section, self._log_path, self._environment = section, log, environment
-        self._token = secrets.token_urlsafe(32)
+        self._token = new_console_token()
         self._backoff = BackOff()
         self._child: ChildProcess | None = None
         self._due: float | None = 0.0

@@ -6,7 +6,6 @@ The ``Host`` header has to name this machine: a page of a foreign site whose nam
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Collection, Iterable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
@@ -15,7 +14,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-TOKEN_BYTES = 32
 LEAST_TOKEN = 16
 """Characters of the shortest token that is taken."""
 
@@ -33,11 +31,6 @@ _HEADERS = {
 }
 
 _STRANGER = "401: this console shows a run to whoever has its token. Open the address that `myxo up` or `myxo console` has printed.\n"
-
-
-def new_token() -> str:
-    """Returns a token that nobody can guess."""
-    return secrets.token_urlsafe(TOKEN_BYTES)
 
 
 class AccessToken:

@@ -132,15 +132,15 @@ class PanelSeries:
     label: str
 
 
-def panel_series(panel: ChartPanel, tags: Iterable[str], held_out: Sequence[str]) -> list[PanelSeries]:
-    """Returns the series of a panel that there are.
+def panel_series(panel: ChartPanel, tags: Iterable[str], held_out: Sequence[str]) -> tuple[list[PanelSeries], int]:
+    """Returns the series of a panel, and how many more there are than it draws.
 
     Args:
         tags: all metrics of the runs. held_out: names of held-out sets.
     """
     known = sorted(tags)
     if panel.panel == "held_out":
-        return [PanelSeries(f"eval/{name}", False, name) for name in held_out if f"eval/{name}" in known][:MOST_SERIES]
+        return _first([PanelSeries(f"eval/{name}", False, name) for name in held_out if f"eval/{name}" in known])
     found = []
     for index, pattern in enumerate(panel.tags):
         negative, pattern = pattern.startswith("-"), pattern.removeprefix("-")
@@ -148,7 +148,11 @@ def panel_series(panel: ChartPanel, tags: Iterable[str], held_out: Sequence[str]
             if fnmatchcase(tag, pattern):
                 label = panel.labels[index] if index < len(panel.labels) else _short(tag, pattern)
                 found.append(PanelSeries(tag, negative, label))
-    return found[:MOST_SERIES]
+    return _first(found)
+
+
+def _first(found: list[PanelSeries]) -> tuple[list[PanelSeries], int]:
+    return found[:MOST_SERIES], max(0, len(found) - MOST_SERIES)
 
 
 def further(tags: Iterable[str], shown: Iterable[str]) -> list[str]:

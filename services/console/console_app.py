@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from services.console.access_token import AccessToken
 from services.console.other_runs import runs_beside
-from services.console.pages import flow, health, run, sample_pages, weights
+from services.console.pages import flow, health, run, sample_pages, session_list, weights
 from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
@@ -98,6 +98,7 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
     routers |= {"flow": flow.router(pipeline), "health": health.router(pipeline)}
     for page, router in routers.items():
         app.include_router(router, prefix=f"/api/{page}", tags=[page])
+    app.include_router(session_list.router(source), prefix="/api/samples", tags=["samples"])
     app.mount("/", StaticFiles(directory=WEB, html=True))
     app.add_middleware(AccessToken, token=token, names=list(names))
     return app

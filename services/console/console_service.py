@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
-from services.console.access_token import LEAST_TOKEN, new_token
+from services.console.access_token import LEAST_TOKEN
 from services.console.console_app import console_app
 from services.console.run_source import RunSource
 from shared.bus.subjects import RUN_ID
@@ -41,7 +41,7 @@ async def serve() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     source, given_token = source_of_environment(), server_urls.console_token()
-    token = given_token or new_token()
+    token = given_token or server_urls.new_console_token()
     if len(token) < LEAST_TOKEN:
         raise ConfigError(server_urls.CONSOLE_TOKEN, "…", f"at least {LEAST_TOKEN} characters that nobody can guess")
     given = os.environ.get(ADDRESS)

@@ -55,14 +55,23 @@ class EventHistory:
     """The fold of one run's events and metric files. Pages share it: ``source.shared(EventHistory)``."""
 
     def __init__(self, source: RunSource) -> None:
-        self.metrics, self.pushes, self.marks = MetricHistory(), PushHistory(), RunMarks()
-        self.files = MetricFiles(source.directory) if source.directory is not None else None
-        self._source, self._seen = source, 0
+        self._source = source
+        self._begin()
         source.followers.append(self.follow)
+
+    def _begin(self) -> None:
+        """Begins with nothing read."""
+        directory = self._source.directory
+        self.metrics, self.pushes, self.marks = MetricHistory(), PushHistory(), RunMarks()
+        self.files = MetricFiles(directory) if directory is not None else None
+        self._seen, self._life = 0, self._source.life
 
     async def follow(self) -> Collection[str]:
         """Takes what is new; returns the pages whose data has changed."""
         changed = set[str]()
+        if self._life != self._source.life:
+            self._begin()
+            changed |= {RUN, WEIGHTS, HEALTH}
         if self.files is not None and await self.files.read(self.metrics):
             changed.add(RUN)
         if self._source.live:

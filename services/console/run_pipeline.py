@@ -28,6 +28,7 @@ class RunPipeline:
     def __init__(self, source: RunSource) -> None:
         self._source = source
         self._reader: FlowReader | None = None
+        self._life: str | None = None
         self._read = asyncio.Event()
         source.followers.append(self._follow)
         source.lookers.append(self._look)
@@ -38,7 +39,7 @@ class RunPipeline:
         statuses = self._statuses()
         found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         alarmed = {alarm.kind for alarm in alarms(found, config)}
-        return flow_view(reader.history, config, statuses, now, window_s, alarmed)
+        return flow_view(reader.history, config, statuses, now, window_s, alarmed, self._away())
 
     async def health(self) -> HealthView:
         """Returns the health. Raises SourceAway where nothing is known of it."""
@@ -73,8 +74,8 @@ class RunPipeline:
             raise
         except BUS_ERRORS as error:
             raise SourceAway(f"the state of the ledger could not be read: {str(error) or type(error).__name__}") from error
-        if self._reader is None or last < self._reader.sequence:
-            self._reader = FlowReader(source.run, source.read, last)
+        if self._reader is None or last < self._reader.sequence or self._life != source.life:
+            self._reader, self._life = FlowReader(source.run, source.read, last), source.life
             self._read.clear()
         changed = await self._reader.catch_up()
         self._read.set()

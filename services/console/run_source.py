@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from services.console.absence import AbsentServices, Away
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
 from shared.accounts.permissions import CONSOLE, ROLES, user_name
-from shared.bus import direct_read, runs
+from shared.bus import direct_read, runs, streams
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
@@ -61,7 +61,8 @@ class RunSource:
 
     Attributes:
         config: None until it is known. statuses: of the live services. phase, failure: as `runs.phase_and_reason` gives them.
-        trained: steps when the bus was last connected.
+        trained: steps when the bus was last connected. life: when the run on the bus began, which changes where it is begun anew under its
+            name; None until it is known. Whoever folds streams begins anew with it.
         away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
             after `connected`. lookers: called with the statuses of the live services at each look. scratch: a directory for files of
             this process alone.
@@ -75,6 +76,7 @@ class RunSource:
         self.phase: str | None = None
         self.failure = ""
         self.trained: int | None = None
+        self.life: str | None = None
         self.away: dict[str, Away] = {}
         self.feed = ChangeFeed()
         self.followers: list[Follower] = []
@@ -183,6 +185,7 @@ class RunSource:
         bus = self._bus or await self._connected()
         if not bus.connection.is_connected:
             raise SourceAway("the connection broke, and is being restored")
+        await self._look_at_life(bus)
         statuses = await Registry(bus, self.run).alive()
         phase, failure = await runs.phase_and_reason(bus, self.run, deadline=LOOK_SECONDS)
         if (phase, failure) != (self.phase, self.failure):
@@ -194,6 +197,23 @@ class RunSource:
             self.statuses = statuses
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
         self._note_services()
+
+    async def _look_at_life(self, bus: Bus) -> None:
+        """Learns whether the run is still the one that was read; of one that was begun anew under its name everything is read anew."""
+        life = await streams.created(bus, self.run, deadline=LOOK_SECONDS)
+        if life == self.life:
+            return
+        if self.life is not None:
+            self._log.info("run_begun_anew", life=life)
+            await self._load(bus)
+            self._services = AbsentServices()
+            self._news.set()
+            self.feed.touch(*self.feed.revisions)
+        self.life = life
+
+    async def _load(self, bus: Bus) -> None:
+        self.config = await runs.load(bus, self.run)
+        self.trained = await runs.trained_steps(bus, self.run)
 
     def _note_services(self) -> None:
         """Notes the services that are away. While the bus is away, nothing is known of them."""
@@ -210,8 +230,7 @@ class RunSource:
         inbox = self.names.inbox(role_of(self._nats_url, self.run))
         bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=inbox)
         try:
-            self.config = await runs.load(bus, self.run)
-            self.trained = await runs.trained_steps(bus, self.run)
+            await self._load(bus)
             self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
 
             async def on_news(_message: object) -> None:

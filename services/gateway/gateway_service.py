@@ -42,7 +42,7 @@ async def serve(service: Service) -> None:
     door = DrawClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor drew is taken over, not held
-    turns = Turns(sessions, replicas, door, chat, model, holder, section)
+    turns = Turns(sessions, replicas, door, chat, model, holder, section, service.traces)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.told_early)

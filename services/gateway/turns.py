@@ -23,6 +23,7 @@ from services.gateway.replicas import Replicas
 from services.gateway.session_watch import SessionWatch
 from services.gateway.turn_answer import TurnAnswers, stops_of
 from services.gateway.turn_sampling import check_tokens, drawn_sampling
+from services.gateway.turn_spans import traced_turn
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import (
     ChatTurn,
@@ -50,6 +51,7 @@ from shared.sessions.session import (
     joined,
 )
 from shared.sessions.session_store import SessionStore
+from shared.tracing.traces import Traces
 
 LEASE_SECONDS, RENEWALS = 12.0, 4
 """For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time."""
@@ -78,7 +80,9 @@ class TurnPrompt:
 
 
 class Turns:
-    """The turns of this gateway. ``holder``: its name in sessions' records. ``watch``: ends those of sessions that have ended."""
+    """The turns of this gateway. ``holder``: its name in sessions' records. ``watch``: ends those of sessions that have ended.
+    ``traces``: take a span of each.
+    """
 
     def __init__(
         self,
@@ -89,9 +93,10 @@ class Turns:
         model: str,
         holder: str,
         limits: GatewaySection,
+        traces: Traces,
     ) -> None:
         self._sessions, self._replicas, self._door, self._chat_tokens = sessions, replicas, door, chat
-        self._holder, self._limits = holder, limits
+        self._holder, self._limits, self._traces = holder, limits, traces
         self._answers = TurnAnswers(chat, model)
         self.watch = SessionWatch(sessions)
         self._log = structlog.get_logger()
@@ -184,8 +189,11 @@ class Turns:
                     return begun
                 if live is not None:
                     live.begin(begun)
-                async with self._held(log, request):
-                    return await self._drawn(log, begun, sampling, max(min_version, log.session.min_version), chat, live)
+                with traced_turn(self._traces, log, begun) as traced:
+                    async with self._held(log, request):
+                        turn = await self._drawn(log, begun, sampling, max(min_version, log.session.min_version), chat, live)
+                    traced.turn = turn
+                return turn
         except TimeoutError:
             if log.ended is not None:
                 raise _over(log) from None
@@ -260,14 +268,14 @@ class Turns:
                 return await self._ended(log, pending, "length", cached or 0, chat)
             # a stop string is not seen where it begins before a draw: such a turn is drawn in one
             most = left if sampling.stop else min(left, self._limits.gateway_checkpoint_tokens)
-            drawn = await self._draw(log, pending, sampling, most, min_version, live)
+            drawn, pending.replica = await self._draw(log, pending, sampling, most, min_version, live)
             cached = drawn.cached if cached is None else cached
             offset = len(pending.completion)
             if drawn.finish == "stop" or (drawn.finish == "length" and len(drawn.completion) >= left):
                 whole = _extended(pending, drawn)
                 return await self._ended(log, whole, drawn.finish, cached, chat)
             if len(drawn.completion):
-                pending = await self._sessions.extend(log, self._progress(pending.request, offset, drawn))
+                pending = await self._sessions.extend(log, self._progress(pending, offset, drawn))
             if drawn.finish == "abort":
                 await self._sessions.refresh(log)
                 if log.ended is not None:
@@ -276,8 +284,8 @@ class Turns:
 
     async def _draw(
         self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, live: LiveTurn | None
-    ) -> Drawn:
-        """Returns further tokens of a turn, from whichever replica gives them."""
+    ) -> tuple[Drawn, str]:
+        """Returns further tokens of a turn, and which replica has given them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
         tokens = np.concatenate([pending.prompt, pending.completion])
@@ -295,7 +303,7 @@ class Turns:
                 try:
                     drawn = await self._door.draw(target.url, request, None if live is None else live.hear)
                     limit.ended(drawn.retractions, time.monotonic())
-                    return drawn
+                    return drawn, target.instance
                 except ReplicaFailed as error:
                     self._log.warning("replica_failed", replica=target.instance, error=str(error))
                     if error.busy:
@@ -303,20 +311,31 @@ class Turns:
                     self._replicas.avoid(target.instance)
             await asyncio.sleep(PAUSE_SECONDS)
 
-    def _progress(self, request: str, start: int, drawn: Drawn) -> TurnDrawn:
+    def _progress(self, pending: PendingTurn, start: int, drawn: Drawn) -> TurnDrawn:
         return TurnDrawn(
-            request=request,
+            request=pending.request,
             holder=self._holder,
             start=start,
             completion=drawn.completion,
             log_probs=drawn.log_probs,
             spans=drawn.spans,
             until=time.time() + LEASE_SECONDS,
+            replica=pending.replica,
         )
 
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, chat: ChatTurn | None) -> Turn:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""
-        turn = Turn(whole.request, whole.parent, whole.prompt, whole.completion, whole.log_probs, whole.spans, finish, cached=cached)
+        turn = Turn(
+            whole.request,
+            whole.parent,
+            whole.prompt,
+            whole.completion,
+            whole.log_probs,
+            whole.spans,
+            finish,
+            cached=cached,
+            replica=whole.replica,
+        )
         if chat is not None:
             result = self._answers.chat(turn, log.session, chat)
             turn = replace(turn, conversation=digests([*chat.messages, assistant_message(result)], chat.tools)[-1])
@@ -331,6 +350,7 @@ class Turns:
                 finish=finish,
                 conversation=turn.conversation,
                 cached=cached,
+                replica=turn.replica,
             ),
         )
 

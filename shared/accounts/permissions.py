@@ -102,7 +102,7 @@ def rights(run: str) -> tuple[Rights, ...]:
             sessions,
             (StoreRights(("setnx",), (), payloads), StoreRights(("get", "set"), ingested, ingested)),
         ),
-        CONSOLE: StoreRights((*_CONNECTION, "getrange", "info"), payloads),
+        CONSOLE: StoreRights((*_CONNECTION, "getrange", "info"), payloads, (), (StoreRights(("llen", "lrange"), sessions),)),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
     }
     return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)

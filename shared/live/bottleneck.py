@@ -7,7 +7,7 @@ old tokens can be trained well, more replicas that pushes reach them in time. Wh
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
 from shared.history.wait_causes import ADMISSION, GENERATION, HANDING_OUT, PUSHING, QUEUE, RESTARTING, SAVING, SCORING
@@ -16,8 +16,17 @@ from shared.live.alarm_kinds import AlarmKind
 LITTLE = 0.10
 """A share of the time that is not worth a change."""
 
+IDLE = 0.25
+"""Replicas that generate nothing for this share of the time lack groups."""
+
 QUEUED = 0.2
 """Replicas are full where the awaited groups spent this part of their way, from admission to their last token, in the queue."""
+
+SLOW = 2.0
+"""A replica is slow that takes this many times as long for a group as the others do."""
+
+MOST_OF_WAIT = 0.8
+"""The replicas are named that make up this share of the wait for all."""
 
 FEW_STEPS = 2
 """The least steps that say something about a run."""
@@ -29,8 +38,9 @@ NAMES_SHOWN = 3
 class Workload:
     """How the steps of a window came about.
 
-    ``waits``: share of the trainer's time that it waited for each cause. ``awaited``: the replicas that it waited for, the longest wait
-    first. ``replicas``: share of the time in which each generated. ``queued``: part of the awaited groups' way, from admission to the last
+    ``waits``: share of the trainer's time that it waited for each cause. ``awaited``: the replicas that made up most of its wait for
+    rollout, the longest wait first. ``replicas``: share of the time in which each generated; ``slow``: the awaited ones that take so many
+    times as long for a group as the others. ``queued``: part of the awaited groups' way, from admission to the last
     token, before a replica took them. ``lost_tokens``: share of generated tokens that were not trained. ``blocked``: what keeps the run
     from going on now, in words; empty: nothing.
     """
@@ -40,6 +50,7 @@ class Workload:
     awaited: Sequence[str]
     replicas: Mapping[str, float]
     queued: float = 0.0
+    slow: Mapping[str, float] = field(default_factory=dict)
     lost_tokens: float = 0.0
     blocked: str = ""
 
@@ -140,13 +151,23 @@ def _for_rollout(load: Workload, config: RunConfig) -> list[_Remedy]:
     raise_bound = _Remedy(_raised(bound), STALENESS)
     if bound == 0:
         return [raise_bound]
+    if load.slow:
+        return [_Remedy(_held_back(name, times), frozenset()) for name, times in load.slow.items()]
     more = max(1, math.ceil(replicas / max(1 - load.waiting, 0.5)) - replicas)
     company = f"add replicas, {more} at first (rollout.rollout_replicas)"
     if load.queued >= QUEUED:
         return [_Remedy(f"{company}: those that run are full, groups spend {_percent(load.queued)} of their way in the queue", REPLICAS)]
     shorter = "let the slowest responses hold up no batch: rollout.surplus_rollouts for agents, or a smaller rollout_max_response_len"
     cut_off = frozenset({AlarmKind.TRUNCATION, AlarmKind.NOT_FINITE})
-    return [raise_bound, _Remedy(shorter, cut_off), _Remedy(f"{company}: each then has fewer groups, and is faster with them", REPLICAS)]
+    remedies = [raise_bound, _Remedy(shorter, cut_off)]
+    if load.idle >= IDLE:  # they lack groups, not company
+        return remedies
+    return [*remedies, _Remedy(f"{company}: each then has fewer groups, and is faster with them", REPLICAS)]
+
+
+def _held_back(name: str, times: float) -> str:
+    reasons = "its GPU may be shared or throttled, its machine busy, its network slow"
+    return f"see what holds {name} back, or do without it: a group takes it {times:.1f} times as long as the other replicas; {reasons}"
 
 
 def _raised(bound: int) -> str:

@@ -1,14 +1,14 @@
 """The pipeline of a run at one moment: the one model that the console's Flow page and `myxo top` show. Pure."""
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
 from shared.history.activity import ActivitySpan, laid_over, seconds_of, shown_spans
-from shared.history.flow_history import ADMITTED, GENERATED, SCORED, TRAINED, FlowHistory, StepRecord, TokensByLength
-from shared.history.intervals import Interval, union
+from shared.history.flow_history import ADMITTED, GENERATED, SCORED, TRAINED, FlowHistory, TokensByLength
+from shared.history.intervals import Interval
 from shared.history.wait_causes import (
     ADMISSION,
     GENERATION,
@@ -18,18 +18,17 @@ from shared.history.wait_causes import (
     RESTARTING,
     SAVING,
     SCORING,
-    GroupPassage,
-    wait_causes,
 )
 from shared.live.alarm_kinds import AlarmKind
 from shared.live.bottleneck import FEW_STEPS, Bottleneck, Workload, bottleneck
 from shared.live.live_services import newest_gauges
 from shared.live.shown_status import shown
+from shared.live.step_load import GENERATING, causes_of, generating, sums, workload
 from shared.live.step_wait import waiting_for
 from shared.schema.service_messages import ServiceStatus
 
-TRAINING, GENERATING, RATING = "training", "generating", "scoring"
-"""What the trainer, a replica and a reward service do while they are busy."""
+TRAINING, RATING = "training", "scoring"
+"""What the trainer and a reward service do while they are busy; a replica then is `GENERATING`."""
 
 BUSY = {TRAINING, GENERATING, RATING}
 
@@ -38,8 +37,8 @@ WORKERS = {"rollout", "reward", "trainer"}
 ORDER = {service: place for place, service in enumerate(("buffer", "rollout", "gateway", "reward", "critic", "trainer"))}
 """Services as they are shown, along the way of a group."""
 
-OF_ROLLOUT = {ADMISSION, QUEUE, GENERATION}
-"""Causes of a wait for the rollout services."""
+SERVERS = ("NATS", "Redis")
+"""Those without which no service goes on."""
 
 WAITING = "waiting"
 
@@ -145,17 +144,19 @@ def flow_view(
     now: float,
     window_s: float,
     alarmed: Collection[AlarmKind] = (),
+    away: Mapping[str, str] | None = None,
 ) -> FlowView:
     """Returns the pipeline at ``now``, of a run at rest at its last record, looking back ``window_s`` seconds.
 
     Args:
-        statuses: what the registry holds; empty where the run is at rest or the bus away. alarmed: alarms that stand.
+        statuses: what the registry holds; empty where the run is at rest or the bus away. alarmed: alarms that stand. away: server or
+            service that is away → why.
     """
     statuses = [shown(status) for status in statuses if status.service != ENVIRONMENT]
     live = bool(statuses)
     end = now if live else history.newest
     window = (max(end - window_s, min(history.oldest or end, end - 1.0)), end)
-    load = workload(history, window, _blocked(history, config, statuses))
+    load = workload(history, window, _blocked(history, config, statuses, away or {}))
     return FlowView(
         at=now,
         begin=window[0],
@@ -190,8 +191,10 @@ def doing(status: ServiceStatus) -> str:
 # --- who waits
 
 
-def _blocked(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus]) -> str:
+def _blocked(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus], away: Mapping[str, str]) -> str:
     """Returns what keeps a live run from going on; before its first steps, what it waits for."""
+    if not history.finished and (servers := [f"{name}, which is away: {away[name]}" for name in SERVERS if name in away]):
+        return "; and for ".join(servers)
     if not statuses or history.finished:
         return ""
     for status in statuses:
@@ -202,81 +205,9 @@ def _blocked(history: FlowHistory, config: RunConfig, statuses: Sequence[Service
     return "" if begun else waiting_for(config, statuses, ())
 
 
-def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interval]]:
-    """Returns the parts of the wait before a step, each with its cause; none where that wait is not known."""
-    if step.wait_from is None or step.wait_from >= step.started:
-        return []
-    told = history.metrics.get(step.step, {})
-    saving, stall = (told.get(f"perf/train_{what}_time", 0.0) for what in ("save", "push"))
-    wait = (step.wait_from, step.started)
-    return wait_causes(wait, step.last, saving, stall, history.back_at(wait))
-
-
-def workload(history: FlowHistory, window: Interval, blocked: str = "") -> Workload:
-    """Returns how the steps that ended within a window came about."""
-    steps = [step for step in history.steps_in(window) if step.wait_from is not None]
-    parts = [(step, cause, end - begin) for step in steps for cause, (begin, end) in causes_of(history, step)]
-    for_rollout = [(step.last, spent) for step, cause, spent in parts if step.last is not None and cause in OF_ROLLOUT]
-    since = min((step.wait_from or 0.0 for step in steps), default=window[0])
-    return Workload(
-        steps=len(steps),
-        waits=_waits(history, window, steps, [(cause, spent) for _, cause, spent in parts]),
-        awaited=list(_sums((last.replica, spent) for last, spent in for_rollout)),
-        replicas=_busy(history, (since, window[1])),
-        queued=_queued(last for last, _ in for_rollout),
-        lost_tokens=_lost(history),
-        blocked=blocked,
-    )
-
-
-def _waits(history: FlowHistory, window: Interval, steps: Sequence[StepRecord], parts: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Returns the causes' shares of the time of these steps. A push that a step itself stood still for counts as a wait."""
-    stalls = [(PUSHING, push.stall) for push in history.pushes if window[0] <= push.at <= window[1] and push.stall > 0]
-    total = sum(step.ended - (step.wait_from or 0.0) for step in steps)
-    return {cause: min(1.0, spent / total) for cause, spent in _sums([*parts, *stalls]).items()} if total > 0 else {}
-
-
-def _queued(awaited: Iterable[GroupPassage]) -> float:
-    """Returns the part of the way of these groups, as far as it is known from their admission on, before a replica took them."""
-    ways = [(max(0.0, last.started - last.admitted), max(0.0, last.generated - last.admitted)) for last in awaited if last.admitted]
-    whole = sum(way for _, way in ways)
-    return sum(min(queue, way) for queue, way in ways) / whole if whole else 0.0
-
-
-def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Returns the sum of each name, the largest first."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for name, value in parts:
-        found[name] += value
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _busy(history: FlowHistory, window: Interval) -> dict[str, float]:
-    """Returns the share of a window in which each replica generated, of those that did."""
-    length = max(window[1] - window[0], 1e-9)
-    found = {}
-    for replica in history.generated:
-        spans = laid_over([_generating(history, replica)], window)
-        found[replica] = sum(span.end - span.begin for span in spans) / length
-    return {replica: share for replica, share in found.items() if share}
-
-
-def _generating(history: FlowHistory, replica: str) -> list[ActivitySpan]:
-    """Returns when a replica generated: by groups that came back, and by what it was seen to do."""
-    seen = [(span.begin, span.end) for span in history.looks.get(replica, ()) if span.activity == GENERATING]
-    return [ActivitySpan(GENERATING, *interval) for interval in union([*history.generated.get(replica, ()), *seen])]
-
-
-def _lost(history: FlowHistory) -> float:
-    """Returns the share of generated tokens that were not trained."""
-    lost = sum(item.dropped + item.masked for item in history.lengths.values())
-    whole = lost + sum(item.trained for item in history.lengths.values())
-    return lost / whole if whole else 0.0
-
-
 def _by_activity(load: Workload) -> dict[str, float]:
     trains = [(TRAINING, max(0.0, 1 - load.waiting))] if load.steps else []
-    return _sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())])
+    return sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())])
 
 
 # --- stages
@@ -336,7 +267,7 @@ def _layers(history: FlowHistory, service: str, instance: str, window: Interval,
     looks, absences = history.looks.get(instance, ()), history.absences(instance)
     if service == "rollout":
         pauses = history.pauses.get(instance, ())
-        return [_between(history, instance), absences, list(looks), _generating(history, instance), list(pauses)]
+        return [_between(history, instance), absences, list(looks), generating(history, instance), list(pauses)]
     if service == "trainer":
         trainer = _trainer_spans(history, window, live=live)
         return [list(looks), trainer, absences, [span for span in looks if span.activity != "ready"]]

@@ -6,6 +6,7 @@ does not, so that deployments name files: ``NATS_URL_FILE``, ``REDIS_URL_FILE``.
 """
 
 import os
+import secrets
 import ssl
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -19,6 +20,8 @@ ROUTER_KEY = "MYXO_ROUTER_KEY"
 
 CONSOLE_TOKEN = "MYXO_CONSOLE_TOKEN"
 """The variable of the token that opens the console."""
+
+CONSOLE_TOKEN_BYTES = 32
 
 
 def nats_url() -> str | None:
@@ -39,6 +42,11 @@ def router_key() -> str | None:
 def console_token() -> str | None:
     """Returns the same for ``MYXO_CONSOLE_TOKEN``. Raises ConfigError."""
     return _given(CONSOLE_TOKEN)
+
+
+def new_console_token() -> str:
+    """Returns a token for a console that nobody can guess."""
+    return secrets.token_urlsafe(CONSOLE_TOKEN_BYTES)
 
 
 def _given(variable: str) -> str | None:

@@ -77,7 +77,7 @@ class Session(Message):
 
     ``key_digest``: of its key's secret. ``deadline``: the end of its last turn. ``sampling``: how its tokens are drawn, where its client
     may not say so; ``seed``: by what, in engines with deterministic inference. ``min_version``: the oldest weight version that may draw for
-    it. ``evaluation``: nothing of it is trained.
+    it. ``evaluation``: nothing of it is trained. ``opened``: when that was; ``replica``: who looks after its rollout.
     """
 
     id: SessionId
@@ -90,6 +90,8 @@ class Session(Message):
     seed: int | None = Field(default=None, ge=0, le=LARGEST)
     min_version: Count = 0
     evaluation: bool = False
+    opened: Timestamp | None = None
+    replica: str = Field(default="", max_length=128)
 
     def opened_by(self, secret: str) -> bool:
         """Returns whether this is the secret of the session's key. It takes the same time for every wrong one."""
@@ -117,17 +119,22 @@ class TurnBegun(TurnRecord):
 
 
 class TurnDrawn(TurnRecord):
-    """More tokens of a turn, from its token number ``start`` on. ``spans`` count from there. It renews the turn's lease."""
+    """More tokens of a turn, from its token number ``start`` on, which ``replica`` drew. ``spans`` count from there. It renews the turn's
+    lease.
+    """
 
     start: Count
     completion: Tokens
     log_probs: LogProbs
     spans: Spans
     until: Timestamp
+    replica: str = Field(default="", max_length=128)
 
 
 class TurnEnded(TurnRecord):
-    """The whole completion of a turn. ``conversation``: the digest of the messages up to it, its answer among them."""
+    """The whole completion of a turn. ``conversation``: the digest of the messages up to it, its answer among them. ``replica``: which drew
+    its last tokens.
+    """
 
     completion: Tokens
     log_probs: LogProbs
@@ -135,6 +142,7 @@ class TurnEnded(TurnRecord):
     finish: Finish
     conversation: str = Field(default="", max_length=64)
     cached: Count = 0
+    replica: str = Field(default="", max_length=128)
 
 
 class SessionEnded(Message):
@@ -151,7 +159,7 @@ class Turn:
 
     prompt: int32 [P], all that the model read; completion: int32 [T]; log_probs: float32 [T], the engine's for exactly those tokens; spans
     tile [0, T). parent: the request id of the turn whose very tokens the prompt begins with. cached: prompt tokens that were not computed
-    anew.
+    anew. replica: which drew its last tokens; empty: not known.
     """
 
     request: str
@@ -163,6 +171,7 @@ class Turn:
     finish: Finish
     conversation: str = ""
     cached: int = 0
+    replica: str = ""
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -182,6 +191,7 @@ class PendingTurn:
     completion: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     spans: tuple[TokenSpan, ...] = ()
+    replica: str = ""
 
 
 @dataclass(eq=False)
@@ -229,6 +239,7 @@ class SessionLog:
                 finish=record.finish,
                 conversation=record.conversation,
                 cached=record.cached,
+                replica=record.replica,
             )
 
     def _begin(self, record: TurnBegun, pending: PendingTurn | None) -> None:
@@ -259,6 +270,7 @@ def _extend(pending: PendingTurn, record: TurnDrawn) -> None:
     pending.completion = np.concatenate([pending.completion, record.completion])
     pending.log_probs = np.concatenate([pending.log_probs, record.log_probs])
     pending.until = max(pending.until, record.until)
+    pending.replica = record.replica
 
 
 def joined(spans: Iterable[TokenSpan], further: Iterable[TokenSpan], offset: int) -> tuple[TokenSpan, ...]:

@@ -6,7 +6,7 @@ record twice, after a connection that broke, changes nothing (`shared.sessions.s
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from shared.bus.subjects import Subjects
@@ -36,6 +36,9 @@ KEPT_SECONDS = 3600.0
 DRAW_KEY = ".draw-key"
 """In the place of a session's id, of which none begins with a dot."""
 
+OPENED_KEY, OPENED_SECONDS = ".opened-{}", 600
+"""In the same place the ids of the sessions that were opened within so many seconds, and the number of that stretch of time."""
+
 LATE_SECONDS = 30
 """The time for which a session that nobody needs any more is still there, so that late turns are told that it has ended."""
 
@@ -51,9 +54,12 @@ class SessionStore:
 
     async def open(self, session: Session) -> None:
         """Opens a session. Its record goes by itself `KEPT_SECONDS` after its deadline."""
-        key = self._names.session_key(session.id)
-        left = max(session.deadline - time.time(), 0) + KEPT_SECONDS
-        await self._command(f"opening of session {session.id}", ("RPUSH", key, session.encode()), ("EXPIRE", key, int(left)))
+        now = time.time()
+        key, opened = self._names.session_key(session.id), self._opened_key(int(now // OPENED_SECONDS))
+        left = int(max(session.deadline - now, 0) + KEPT_SECONDS)
+        commands = ("RPUSH", key, session.encode()), ("EXPIRE", key, left)
+        noted = ("RPUSH", opened, session.id), ("EXPIRE", opened, left + OPENED_SECONDS)
+        await self._command(f"opening of session {session.id}", *commands, *noted)
 
     async def read(self, session: str) -> SessionLog:
         """Returns a session's state. Raises SessionUnknown."""
@@ -66,6 +72,22 @@ class SessionStore:
             raise SessionUnknown(f"session {session} cannot be read: {error}") from error
         log.apply(map(Message.decode, found[1:]))
         return log
+
+    async def opened(self, stretch: int, after: int, deadline: float) -> list[str]:
+        """Returns the ids of sessions that were opened in one stretch of `OPENED_SECONDS`, in order, beyond the first ``after``."""
+        command = ("LRANGE", self._opened_key(stretch), after, -1)
+        [found] = await self._store.commands("the sessions that were opened", [command], deadline)
+        return [bytes(name).decode() for name in found]
+
+    async def lengths(self, sessions: Sequence[str], deadline: float) -> list[int]:
+        """Returns how many records each session has; 0 where its record is gone."""
+        commands = [("LLEN", self._names.session_key(session)) for session in sessions]
+        return await self._store.commands("the lengths of sessions", commands, deadline) if commands else []
+
+    async def records(self, sessions: Sequence[tuple[str, int]], deadline: float) -> list[list[bytes]]:
+        """Returns the records of each (session, n) beyond the first n."""
+        commands = [("LRANGE", self._names.session_key(session), after, -1) for session, after in sessions]
+        return await self._store.commands("the records of sessions", commands, deadline) if commands else []
 
     async def find(self, key: str) -> SessionLog:
         """Returns the state of the session that a key opens. Raises SessionUnknown, in the same words whatever is wrong with the key."""
@@ -147,6 +169,9 @@ class SessionStore:
         """Returns that key; None where no replica has made it yet."""
         [found] = await self._command("the key for draws", ("GET", self._names.session_key(DRAW_KEY)))
         return None if found is None else bytes(found).decode()
+
+    def _opened_key(self, stretch: int) -> str:
+        return self._names.session_key(OPENED_KEY.format(stretch))
 
     async def _append(self, log: SessionLog, record: TurnRecord) -> None:
         """Appends a record and folds what has been appended since the log was read. Raises SessionOver, SessionUnknown."""

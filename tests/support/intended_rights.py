@@ -181,6 +181,7 @@ EXCHANGE = {TRAINER: {"GET", "HEXISTS", "HMGET", "HSET", "SET", "UNLINK"}}
 SESSIONS = {
     ROLLOUT: {"EXPIRE", "GET", "LLEN", "LRANGE", "RPUSH", "RPUSHX", "SETNX", "UNLINK"},
     GATEWAY: {"GET", "LLEN", "LRANGE", "RPUSHX"},
+    CONSOLE: {"LLEN", "LRANGE"},
 }
 """Those that it may run on sessions."""
 

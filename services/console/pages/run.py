@@ -35,7 +35,7 @@ class SeriesPart(BaseModel):
 
 
 class PanelPart(BaseModel):
-    """A chart and its series. ``by_batch``: its steps are numbers of batches."""
+    """A chart and its series. ``by_batch``: its steps are numbers of batches. ``left_out``: series beside them that are not drawn."""
 
     panel: str
     title: str
@@ -43,6 +43,7 @@ class PanelPart(BaseModel):
     about: str
     by_batch: bool
     series: list[SeriesPart]
+    left_out: int
 
 
 class Panels(BaseModel):
@@ -89,13 +90,12 @@ def panels(run: str, runs: Sequence[MetricHistory], unreadable: Mapping[str, str
     held_out = sorted({name for history in runs for name in history.held_out_sets()})
     found, shown = [], set[str]()
     for panel in PANELS:
-        series = panel_series(panel, tags, held_out)
+        series, left_out = panel_series(panel, tags, held_out)
         shown |= {item.tag for item in series}
         if series:
             parts = [SeriesPart(tag=item.tag, negative=item.negative, label=item.label) for item in series]
-            found.append(
-                PanelPart(panel=panel.panel, title=panel.title, unit=panel.unit, about=panel.about, by_batch=panel.by_batch, series=parts)
-            )
+            words = {name: getattr(panel, name) for name in ("panel", "title", "unit", "about", "by_batch")}
+            found.append(PanelPart(**words, series=parts, left_out=left_out))
     own = runs[0]
     clock = own.clock
     return Panels(

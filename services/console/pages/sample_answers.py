@@ -1,6 +1,7 @@
 """What the Samples page is told of groups and samples: the answers' models, and how they are made of records and samples. Pure."""
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -25,8 +26,9 @@ SHOWN_REWARDS = 64
 class GroupRow(BaseModel):
     """A group in a list. at: of its last change, admitted: seconds since the epoch. rewards: of its samples, the first `SHOWN_REWARDS`.
 
-    parts: the mean of each named reward. tokens: of all responses; longest: of one. oldest, newest: versions of its trained tokens.
-    truncated: samples that ended at their length. rollouts: fewer than samples where some forked. durable: in a durable checkpoint.
+    parts: the mean of each named reward over the samples that have it. tokens: of all responses; longest: of one. oldest, newest: versions
+    of its trained tokens. truncated: samples that ended at their length. rollouts: fewer than samples where some forked. durable: in a
+    durable checkpoint.
     """
 
     group: str
@@ -153,7 +155,8 @@ class GroupAnswer(BaseModel):
 class SampleAnswer(BaseModel):
     """A sample in full but for its tokens beyond the window. segments: (start, end, weight version) of the response.
 
-    unknown: by name of a figure of the tokens why there is none.
+    prompt_read: the prompt as the model read it, which an agent may have made of the task's; empty: not known.
+    unknown: by name of a figure of the tokens why there is none; no_tokens: why there are no tokens at all.
     """
 
     group: str
@@ -163,6 +166,7 @@ class SampleAnswer(BaseModel):
     source: Literal["store", "kept"]
     prompt: list[PromptMessage]
     prompt_tokens: int | None
+    prompt_read: str
     response: str
     label: str | None
     metadata: dict[str, str]
@@ -172,6 +176,7 @@ class SampleAnswer(BaseModel):
     forks: list[Fork]
     tokens: TokenWindow | None
     unknown: dict[str, str]
+    no_tokens: str
     commands: list[ReplayCommand]
     samples: int
 
@@ -187,7 +192,7 @@ def group_row(group: GroupRecord, durable: bool) -> GroupRow:
         samples=of,
         rollouts=len(set(group.rollouts)) if group.rollouts else of,
         rewards=list(group.rewards[:SHOWN_REWARDS]),
-        parts={safe(name): sum(parts.get(name, 0.0) for parts in group.parts) / len(group.parts) for name in sorted(names)},
+        parts={safe(name): fmean(parts[name] for parts in group.parts if name in parts) for name in sorted(names)},
         tokens=sum(group.tokens) if group.tokens else None,
         longest=max(group.tokens, default=None),
         truncated=len(group.truncated),
@@ -285,6 +290,8 @@ def sample_answer(
     forks: list[Fork],
     tokens: TokenWindow | None,
     unknown: dict[str, str],
+    no_tokens: str,
+    prompt_read: str,
     commands: list[ReplayCommand],
 ) -> SampleAnswer:
     """Returns a sample in full."""
@@ -297,6 +304,7 @@ def sample_answer(
         source="store" if found.source == "store" else "kept",
         prompt=prompt_messages(sample.prompt_text),
         prompt_tokens=len(sample.prompt) or None,
+        prompt_read=safe(prompt_read),
         response=safe(sample.text),
         label=None if sample.label is None else as_text(sample.label),
         metadata=metadata_of(sample),
@@ -306,6 +314,7 @@ def sample_answer(
         forks=forks,
         tokens=tokens,
         unknown={name: safe(why) for name, why in unknown.items() if why},
+        no_tokens=no_tokens,
         commands=commands,
         samples=max(len(group.rewards), len(found.samples)),
     )

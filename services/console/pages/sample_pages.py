@@ -32,7 +32,10 @@ from shared.history.group_history import GroupRecord
 from shared.schema.ledger import is_evaluation
 from shared.schema.limits import Count, GroupId
 
-NO_TOKENS = "not kept: only the text is. keep_rollouts_tokens keeps token ids and log-probs of a finished run as well"
+NO_TOKENS = (
+    "Tokens cannot be coloured here: this run has kept the text of its responses alone. With monitoring.keep_rollouts_tokens = true "
+    "(--keep-rollouts-tokens) it keeps token ids, versions and log-probs, too."
+)
 NO_TOKENIZER = "the run's tokenizer is not on this machine"
 
 
@@ -87,7 +90,7 @@ class SamplePages:
         decode = None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
         unknown = {"difference": trainer.absent, "advantages": "" if trainer.advantages is not None else why}
         if not shown.has_ids:
-            unknown |= {"tokens": NO_TOKENS}
+            unknown = {}  # these are figures of tokens
         elif tokenizer is None:
             unknown |= {"text": NO_TOKENIZER}
         if sample.log_probs is None and shown.has_ids:
@@ -100,6 +103,8 @@ class SamplePages:
             forks(found.samples, position),
             window(shown, first, count, trainer, advantage, pieces) if shown.has_ids else None,
             unknown,
+            "" if shown.has_ids else NO_TOKENS,
+            decode(sample.prompt) if decode is not None and shown.has_ids else "",
             replay_commands(self.source.run, self.source.directory, config, group),
         )
 

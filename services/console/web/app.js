@@ -12,6 +12,7 @@ const banner = document.getElementById("banner");
 const announcer = document.getElementById("announcer");
 
 let overview = null;
+let first = null; // the first time that it is asked for
 let current = null; // {name, view, rest}: the page that is shown
 let mounting = 0;
 let connected = true;
@@ -51,7 +52,7 @@ function announce(text) {
 }
 
 function context(here) {
-  return { get, announce, go: (hash) => (location.hash = hash), runs: overview?.runs ?? [], rest: here.rest, params: here.params };
+  return { get, announce, go: (hash) => (location.hash = hash), runs: overview?.runs ?? [], overview: known, rest: here.rest, params: here.params };
 }
 
 /** Shows the page that the hash names; the page that is there is told where only its parameters have changed. */
@@ -81,6 +82,12 @@ async function show() {
 
 function showTitle(page) {
   document.title = `${PAGES[page]} · ${overview?.run ?? "Myxo"}`;
+}
+
+/** Returns what stands above all pages, once it has been asked for; null where there was no answer. */
+async function known() {
+  await first;
+  return overview;
 }
 
 async function refreshOverview() {
@@ -177,6 +184,6 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
-refreshOverview();
+first = refreshOverview();
 show();
 follow(onChange, onState);

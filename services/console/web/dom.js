@@ -23,37 +23,57 @@ export function fill(element, ...children) {
 
 /**
  * Brings what an element holds up to date, and touches only what has changed: focus, selected text, scrolled tables and opened details stay
- * as they are while a run goes on.
+ * as they are while a run goes on. Children are known again by their `data-key`, and those without one by their place among such.
  */
 export function renew(element, ...children) {
   const fresh = children.flat(Infinity).filter((child) => child !== null && child !== undefined);
-  fresh.forEach((child, index) => {
-    const old = element.childNodes[index];
-    if (old) match(old, child);
-    else element.append(child);
-  });
-  while (element.childNodes.length > fresh.length) element.lastChild.remove();
+  const olds = [...element.childNodes];
+  const keys = new Set(fresh.map(keyOf).filter(Boolean));
+  const known = new Map(olds.filter((old) => keys.has(keyOf(old))).map((old) => [keyOf(old), old]));
+  const rest = olds.filter((old) => !keyOf(old)).slice(0, fresh.filter((child) => !keyOf(child)).length);
+  const kept = new Set([...known.values(), ...rest]);
+  for (const old of olds) if (!kept.has(old)) old.remove(); // first: an element that is moved would lose its focus
+  let next = element.firstChild;
+  for (const child of fresh) {
+    const old = keyOf(child) ? known.get(keyOf(child)) : rest.shift();
+    known.delete(keyOf(child));
+    const inPlace = old !== undefined && old === next;
+    if (inPlace) next = next.nextSibling;
+    const now = old ? match(old, child) : child;
+    if (inPlace) continue;
+    const focused = now.contains?.(document.activeElement) ? document.activeElement : null; // moving takes it away
+    element.insertBefore(now, next);
+    focused?.focus({ preventScroll: true });
+  }
 }
 
+function keyOf(node) {
+  return node?.dataset?.key ?? null;
+}
+
+/** Brings one element up to date, and returns it, or what stands in its place now. */
 function match(old, fresh) {
-  if (old.isEqualNode(fresh)) return;
+  if (old.isEqualNode(fresh)) return old;
   if (old.nodeName !== fresh.nodeName || listening.has(old) || listening.has(fresh)) {
     const focused = old === document.activeElement;
     old.replaceWith(fresh);
     if (focused) fresh.focus();
-  } else if (old.nodeType === Node.TEXT_NODE) {
+    return fresh;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
     old.data = fresh.data;
   } else {
     for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
     for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
     renew(old, [...fresh.childNodes]);
   }
+  return old;
 }
 
 /** Returns a number as people read it: at most `digits` significant ones, "–" for none, "NaN" and "∞" as such. */
 export function shown(value, digits = 4) {
   if (value === null || value === undefined) return "–";
-  if (typeof value === "string") return value; // NaN and infinities travel as text
+  if (typeof value === "string") return { nan: "NaN", inf: "∞", "-inf": "−∞" }[value] ?? value; // what JSON has no number for travels as text
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
   const size = Math.abs(value);

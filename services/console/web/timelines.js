@@ -52,7 +52,7 @@ export function bar(parts, what) {
 /** Returns the key of activities: [[activity, share?], …]; `names` has other words for some. */
 export function activityKey(parts, names = {}) {
   return el("ul", { class: "activity-key" }, parts.map(([activity, share]) =>
-    el("li", {}, swatch(activity), ` ${names[activity] ?? activity}`, share === undefined ? null : el("span", { class: "number quiet" }, ` ${percent(share)}`))));
+    el("li", { "data-key": activity }, swatch(activity), ` ${names[activity] ?? activity}`, share === undefined ? null : el("span", { class: "number quiet" }, ` ${percent(share)}`))));
 }
 
 function swatch(activity) {
@@ -69,7 +69,7 @@ export function timelines({ services, begin, end, live }) {
     const words = shares.map(([activity, share]) => `${activity} ${percent(share)}`).join(", ") || "nothing was seen of it";
     const parts = service.spans.map(([activity, from, to]) =>
       [activity, (from - begin) / length, (to - begin) / length, `${activity}, ${span(to - from)}, ${span(end - to)} before ${live ? "now" : "the end"}`]);
-    return el("tr", {},
+    return el("tr", { "data-key": service.instance },
       el("th", { scope: "row" }, service.instance),
       el("td", { class: "doing" }, service.doing),
       el("td", { class: "number" }, service.busy === null ? "–" : percent(service.busy)),

@@ -104,6 +104,8 @@ class AgentGroups:
             seed=self._seeds.of_sample(seed),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
+            opened=time.time(),
+            replica=self._service.instance,
         )
         return session, key
 

@@ -28,6 +28,7 @@ from shared.runtime.failures import background
 from shared.runtime.http_address import HttpAddress
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsLive, WeightsPushed
+from tests.support.intended_rights import every_stream
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 
@@ -194,3 +195,25 @@ async def test_bad_questions_are_refused_with_the_name_of_the_parameter(
     async with served(RunSource(config.run.name, None, None, directory_of(config))) as get:
         found, told = await get("run/curves", *query)
         assert found == status and named in json.dumps(told["detail"])
+
+
+async def test_a_run_that_is_begun_anew_is_read_from_its_beginning(nats: EmbeddedNats, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    """`myxo up --fresh` beside a console of its own: its streams are others, though their names are the same."""
+    config = run_config(tmp_path, run={"name": "anew"})
+    names, bus = Subjects("anew"), await Bus.connect(nats.url, "test")
+    try:
+        await runs.create(bus, config, valkey.url)
+        for step in range(9):
+            await publish_step(bus, names, step, train__loss=float(step))
+        async with served(RunSource("anew", nats.url, valkey.url, None)) as get:
+            tag = ("tag", "train/loss")
+            await answer(get, "run/curves", tag, there=lambda found: found["curves"] and len(found["curves"][0]["x"]) == 9)
+            for stream in every_stream("anew"):
+                await bus.js.delete_stream(stream)
+            await runs.create(bus, run_config(tmp_path, run={"name": "anew"}, rollout={"num_rollout": 77}), valkey.url)
+            await publish_step(bus, names, 0, train__loss=-1.0)
+            found = await answer(get, "run/curves", tag, there=lambda found: found["curves"] and len(found["curves"][0]["x"]) == 1)
+            assert found["curves"][0]["values"] == [-1.0]
+            assert (await answer(get, "overview", there=lambda found: found["of"] == 77))["away"] is not None
+    finally:
+        await bus.close()

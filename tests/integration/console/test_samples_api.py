@@ -294,4 +294,4 @@ def test_a_directory_alone(config: RunConfig) -> None:
         assert whole["tokens"]["trained"] == [False] * 4, "its age took it out of the loss"
         _, text = found.get(f"samples/groups/{group_id(1)}/0")
         assert (text["tokens"], text["response"]) == (None, "the answer of 1/0")
-        assert "keep_rollouts_tokens" in text["unknown"]["tokens"]
+        assert "monitoring.keep_rollouts_tokens = true" in text["no_tokens"] and text["unknown"] == {}

@@ -22,6 +22,7 @@ from tests.integration.engine.hall import CHUNK, NewHall
 from tests.integration.engine.load import resting
 from tests.integration.engine.reference import log_probs
 from tests.support.gateways import Played
+from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -265,3 +266,36 @@ async def test_a_turn_ends_in_the_engine_once_its_session_does(hall: NewHall) ->
     for played in (waiting, streaming):
         log = await played.log()
         assert not log.turns and [len(turn.completion) for turn in log.pending.values()] == [0]
+
+
+async def test_each_turn_has_a_span_in_the_trace_of_its_group(hall: NewHall) -> None:
+    room = await hall()
+    with OtlpReceiver() as receiver:
+        room.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.url
+        url = await room.start()
+        played, other = await room.session(), await room.session(group="g00000002", rollout=3, attempt=1)
+        messages: list[Any] = [{"role": "user", "content": "what is 2+2?"}]
+        began = time.time()
+        async with played.client(url) as client, other.client(url, max_retries=0) as elsewhere:
+            first = await said(client, messages)
+            messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
+            await said(client, messages)
+            gone = asyncio.create_task(said(elsewhere, messages, max_tokens=900, extra_body={"min_tokens": 900}))
+            await until(lambda: being_drawn(other), "a turn that is being drawn", 120)
+            gone.cancel()
+            await until(lambda: asyncio.sleep(0, len(receiver.named("turn")) == 3), "three spans", 60)
+        log = await played.log()
+    first_span, second_span, lost = sorted(receiver.named("turn"), key=lambda span: span.started)
+    for span, turn in zip((first_span, second_span), log.turns.values(), strict=True):
+        assert span.service == "gateway" and span.parent and began <= span.started <= span.ended and not span.failed
+        assert span.attributes["request"] == turn.request and span.attributes["replica"] == turn.replica == room.desk.service.instance
+        told = [span.attributes[name] for name in ("prompt_tokens", "tokens", "finish", "group", "rollout")]
+        assert told == [len(turn.prompt), len(turn.completion), turn.finish, "g00000001", 0]
+    assert second_span.attributes["continues"] == first_span.attributes["request"]
+    assert first_span.trace == second_span.trace and first_span.parent == second_span.parent
+    assert lost.failed and "client is gone" in lost.error and lost.trace != first_span.trace
+    assert (lost.attributes["group"], lost.attributes["attempt"], lost.attributes["rollout"]) == ("g00000002", 1, 3)
+
+
+async def being_drawn(played: Played) -> bool:
+    return bool((await played.log()).pending)

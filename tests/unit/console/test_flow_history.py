@@ -9,7 +9,8 @@ from shared.config.run_config import RunConfig
 from shared.history.activity import ActivitySpan, laid_over, seconds_of
 from shared.history.flow_history import KEPT_SECONDS, PAUSED, FlowHistory
 from shared.history.wait_causes import GroupPassage, wait_causes
-from shared.live.flow_view import causes_of, flow_view, length_classes, workload
+from shared.live.flow_view import flow_view, length_classes
+from shared.live.step_load import causes_of, workload
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,

@@ -18,6 +18,7 @@ from shared.config.gateway_section import GatewaySection
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn
 from shared.sessions.trajectories import Trajectory, trajectories
+from shared.tracing.traces import Traces
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 
 CALL = '<tool_call>\n{ "name":"add",  "arguments": {"b":2, "a": 2.0} }\n</tool_call>'
@@ -64,7 +65,7 @@ class Conversation:
         session = {"id": "s", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0}
         self.log = SessionLog(Session(**session, sampling=Sampling(temperature=1.0, max_new_tokens=100)))
         nothing: Any = None
-        self._chat, self._turns = chat, Turns(nothing, nothing, nothing, chat, "m", "h", GatewaySection())
+        self._chat, self._turns = chat, Turns(nothing, nothing, nothing, chat, "m", "h", GatewaySection(), Traces())
 
     def asked(self, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
         """Asks for the next message, for which ``text`` is drawn. Returns it as the client sees it."""

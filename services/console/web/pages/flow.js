@@ -1,6 +1,7 @@
 // The pipeline as it is now: who waits for whom, where groups are, what each service did, staleness, tokens by length.
 
 import { el, empty, fill, renew, shown, span } from "../dom.js";
+import { withoutLedger } from "../ledger_gone.js";
 import { activityKey, bar, percent, timelines } from "../timelines.js";
 
 const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 h"]];
@@ -22,6 +23,11 @@ export function mount(root, context) {
 
   async function refresh() {
     const turn = ++asked;
+    const gone = await withoutLedger(context, "Groups on their way, what services did and who waits for whom");
+    if (gone) {
+      fill(body, gone);
+      return;
+    }
     let flow;
     try {
       flow = await context.get("flow", { window: window_s });
@@ -53,12 +59,12 @@ export function mount(root, context) {
 
 function verdict({ bottleneck, waits, live }) {
   const advice = bottleneck.advice.map((item) =>
-    el("li", {}, item.withheld ? [el("span", { class: "quiet" }, `Withheld — ${item.withheld}. `), el("s", { class: "quiet" }, item.text)] : sentence(item.text)));
+    el("li", { "data-key": item.text }, item.withheld ? [el("span", { class: "quiet" }, `Withheld — ${item.withheld}. `), el("s", { class: "quiet" }, item.text)] : sentence(item.text)));
   const parts = Object.entries(waits);
   return el("section", { "aria-labelledby": "flow-verdict" },
     el("h2", { id: "flow-verdict" }, "Who waits for whom"),
     el("p", { class: "verdict" }, bottleneck.sentence),
-    live ? null : el("p", { class: "quiet" }, "No service is there now: this is how the run was at its last record."),
+    live ? null : el("p", { class: "quiet" }, bottleneck.waiting === "the run" ? "What follows is how the run was at its last record." : "No service is there now: this is how the run was at its last record."),
     parts.length ? [bar(parts, "The trainer's time"), activityKey(parts)] : null,
     advice.length ? [el("h3", {}, "What would help"), el("ul", { class: "advice" }, advice)] : null);
 }
@@ -69,7 +75,7 @@ function sentence(text) {
 
 function pipeline({ stages }) {
   const cells = stages.map((stage) =>
-    el("li", { class: "stage" },
+    el("li", { class: "stage", "data-key": stage.name },
       el("span", { class: "stage-name" }, STAGES[stage.name] ?? stage.name),
       el("span", { class: "stage-depth number" }, shown(stage.groups)),
       el("span", { class: "quiet number" }, detail(stage))));
@@ -94,7 +100,7 @@ function ages({ ages: { bound, policy, tokens, steps } }) {
   const all = Object.values(tokens).reduce((sum, count) => sum + count, 0);
   const newest = steps.at(-1);
   const rows = Object.entries(tokens).map(([age, count]) =>
-    el("tr", {},
+    el("tr", { "data-key": age },
       el("th", { scope: "row" }, `${age} ${Number(age) === 1 ? "version" : "versions"}${Number(age) === bound ? ", the bound" : ""}`),
       el("td", { class: "number" }, shown(count)),
       el("td", { class: "number" }, percent(count / all)),

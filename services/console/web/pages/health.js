@@ -1,6 +1,7 @@
 // What may be wrong with the run: alarms with what they mean and what to do, services, groups that died, what services told.
 
 import { el, empty, fill, renew, shown } from "../dom.js";
+import { withoutLedger } from "../ledger_gone.js";
 
 export function mount(root, context) {
   let asked = 0;
@@ -8,6 +9,11 @@ export function mount(root, context) {
 
   async function refresh() {
     const turn = ++asked;
+    const gone = await withoutLedger(context, "Alarms, restarts and the ends of groups");
+    if (gone) {
+      fill(root, gone);
+      return;
+    }
     let health;
     try {
       health = await context.get("health");
@@ -37,7 +43,7 @@ function alarms({ alarms: raised, disk, memory }) {
     .filter(([, room]) => room)
     .map(([name, room]) => `${name}: ${size(room.free)} of ${size(room.total)} free`);
   const items = raised.map((alarm) =>
-    el("li", { class: "alarm" },
+    el("li", { class: "alarm", "data-key": `${alarm.kind} ${alarm.title}` },
       el("h3", {}, alarm.title),
       el("p", {}, alarm.meaning),
       el("p", {}, el("strong", {}, "What to do: "), alarm.remedy)));
@@ -53,7 +59,7 @@ function size(bytes) {
 
 function services({ services: all }) {
   const rows = all.map((service) =>
-    el("tr", {},
+    el("tr", { "data-key": service.instance },
       el("th", { scope: "row" }, service.instance),
       el("td", {}, service.service),
       el("td", { class: service.state ? null : "bad" }, service.state || "not there"),
@@ -79,7 +85,7 @@ function dead({ dead: count, reasons }) {
 
 function events({ events: told }) {
   const rows = told.map((event) =>
-    el("tr", {}, el("td", { class: "when" }, time(event.at)), el("th", { scope: "row" }, event.instance), el("td", {}, event.what), el("td", { class: "words" }, event.detail)));
+    el("tr", { "data-key": `${event.at} ${event.instance} ${event.what}` }, el("td", { class: "when" }, time(event.at)), el("th", { scope: "row" }, event.instance), el("td", {}, event.what), el("td", { class: "words" }, event.detail)));
   return section("health-events", "What services told", rows.length
     ? table(["At", "Service", "What", "Detail"], rows)
     : empty("Joins, failures, restarts and other events appear here as they happen, the newest first."));

@@ -2,6 +2,7 @@
 
 import { aligned, chart } from "../charts.js";
 import { el, empty, fill, shown } from "../dom.js";
+import { refreshing } from "../refreshing.js";
 
 const WINDOWS = [1, 5, 10, 20, 50, 100, 500];
 const AXES = { step: "step", hours: "hours since the run began" };
@@ -11,9 +12,10 @@ const MOST_TAGS = 128;
 export function mount(root, context) {
   let state = read(context.params);
   let answers = { panels: null, marks: { marks: [], left_out: 0 } };
-  let busy = false;
-  let again = false;
   const ended = new AbortController();
+  const refresh = refreshing(load, ended.signal, (error) => {
+    if (error.status === 404 || error.status === 422) fill(notes, el("p", { class: "bad" }, error.message)); // the banner has the others
+  });
   const charts = new Map(); // key of a panel → {view, look}
   const controls = el("form", { class: "controls", "aria-label": "What the charts show" });
   const notes = el("div");
@@ -30,25 +32,7 @@ export function mount(root, context) {
     context.go(hash({ ...state, ...changes }));
   }
 
-  async function refresh() {
-    if (busy) {
-      again = true;
-      return;
-    }
-    busy = true;
-    do {
-      again = false;
-      try {
-        await load();
-      } catch (error) {
-        if (ended.signal.aborted) return;
-        if (error.status === 404 || error.status === 422) fill(notes, el("p", { class: "bad" }, error.message)); // the banner has the others
-      }
-    } while (again);
-    busy = false;
-  }
-
-  async function load() {
+  async function load(again) {
     const wanted = state;
     const ask = (path, params) => context.get(path, params, ended.signal);
     const part = { axis: wanted.axis, first: wanted.first, last: wanted.last };
@@ -65,10 +49,10 @@ export function mount(root, context) {
       curves(tags.filter(sparse), part),
     ]);
     if (wanted !== state) {
-      again = true;
+      again();
       return;
     }
-    answers = { panels, marks };
+    answers = { panels, marks, drawn: new Set(found.flat().map((curve) => curve.run)) };
     showNotes();
     showCharts(drawn, found.flat());
     showEvents();
@@ -126,6 +110,9 @@ export function mount(root, context) {
     const { left_out: leftOut, unreadable } = answers.panels;
     const lines = Object.entries(unreadable).map(([file, why]) => `${file} is read up to ${why}.`);
     if (leftOut) lines.push(`${shown(leftOut)} more metrics have names of their own and are not kept.`);
+    for (const panel of answers.panels.panels) if (panel.left_out) lines.push(`${panel.title}: ${shown(panel.left_out)} more than the chart draws are among “All other metrics”.`);
+    const bare = state.run.filter((run) => !answers.drawn.has(run));
+    if (bare.length) lines.push(`No metric of these charts is known of ${bare.join(", ")}.`);
     if (answers.marks.left_out) lines.push(`${shown(answers.marks.left_out)} older marks are not drawn; zoom in to see them.`);
     fill(notes, lines.map((line) => el("p", { class: "quiet" }, line)));
   }

@@ -2,7 +2,7 @@
 
 import { el, empty, fill, shown } from "../dom.js";
 import { left } from "./samples_list.js";
-import { asked, clock, commands, facts, latest, parts, prompt, range, rewardWithParts, seconds, status, visible } from "./samples_parts.js";
+import { asked, clock, commands, facts, latest, partsList, prompt, range, rewardWithParts, seconds, status, textBlock, visible } from "./samples_parts.js";
 
 const SOURCES = { store: "read from the store", kept: "read from the run's kept responses" };
 
@@ -41,10 +41,11 @@ function showGroup(root, answer, context) {
   fill(
     root,
     back(),
-    el("h2", { "data-group": row.group }, row.group, " ", status(row, row.where)),
+    el("h2", { "data-group": row.group }, row.group, " ", status(row, row.reason ? row.status : row.where)),
+    row.reason ? textBlock(row.reason) : null,
     facts([
       ["reward", shown(row.reward)],
-      ["by part, mean", parts(row.parts)],
+      ["by part, mean of the samples that have it", partsList(row.parts)],
       ["attempt", shown(row.attempt)],
       ["step", step],
       ["weights", row.version === null ? null : `version ${row.version}`],
@@ -101,7 +102,7 @@ function sampleRow(answer, line, forked) {
     el("td", { class: "number" }, rewardWithParts(line.reward, line.parts)),
     el("td", { class: `number ${line.advantage > 0 ? "good" : line.advantage < 0 ? "bad" : ""}` }, signed(line.advantage)),
     el("td", { class: "number" }, shown(line.tokens)),
-    el("td", {}, line.finish === "length" ? el("span", { class: "warn" }, "cut off") : line.finish || "–", flags(line)),
+    el("td", { class: "nowrap" }, line.finish === "length" ? el("span", { class: "warn" }, "cut off") : line.finish || "–", flags(line)),
     el("td", { class: "number" }, range(line.oldest, line.newest)),
     el("td", { class: "number" }, shown(line.turns)),
     el("td", { class: "preview", dir: "auto" }, line.preview ? visible(line.preview) : el("span", { class: "quiet" }, there ? "(empty)" : "–")),

@@ -51,7 +51,8 @@ export function mountList(root, context) {
   const table = el("div", { class: "scroll" });
   const pager = el("nav", { class: "pager", "aria-label": "Pages of groups" });
   form.addEventListener("submit", (event) => event.preventDefault());
-  fill(root, batch, form, note, table, pager);
+  const sessions = el("p", {}, el("a", { href: "#/samples/sessions" }, "Sessions in flight"));
+  fill(root, batch, sessions, form, note, table, pager);
   const controls = filters(form, change);
 
   function query() {

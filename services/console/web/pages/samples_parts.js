@@ -10,9 +10,14 @@ export function visible(text) {
   return text.replace(UNSAFE, (character) => `\\u${character.codePointAt(0).toString(16).padStart(4, "0")}`);
 }
 
+const LONG_TEXT = 1000; // characters or, per line, so many of them, from which on a block may scroll: then the keyboard has to reach it
+const LINE = 50;
+
 /** Returns a block of a run's text, in its own direction of writing. */
 export function textBlock(text) {
-  return el("pre", { class: "run-text", dir: "auto" }, text === "" ? el("span", { class: "quiet" }, "(empty)") : visible(text));
+  const long = text.length + LINE * (text.match(/\n/g)?.length ?? 0) > LONG_TEXT;
+  const reached = long ? { tabindex: "0", role: "region", "aria-label": "Text, scrolls" } : {};
+  return el("pre", { class: "run-text", dir: "auto", ...reached }, text === "" ? el("span", { class: "quiet" }, "(empty)") : visible(text));
 }
 
 /** Returns a list of named facts; those whose value is null are left out. */
@@ -28,7 +33,7 @@ export function prompt(messages) {
       "div",
       { class: "turn given" },
       message.role ? el("p", { class: "turn-head" }, visible(message.role)) : null,
-      textBlock(message.text),
+      message.text || !message.calls ? textBlock(message.text) : null,
       message.calls ? el("div", {}, el("p", { class: "turn-head" }, "tool calls"), textBlock(message.calls)) : null,
     ),
   );
@@ -98,6 +103,12 @@ export function status(row, words = row.status) {
 export function parts(values) {
   const named = Object.entries(values).map(([name, value], index) => el("span", {}, index ? ", " : "", el("bdi", {}, visible(name)), ` ${shown(value)}`));
   return named.length ? named : null;
+}
+
+/** Returns named rewards one below another, in columns where there is room; null where there are none. */
+export function partsList(values) {
+  const named = Object.entries(values).map(([name, value]) => el("li", {}, el("bdi", {}, visible(name)), " ", el("span", { class: "number" }, shown(value))));
+  return named.length ? el("ul", { class: named.length > 5 ? "parts-list many" : "parts-list" }, named) : null;
 }
 
 /** Returns a reward with its named parts below: as many of them as a line of a table takes, all of them when pointed at. */

@@ -3,7 +3,7 @@
 import { el, empty, fill, shown } from "../dom.js";
 import { flags, signed } from "./samples_group.js";
 import { mountTokens } from "./samples_tokens.js";
-import { asked, commands, facts, latest, parts, prompt, textBlock, visible } from "./samples_parts.js";
+import { asked, commands, facts, latest, partsList, prompt, textBlock, visible } from "./samples_parts.js";
 
 export function mountSample(root, context) {
   const load = latest();
@@ -68,7 +68,7 @@ function head(answer) {
     steps,
     facts([
       ["reward", shown(line.reward)],
-      ["by part", parts(line.parts)],
+      ["by part", partsList(line.parts)],
       ["advantage", line.advantage === null ? null : signed(line.advantage)],
       ["end", line.finish === "length" ? "cut off at its length" : line.finish],
       ["prompt", answer.prompt_tokens === null ? null : `${shown(answer.prompt_tokens)} tokens`],
@@ -89,16 +89,17 @@ function body(answer, stage) {
   return [
     el("h2", {}, "Prompt"),
     prompt(answer.prompt),
+    answer.prompt_read ? el("details", {}, el("summary", {}, "As the model read it"), textBlock(answer.prompt_read)) : null,
     asked(answer),
     el("h2", {}, "Response"),
     answer.turns.length > 1 ? turns(answer.turns) : textBlock(answer.response),
     el("h2", {}, "Tokens"),
-    answer.tokens ? stage : null,
+    answer.tokens ? stage : el("p", {}, visible(answer.no_tokens)),
     notes,
   ];
 }
 
-const NAMES = { tokens: "Tokens", text: "Text of tokens", difference: "Engine–trainer difference", advantages: "Advantage of tokens", log_probs: "Log-probs" };
+const NAMES = { text: "Text of tokens", difference: "Engine–trainer difference", advantages: "Advantage of tokens", log_probs: "Log-probs" };
 
 function turns(found) {
   return found.map((turn) =>

@@ -1,45 +1,32 @@
 // The page Weights: who serves which version, how each version got there, in how many seconds, and what failed by name.
 
 import { chart } from "../charts.js";
-import { el, empty, fill, shown } from "../dom.js";
+import { el, empty, fill, renew, shown } from "../dom.js";
+import { refreshing } from "../refreshing.js";
 
 const PAGE = 50;
 const STEPS = ["transfer", "joining", "activation", "longest pause", "stall of the trainer"];
 
 export function mount(root, context) {
   const ended = new AbortController();
+  const refresh = refreshing(load, ended.signal); // the banner says what is away, and the page keeps what it has
   const now = el("section", { "aria-label": "Who serves what" });
   const pace = el("section", { "aria-label": "Seconds of the pushes" });
   const versions = el("section", { "aria-label": "Versions" });
   const events = el("section", { "aria-label": "Failures" });
   const charts = {};
   let limit = PAGE;
-  let busy = false;
-  let again = false;
   fill(root, now, pace, versions, events);
   refresh();
 
-  async function refresh() {
-    if (busy) {
-      again = true;
-      return;
-    }
-    busy = true;
-    do {
-      again = false;
-      try {
-        const ask = (path, params) => context.get(`weights/${path}`, params, ended.signal);
-        const answers = await Promise.all([ask("now"), ask("versions", { limit }), ask("pace"), ask("events", { limit: 50 })]);
-        if (ended.signal.aborted) return;
-        showNow(answers[0]);
-        showVersions(answers[1], answers[0]);
-        showPace(answers[2]);
-        showEvents(answers[3]);
-      } catch {
-        if (ended.signal.aborted) return; // else the banner says what is away, and the page keeps what it has
-      }
-    } while (again);
-    busy = false;
+  async function load() {
+    const ask = (path, params) => context.get(`weights/${path}`, params, ended.signal);
+    const answers = await Promise.all([ask("now"), ask("versions", { limit }), ask("pace"), ask("events", { limit: 50 })]);
+    if (ended.signal.aborted) return;
+    showNow(answers[0]);
+    showVersions(answers[1], answers[0]);
+    showPace(answers[2]);
+    showEvents(answers[3]);
   }
 
   function showNow({ live, trained, replicas }) {
@@ -48,14 +35,14 @@ export function mount(root, context) {
     const rows = replicas.map((replica) =>
       el(
         "tr",
-        {},
+        { "data-key": replica.replica },
         el("th", { scope: "row" }, replica.replica),
         el("td", { class: "number" }, replica.version < 0 ? "–" : shown(replica.version)),
         el("td", {}, replica.state === "ready" ? el("span", { class: "good" }, "● ready") : el("span", { class: "warn" }, `▲ ${replica.state}`)),
         el("td", {}, replica.behind && replica.version >= 0 ? `${shown(replica.behind)} behind` : "", replica.detail ? ` ${replica.detail}` : ""),
       ),
     );
-    fill(
+    renew(
       now,
       el("h2", {}, "Who serves what"),
       el("p", {}, words),
@@ -80,12 +67,12 @@ export function mount(root, context) {
   }
 
   function showVersions({ versions: rows, total, next }, { live }) {
-    if (!rows.length) return fill(versions, el("h2", {}, "Versions"), empty("Each version of the weights appears here once the trainer has pushed it, or replicas have read it from disk."));
+    if (!rows.length) return renew(versions, el("h2", {}, "Versions"), empty("Each version of the weights appears here once the trainer has pushed it, or replicas have read it from disk."));
     const seconds = (value) => el("td", { class: "number" }, value === null ? "–" : shown(value < 5e-4 ? 0 : value, 3));
     const body = rows.map((row) =>
       el(
         "tr",
-        {},
+        { "data-key": row.version },
         el("th", { scope: "row", class: "number" }, shown(row.version), row.version === live ? el("span", { class: "good" }, " live") : null),
         el("td", { class: "number" }, shown(row.step)),
         el("td", { class: "nowrap" }, new Date(row.at * 1000).toLocaleTimeString("en-GB")),
@@ -102,7 +89,7 @@ export function mount(root, context) {
       ),
     );
     const head = ["Version", ["Step"], "Since", "Replicas", ["Push, s"], ["Joining"], ["Transfer"], ["Activation"], ["Pause"], ["Stall"], ["Sent"], ["GB/s"], "Trouble"];
-    return fill(
+    return renew(
       versions,
       el("h2", {}, `Versions (${shown(total)})`),
       el("p", { class: "quiet" }, "● serves it now, ○ was given it, ▲ failed. Pause: the longest time in which a replica generated nothing. Stall: what the trainer waited."),
@@ -126,18 +113,18 @@ export function mount(root, context) {
     const none = told
       ? "No push has failed. Replicas that fail a step, or catch up from others, are named here."
       : "Which replicas failed is told by the run's events alone, and these are not among its files here.";
-    if (!found.length) return fill(events, el("h2", {}, "Failures"), el("p", { class: "quiet" }, none));
+    if (!found.length) return renew(events, el("h2", {}, "Failures"), el("p", { class: "quiet" }, none));
     const rows = found.map((event) =>
       el(
         "tr",
-        {},
+        { "data-key": `${event.at} ${event.who} ${event.what}` },
         el("td", { class: "nowrap" }, new Date(event.at * 1000).toLocaleString("en-GB")),
         el("td", {}, event.who),
         el("td", {}, el("span", { class: event.bad ? "bad" : "good" }, event.bad ? "▲ " : "● "), event.what),
         el("td", {}, event.text),
       ),
     );
-    return fill(
+    return renew(
       events,
       el("h2", {}, "Failures and catch-ups"),
       table("Failures and catch-ups, the newest first", ["When", "Replica", "What", "Why"], rows, "narrow"),
