@@ -71,7 +71,7 @@ def test_the_console_asks_jetstream_and_publishes_nothing() -> None:
     console = of("console")
     assert console.bus.answer_seconds is None
     assert all(subject.startswith(READING) for subject in console.bus.publish)
-    assert console.store is not None and not console.store.write and not console.store.further
+    assert console.store is not None and not any(part.write for part in (console.store, *console.store.further))
 
 
 def test_only_those_who_are_asked_may_answer() -> None:
@@ -97,6 +97,11 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
             assert {command.upper() for command in ingested.commands} == intended.INGESTED
             assert ingested.read == ingested.write == (f"{RUN}:ingest:*",)
             commands |= {command.upper() for command in payloads.commands}
+        elif one.role == "console":
+            [further] = one.store.further
+            assert {command.upper() for command in further.commands} == sessions
+            assert (further.read, further.write) == ((f"{RUN}:session:*",), ())
+            sessions = set()
         else:
             assert one.store.further == ()
         assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set()) | sessions
