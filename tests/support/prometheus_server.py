@@ -91,7 +91,8 @@ class PrometheusServer:
 
     def _active(self) -> list[dict[str, Any]]:
         try:
-            found: list[dict[str, Any]] = self.get("targets", {"state": "active"})["activeTargets"]
-        except OSError:  # it does not listen yet
+            urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=SECONDS).close()
+        except OSError:  # it does not listen yet, or has not read its config
             return []
+        found: list[dict[str, Any]] = self.get("targets", {"state": "active"})["activeTargets"]
         return found
