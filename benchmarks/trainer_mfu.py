@@ -103,9 +103,8 @@ def main() -> int:
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
-        figures = measure(arguments.only, arguments)
-        if figures is not None:
-            print(json.dumps(figures))
+        if (measured := measure(arguments.only, arguments)) is not None:
+            print(json.dumps(measured))
         return 0
     if arguments.write:
         put_table(PAGE, "trainer_mfu", table(json.loads(RESULTS.read_text())))
@@ -221,7 +220,7 @@ def recomputation(what: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": what.split("+")}
 
 
-def micro_batch(tokens: int, number: int, vocabulary: int = SHAPE["vocab_size"]) -> Any:
+def micro_batch(tokens: int, number: int, vocabulary: int = 151936) -> Any:
     """One sequence whose second half is trained."""
     import numpy as np
     import torch
