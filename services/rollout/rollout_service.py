@@ -40,11 +40,35 @@ from shared.model.replayed_choices import replayed_choices
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.sample import Sample
 from shared.store.payload_store import StoreFull
+
+declare_metrics(
+    MetricSpec("generated_tokens_per_s", "tokens/s", "tokens that the replica's engine has drawn in the last 5 s / 5 s; read every second"),
+    MetricSpec(
+        "generated_tokens",
+        "tokens",
+        "tokens that its engines have drawn since the service started: response tokens, of samples that ended, were aborted or are "
+        "under way",
+    ),
+    MetricSpec("running_groups", "groups", "that are being generated"),
+    MetricSpec("running_samples", "samples", "that are being generated"),
+    MetricSpec(
+        "lost_rollouts",
+        "rollouts",
+        "that were given up since it started, since their function ([hooks](hooks.md#generating)) or agent failed too often or was late",
+    ),
+    MetricSpec(
+        "aborted_rollouts",
+        "rollouts",
+        "[surplus rollouts](agents.md#surplus-rollouts) that were aborted, or ended too late, since the others had ended",
+        counter=True,
+    ),
+)
 
 POLL_INTERVAL_S = 0.05
 """The interval at which a replica checks whether it has weights, free capacity, or stale generations."""

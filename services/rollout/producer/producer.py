@@ -28,6 +28,7 @@ from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import group_number
@@ -36,6 +37,16 @@ from shared.schema.sample import Sample, SampleLimits
 from shared.schema.versions import is_lost
 from shared.workers import frames
 from shared.workers.worker_process import process_streams, worker_environment
+
+declare_metrics(
+    MetricSpec(
+        "rollout_function",
+        "",
+        "the metrics that a rollout function of your own returned last, the first 64 names",
+        when="once it has",
+        labels=("metric",),
+    ),
+)
 
 MODULE = "services.rollout.producer.producer_process"
 
