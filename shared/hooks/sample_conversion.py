@@ -172,7 +172,7 @@ def to_stored(
         attributes=_attributes(given),
         routed_experts=_routed_experts(given, limits.choices, where),
     )
-    stored.check(replace(limits, choices=None) if unfinished or is_evaluation(group) else limits)
+    stored.check(limits if stored.finish != "abort" else replace(limits, choices=None))
     return stored
 
 

@@ -155,7 +155,7 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
-        if (problem := self._given_problem() or routed_problem(self.routed_experts)) is not None:
+        if (problem := self._given_problem()) is not None:
             return problem
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
 
@@ -214,7 +214,9 @@ class Sample:
         return None if tiled == length else f"segments end at {tiled}, the response at {length}"
 
     def _routing_problem(self, choices: ExpertChoices | None) -> str | None:
-        return choices.problem(self.routed_experts, self.length - 1) if choices is not None and self.mask.any() else None
+        if (problem := routed_problem(self.routed_experts)) is not None or choices is None or not self.mask.any():
+            return problem
+        return choices.problem(self.routed_experts, self.length - 1)
 
     def versions(self) -> NDArray[np.int32]:
         """Returns the weight version of each response token: int32 [R]."""
