@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -104,7 +105,7 @@ class SamplePages:
             window(shown, first, count, trainer, advantage, pieces) if shown.has_ids else None,
             unknown,
             "" if shown.has_ids else NO_TOKENS,
-            decode(sample.prompt) if decode is not None and shown.has_ids else "",
+            _decoded_prompt(shown, decode),
             replay_commands(self.source.run, self.source.directory, config, group),
         )
 
@@ -118,6 +119,11 @@ class SamplePages:
     def _so_far(self) -> str:
         reading = self.index.reading()
         return "" if reading.read >= reading.of else f"; {reading.read} of {reading.of} records of the ledger have been read so far"
+
+
+def _decoded_prompt(shown: ShownSample, decode: Callable[[Sequence[int]], str] | None) -> str:
+    """Returns the prompt as the model read it; empty where that is not known."""
+    return "" if decode is None or not shown.has_ids else decode(shown.sample.prompt.tolist())
 
 
 def router(source: RunSource) -> APIRouter:
