@@ -273,14 +273,15 @@ async def test_each_turn_has_a_span_in_the_trace_of_its_group(hall: NewHall) -> 
     with OtlpReceiver() as receiver:
         room.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.url
         url = await room.start()
-        played, other = await room.session(), await room.session(group="g00000002", rollout=3, attempt=1)
+        long = Sampling(temperature=1.0, max_new_tokens=1500, min_new_tokens=1500)
+        played, other = await room.session(), await room.session(group="g00000002", rollout=3, attempt=1, sampling=long)
         messages: list[Any] = [{"role": "user", "content": "what is 2+2?"}]
         began = time.time()
         async with played.client(url) as client, other.client(url, max_retries=0) as elsewhere:
             first = await said(client, messages)
             messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
             await said(client, messages)
-            gone = asyncio.create_task(said(elsewhere, messages, max_tokens=900, extra_body={"min_tokens": 900}))
+            gone = asyncio.create_task(said(elsewhere, messages))
             await until(lambda: being_drawn(other), "a turn that is being drawn", 120)
             gone.cancel()
             await until(lambda: asyncio.sleep(0, len(receiver.named("turn")) == 3), "three spans", 60)
