@@ -36,9 +36,8 @@ class ContextSplit:
     cu_keys: Tensor
 
     def own(self, per_token: Tensor) -> Tensor:
-        """Returns this rank's part [U, ...] of a pack's [T, ...]; 0 in the padding."""
-        real = (self.rows >= 0).view(-1, *(1,) * (per_token.dim() - 1))
-        return torch.where(real, per_token[self.rows.clamp(min=0)], 0)
+        """Returns this rank's part [U] of a pack's [T]; 0 in the padding."""
+        return torch.where(self.rows >= 0, per_token[self.rows.clamp(min=0)], 0)
 
     def whole(self, per_token: Tensor) -> Tensor:
         """Returns the pack's [T, ...] of every rank's part [U, ...]. Every rank of the group must compute the same from it:

@@ -164,13 +164,6 @@ class ModelInput:
             return per_token.index_select(0, self.back)
         return per_token[: per_token.size(0) - self.padding]
 
-    def own(self, per_token: Tensor) -> Tensor:
-        """Returns this rank's part [U, ...] of the pack's [T, ...], 0 in the padding; not where beginnings are shared."""
-        if self.sequences.context is not None:
-            return self.sequences.context.own(per_token)
-        assert self.back is None
-        return torch.nn.functional.pad(per_token, (0, 0) * (per_token.dim() - 1) + (0, self.padding))
-
 
 def prefixes_of(batch: PackedBatch, least: float | None) -> SharedPrefixes | None:
     """Returns the beginnings that a micro-batch's sequences share; None where that would save less than ``least`` of its tokens.

@@ -252,7 +252,7 @@ def _with_candidates(
     """Returns what `_likelihood` does, and the log-probs of the ids in a field [T, C] of the micro-batch: [T, C]."""
     inputs, ids, whole = model.head.inputs(hidden), torch.cat([batch.labels[:, None], batch.fields[field]], 1), given.whole
     if given.back is None:
-        ids = given.own(ids)
+        ids = given.own(ids, 0)
     else:  # sequences that share a place may ask for other tokens there
         inputs, whole = given.whole(inputs), lambda per_token: per_token
     found, entropy = model.head.likelihood(inputs, ids, temperature, need_entropy)
