@@ -202,25 +202,27 @@ def activation_bytes(
     """Returns the bytes that a stage holds for the backward passes, and what the pass through one layer needs beside."""
     tokens = trainer.max_tokens_per_gpu
     found = [layer_activations(a, layout, layer, tokens, width) for layer in layers]
-    largest = max((each.total for each in found), default=0)
     widest = max((each.mlp + each.act for each in found), default=0)
-    whole = tokens // layout.tensor if layout.sequence_parallel else tokens
-    kept = whole * width * a.hidden_size  # a recomputed layer's input
-    saved, working = sum(each.total for each in found), widest
     if trainer.recomputes_layers:
-        if trainer.recompute_method == "block":
-            again = min(trainer.recompute_num_layers or 1, len(found))
-            saved = again * kept + sum(each.total for each in found[again:])
-            working = max(working, found[again - 1].total if again == len(found) else 0)
-        else:
-            unit = trainer.recompute_num_layers or 1
-            saved, working = -(-len(found) // unit) * kept, unit * largest + widest
-    elif trainer.recompute_granularity == "selective":
-        modules = trainer.recompute_modules or ["core_attn"]
-        saved -= sum(_dropped(each, modules) for each in found)
-        working += max((_dropped(each, modules) for each in found), default=0)
+        whole = tokens // layout.tensor if layout.sequence_parallel else tokens
+        saved, working = _with_layers_recomputed(trainer, found, whole * width * a.hidden_size, widest)
+    else:
+        modules = (trainer.recompute_modules or ["core_attn"]) if trainer.recompute_granularity == "selective" else []
+        dropped = [_dropped(each, modules) for each in found]
+        saved, working = sum(each.total for each in found) - sum(dropped), widest + max(dropped, default=0)
     held, parts = micro_batches(layout, stage)
     return saved * held // parts, working
+
+
+def _with_layers_recomputed(trainer: TrainerSection, found: list[LayerActivations], kept: int, widest: int) -> tuple[int, int]:
+    """Returns the same where whole layers are recomputed. ``kept``: bytes of a layer's input."""
+    if trainer.recompute_method == "block":
+        again = min(trainer.recompute_num_layers or 1, len(found))
+        working = found[again - 1].total if again == len(found) else 0
+        return again * kept + sum(each.total for each in found[again:]), max(widest, working)
+    unit = trainer.recompute_num_layers or 1
+    largest = max((each.total for each in found), default=0)
+    return -(-len(found) // unit) * kept, unit * largest + widest
 
 
 def _dropped(each: LayerActivations, modules: list[str]) -> int:
