@@ -178,6 +178,13 @@ def without_older_prefix(generation: Generation, version_before: int) -> Generat
     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "abort", (), 0, generation.retractions)
 
 
+def first_tokens(generation: Generation, count: int) -> Generation:
+    """Returns the first ``count`` tokens of a generation, as one that stopped there."""
+    spans = tuple(Span(start, min(end, count), version) for start, end, version in generation.spans if start < count)
+    tokens, log_probs = generation.tokens[:count], generation.log_probs[:count]
+    return replace(generation, tokens=tokens, log_probs=log_probs, finish="stop", spans=spans)
+
+
 def parse_version(text: Any, where: str) -> int:
     """Returns a weight version as an integer. Raises EngineError for other text, which an engine has that Myxo did not launch."""
     try:
