@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from services.rollout.custom_generate import CustomGenerate, parameters
 from services.rollout.episode_tokens import EpisodeTokens
 from services.rollout.generate import RETRY_PAUSE
@@ -187,12 +189,16 @@ class _Episode:
             sampling = self._run.sampling(self._task, self._index) | {"max_new_tokens": room}
             if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
                 sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
-            body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True}
-            answer = self._up_to_stop(await post(self._engine, body))
+            body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True} | self._routing()
+            whole = await post(self._engine, body)
+            answer = self._up_to_stop(whole)
+            beyond = len(whole["meta_info"]["output_token_logprobs"]) - len(answer["meta_info"]["output_token_logprobs"])
             meta = answer["meta_info"]
+            encoded = meta.pop("routed_experts", None)  # in a form that `append_response_tokens` does not know
             drawn = meta["output_token_logprobs"]
             ids, log_probs = [token for _, token, _ in drawn], [log_prob for log_prob, _, _ in drawn]
             self._sample.append_response_tokens(tokens=ids, log_probs=log_probs, meta_info=meta, text=answer["text"])
+            self._route(encoded, beyond)
             self._state["said"] += answer["text"]
             self._state["drawn"] = self._state.get("drawn", 0) + len(ids)
             finish = meta["finish_reason"]["type"]
@@ -214,6 +220,28 @@ class _Episode:
             return answer
         ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": {"type": "stop"}}
         return {"text": self._run.text(ids[:count]), "meta_info": {**meta, **ended, "completion_tokens": count}}
+
+    def _routing(self) -> dict[str, Any]:
+        """Returns the fields that ask for the experts of the tokens whose own are not known yet."""
+        if self._run.choices is None or is_evaluation(self._task.group):
+            return {}
+        known = self._sample.rollout_routed_experts
+        return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
+
+    def _route(self, encoded: str | None, beyond: int) -> None:
+        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them.
+
+        ``beyond``: tokens that the engine drew and that were left out.
+        """
+        if encoded is None or self._run.choices is None:
+            return
+        known = self._sample.rollout_routed_experts
+        try:
+            rows = len(self._sample.tokens) - 1 - (0 if known is None else len(known))
+            found = self._run.choices.read(encoded, rows + beyond)[:rows]
+        except ValueError as error:
+            raise HookFailed(FIELD, self._run.environment.shown, f"the engine told {error}") from None
+        self._sample.rollout_routed_experts = found if known is None else np.concatenate([known, found])
 
     def _left(self) -> int:
         """Returns the tokens that the whole response may still have."""

@@ -227,6 +227,7 @@ class Replica:
         flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
         # others expect SGLang's own way: each part of a stream repeats all tokens before it
         flags["incremental-streaming-output"] = self._drawn_for_gateways and answers_are_read
+        flags["enable-return-routed-experts"] = config.trainer.use_rollout_routing_replay
         if devices.engines_release(config):
             flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
         # replicas draw different samples

@@ -15,7 +15,7 @@ from services.rollout.episodes import EpisodeGenerate
 from services.rollout.generate import generate_group
 from services.rollout.generation_spans import handed_back
 from services.rollout.in_flight import InFlight, Stopped
-from services.rollout.partial_samples import restored, samples_of
+from services.rollout.partial_samples import UNROUTED, restored, samples_of
 from services.rollout.played_group import PlayedGroup
 from services.rollout.producer.active_producer import ActiveProducer
 from services.rollout.producer.engine_spread import EngineSpread
@@ -36,6 +36,7 @@ from shared.config import sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
+from shared.model.replayed_choices import replayed_choices
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
@@ -100,7 +101,7 @@ class Rollout:
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
         self.in_flight = InFlight(service.config)
-        self._seeds = SampleSeeds.of(service.config)
+        self._seeds, self._choices = SampleSeeds.of(service.config), replayed_choices(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._custom = CustomGenerate(service, self.replica, self._tokenizer)
@@ -261,7 +262,7 @@ class Rollout:
 
     async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> PlayedGroup:
         """Returns the task's samples; with why they were stopped, as far as they have come."""
-        partials, why = restored(earlier, task), None
+        partials, why = restored(earlier, task, None if is_evaluation(task.group) else self._choices), None
         for index, partial in enumerate(partials):
             partial.seed = self._seeds.of_sample(index)
         try:
@@ -270,6 +271,9 @@ class Rollout:
         except Stopped as stopped:
             why = stopped
         samples = samples_of(task, partials, self._tokenizer)
+        for sample in samples:
+            if (problem := sample.attributes.get(UNROUTED)) is not None:
+                self._service.log.warning("sample_not_trained", sample=sample.name, reason=problem)
         if self._hooks:  # functions of the user's see the prompt as it was rendered
             text = self._custom.prompt(task)
             for sample in samples:

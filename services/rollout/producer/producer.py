@@ -23,6 +23,7 @@ from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
+from shared.model.replayed_choices import replayed_choices
 from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess, cause
@@ -92,6 +93,7 @@ class Producer:
         count: Callable[[int], None],
     ) -> None:
         self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
+        self._choices = replayed_choices(service.config)
         self._spread = spread
         self.allowed: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._path = hooks.paths(service.config, "rollout")[FIELD]
@@ -258,7 +260,7 @@ class Producer:
         drawn = self._of(group, attempt)
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         try:
-            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader)
+            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader, self._choices)
             stored = sample_codec.decode(samples, limits)
             drawn.check(stored)
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
