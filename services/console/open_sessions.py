@@ -11,7 +11,7 @@ from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.message import Message
 from shared.sessions.session import Session
 from shared.sessions.session_progress import SessionProgress
-from shared.sessions.session_store import OPENED_SECONDS, SessionStore
+from shared.sessions.session_store import KEPT_SECONDS, OPENED_SECONDS, SessionStore
 
 FRESH_SECONDS = 2.0
 """What was read is not read again sooner than this, however many browsers look."""
@@ -55,7 +55,8 @@ class OpenSessions:
         if time.monotonic() - self._at < FRESH_SECONDS:
             return
         newest, config = int(time.time() // OPENED_SECONDS), self.source.config
-        back = min(config.rollout.agent_timeout if config is not None else OPENED_SECONDS, LONGEST_BACK)
+        longest = config.rollout.agent_timeout if config is not None else OPENED_SECONDS
+        back = min(longest + KEPT_SECONDS, LONGEST_BACK)  # deadlines are put off while engines sleep for a trainer
         oldest = newest - int(back // OPENED_SECONDS) - 1
         for stretch in range(oldest, newest + 2):  # the replicas' clocks may be before this one
             found = await sessions.opened(stretch, self._read.get(stretch, 0), READ_SECONDS)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shared.schema.message import Message
-from shared.sessions.session import Session, SessionEnded, TurnBegun, TurnDrawn, TurnEnded
+from shared.sessions.session import Session, SessionEnded, SessionProlonged, TurnBegun, TurnDrawn, TurnEnded
 
 
 @dataclass
@@ -43,6 +43,8 @@ class SessionProgress:
             match record:
                 case SessionEnded():
                     self.ended = True
+                case SessionProlonged(deadline=deadline):
+                    self.session = self.session.model_copy(update={"deadline": max(deadline, self.session.deadline)})
                 case TurnBegun(request=request) if request not in self._done:
                     self._begin(record)
                 case TurnDrawn(request=request, start=start) if self._pending.get(request) == start:
