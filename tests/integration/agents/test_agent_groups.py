@@ -1,17 +1,21 @@
 """Groups that agents play, over a real store and real processes; the turns are written by the agents themselves."""
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
 
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
-from tests.integration.agents.conftest import NewAgentBench
+from tests.integration.agents.conftest import AgentBench, NewAgentBench
 from tests.support.agents import ASKED, SAID, SAID_THEN, TOOL, opens
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
+
+SHORT_S = 4
+"""Of an agent that has little time: it is up while its engine sleeps."""
 
 
 async def test_each_rollout_is_a_session_and_its_turns_are_a_sample(bench: NewAgentBench) -> None:
@@ -158,7 +162,7 @@ async def test_a_group_with_too_few_rollouts_left_is_dead_with_the_reason(bench:
 async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(bench: NewAgentBench) -> None:
     desk = await bench("waits", rollout={"max_staleness": 0})
     playing = asyncio.create_task(desk.play())
-    await until(lambda: len(desk.calls()) == 2, "both rollouts at play")
+    await until(lambda: len(desk.calls()) == 2 and desk.at_play() == 1, "one rollout at play, the other's end")
     desk.serve(1)
     client: Any = desk.replica.client
     await desk.in_flight.stop_stale(client, 1)
@@ -169,10 +173,38 @@ async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(b
     assert await desk.left_open() == []
 
 
+@pytest.mark.parametrize("command", [False, True])
+async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentBench, command: bool) -> None:
+    """The trainer computes on the engine's GPUs for longer than an agent has; the agent goes on then, and its session with it."""
+    agent = {"agent_command": [sys.executable, "-m", "tests.support.command_agent"]} if command else {}
+    desk = await bench(
+        "" if command else "until_told", rollout={**agent, "agent_timeout": SHORT_S, "agent_tries": 1}, trainer={"colocate": True}
+    )
+    playing = asyncio.create_task(desk.play(metadata={"bad": ["until_told", [0, 1]]}))
+    await until(lambda: opened(desk, 2), "sessions of both rollouts")
+    desk.replica.served.asleep = True
+
+    async def put_off() -> bool:
+        sessions = [await desk.groups.sessions.find(call["api_key"]) for call in desk.calls()]
+        return len(sessions) == 2 and all(one.deadline > one.session.deadline for one in sessions)
+
+    await until(put_off, "later deadlines of both sessions, so that a gateway goes on, too")
+    await asyncio.sleep(1.5 * SHORT_S)
+    assert not playing.done()
+    (desk.directory / "go-on").touch()
+    samples, stopped = await playing
+    assert stopped is None and [one.rollout for one in samples] == [0, 1]
+
+
+async def opened(desk: AgentBench, count: int) -> bool:
+    names = desk.service.subjects.session_keys
+    return len([key async for key in desk.service.store._client.scan_iter(names)]) == count
+
+
 async def test_a_replica_that_leaves_hands_on_whole_rollouts_and_the_others_begin_anew(bench: NewAgentBench) -> None:
     desk = await bench("waits")
     playing = asyncio.create_task(desk.play())
-    await until(lambda: len(desk.calls()) == 2, "both rollouts at play")
+    await until(lambda: len(desk.calls()) == 2 and desk.at_play() == 1, "one rollout at play, the other's end")
     await desk.in_flight.leave(None)
     kept, stopped = await asyncio.wait_for(playing, 60)
     assert stopped is not None and not stopped.stale
@@ -203,7 +235,7 @@ async def test_a_surplus_rollout_takes_the_place_of_a_late_one_and_of_one_that_f
 async def test_what_is_handed_on_counts_towards_a_complete_group(bench: NewAgentBench) -> None:
     desk = await bench("waits", rollout={"n_samples_per_prompt": 2, "surplus_rollouts": 2})
     playing = asyncio.create_task(desk.play())
-    await until(lambda: len(desk.calls()) == 4, "all four rollouts at play")
+    await until(lambda: len(desk.calls()) == 4 and desk.at_play() == 3, "three rollouts at play, the fourth one's end")
     await desk.in_flight.leave(None)
     kept, stopped = await asyncio.wait_for(playing, 60)
     assert stopped is not None and [sample.rollout for sample in kept] == [0]
