@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -33,13 +34,24 @@ class NodeNetwork:
         self._ip("link", "set", self.bridge, "up")
         for name, outer, address in zip(self.names, self._outer, self.addresses, strict=True):
             self._ip("netns", "add", name)
+            self._name_addresses(name)
             self._ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
             self._ip("link", "set", outer, "master", self.bridge, "up")
             self._ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 self._ip("-n", name, "link", "set", device, "up")
 
+    def _name_addresses(self, namespace: str) -> None:
+        """Lets nodes look up addresses without a name server, which they do not reach (``/etc/netns``, ip-netns(8))."""
+        place = Path("/etc/netns") / namespace
+        place.mkdir(parents=True)
+        hosts = "".join(f"{self._net}.{last} host-{last}\n" for last in range(1, 255))
+        (place / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        (place / "nsswitch.conf").write_text("hosts: files\n")
+
     def remove(self) -> None:
+        for name in self.names:
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
         for command in (*(("netns", "delete", name) for name in self.names), ("link", "delete", self.bridge)):
             subprocess.run(["ip", *command], capture_output=True, check=False)
 

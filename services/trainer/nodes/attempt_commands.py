@@ -22,7 +22,7 @@ class OwnRanks:
 
 
 @dataclass(frozen=True)
-class Situation:
+class NodeSituation:
     """All that a node knows at ``now`` (seconds). ``nodes``: the others that it watches, by rank; None where the bus did not answer.
     ``attempt``: the newest that was announced; None where there is none, or the bus did not answer."""
 

@@ -17,8 +17,8 @@ from services.trainer.nodes.attempt_commands import (
     KillRanks,
     LeaveNode,
     NodeCommand,
+    NodeSituation,
     ShowState,
-    Situation,
     StopRanks,
     TellNodes,
 )
@@ -53,7 +53,7 @@ class FirstNode:
         self._named: set[int] = set()
         self._terms: dict[int, str] = {}
 
-    def step(self, now: Situation) -> list[NodeCommand]:
+    def step(self, now: NodeSituation) -> list[NodeCommand]:
         """Returns the commands of this moment."""
         if self._ending:
             return self._end(now)
@@ -63,7 +63,7 @@ class FirstNode:
 
     # --- between attempts
 
-    def _wait(self, now: Situation) -> list[NodeCommand]:
+    def _wait(self, now: NodeSituation) -> list[NodeCommand]:
         if now.stopping:
             return [LeaveNode(exit_codes.DONE)]
         if now.nodes is None:
@@ -93,7 +93,7 @@ class FirstNode:
 
     # --- during one
 
-    def _work(self, now: Situation) -> list[NodeCommand]:
+    def _work(self, now: NodeSituation) -> list[NodeCommand]:
         commands = self._note_lost(now)
         if self._lost or self._failed(now):
             return [*commands, *self._begin_end(now)]
@@ -112,7 +112,7 @@ class FirstNode:
             ]
         return commands
 
-    def _note_lost(self, now: Situation) -> list[NodeCommand]:
+    def _note_lost(self, now: NodeSituation) -> list[NodeCommand]:
         """Notes the nodes whose lease has run out, or whose agent is another one than at the attempt's beginning; tells of each once."""
         for rank, node in (now.nodes or {}).items():
             if rank in self._lost or (self._stop_asked is not None and not node.term):
@@ -125,12 +125,12 @@ class FirstNode:
         self._named.update(told)
         return [TellNodes(NODE_LOST, self._lost[rank]) for rank in told]
 
-    def _failed(self, now: Situation) -> bool:
+    def _failed(self, now: NodeSituation) -> bool:
         ends = [(now.ranks.ended, now.ranks.code)]
         ends += [(node.state.ended, node.state.code) for node in (now.nodes or {}).values() if node.state is not None]
         return any(ended == self._number and code for ended, code in ends)
 
-    def _stop(self, now: Situation) -> list[NodeCommand]:
+    def _stop(self, now: NodeSituation) -> list[NodeCommand]:
         """Returns the commands where this node or another was asked to stop."""
         leaving = [str(node) for node in (now.nodes or {}).values() if node.state is not None and node.state.stopping]
         if not (now.stopping or leaving):
@@ -141,7 +141,7 @@ class FirstNode:
             return [TellNodes("attempt_stopping", self._stop_reason), StopRanks()]
         return [KillRanks()] if now.now - self._stop_asked > STOP_SECONDS and now.ranks.running else []
 
-    def _ended_in_order(self, now: Situation) -> list[NodeCommand]:
+    def _ended_in_order(self, now: NodeSituation) -> list[NodeCommand]:
         if self._stop_asked is None:
             return [*self._over("done", exit_codes.DONE, ""), LeaveNode(exit_codes.DONE)]
         stopped = self._over("stopped", exit_codes.DONE, self._stop_reason)
@@ -149,14 +149,14 @@ class FirstNode:
 
     # --- its end by force
 
-    def _begin_end(self, now: Situation) -> list[NodeCommand]:
+    def _begin_end(self, now: NodeSituation) -> list[NodeCommand]:
         self._ending = True
         commands: list[NodeCommand] = [KillRanks()] if now.ranks.running else []
         if self._attempt is not None:
             commands.append(AnnounceAttempt(replace_over(self._attempt, "ending", 0, "; ".join(self._lost.values()))))
         return [*commands, ShowState("ending", f"attempt {self._number}")]
 
-    def _end(self, now: Situation) -> list[NodeCommand]:
+    def _end(self, now: NodeSituation) -> list[NodeCommand]:
         commands = self._note_lost(now)
         if now.ranks.running:
             return [*commands, KillRanks()]
@@ -174,7 +174,7 @@ class FirstNode:
             return [*stopped, LeaveNode(code, reason)] if now.stopping else stopped
         return [*self._over("failed", code, reason), LeaveNode(code, reason)]
 
-    def _cause(self, now: Situation) -> tuple[int, str, bool]:
+    def _cause(self, now: NodeSituation) -> tuple[int, str, bool]:
         """Returns exit code and reason of the node that failed first, as far as reasons tell, and whether none failed by itself."""
         ends = [(0, now.ranks)] if now.ranks.ended == self._number and now.ranks.code else []
         found = [(rank, ranks.code, ranks.reason, ranks.consequence) for rank, ranks in ends]

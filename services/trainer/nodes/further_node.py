@@ -13,8 +13,8 @@ from services.trainer.nodes.attempt_commands import (
     KillRanks,
     LeaveNode,
     NodeCommand,
+    NodeSituation,
     ShowState,
-    Situation,
     TellNodes,
 )
 from services.trainer.nodes.first_node import STOP_SECONDS
@@ -38,13 +38,13 @@ class FurtherNode:
         self._leaving_since: float | None = None
         self._told_lost = False
 
-    def step(self, now: Situation) -> list[NodeCommand]:
+    def step(self, now: NodeSituation) -> list[NodeCommand]:
         """Returns the commands of this moment."""
         if self._joined is not None:
             return self._work(now, self._joined)
         return self._wait(now)
 
-    def _wait(self, now: Situation) -> list[NodeCommand]:
+    def _wait(self, now: NodeSituation) -> list[NodeCommand]:
         if now.stopping:
             return [LeaveNode(exit_codes.DONE)]
         if now.nodes is None:
@@ -66,20 +66,14 @@ class FurtherNode:
         members = len(attempt.terms) == self._nodes and attempt.terms[0] == first and attempt.terms[self._rank] == own
         return members and attempt.number > self._newest and not attempt.over
 
-    def _work(self, now: Situation, joined: Attempt) -> list[NodeCommand]:
+    def _work(self, now: NodeSituation, joined: Attempt) -> list[NodeCommand]:
         kill: list[NodeCommand] = [KillRanks()] if now.ranks.running else []
-        if now.stopping:
-            self._leaving_since = now.now if self._leaving_since is None else self._leaving_since
-            if not now.ranks.running:
-                return [LeaveNode(exit_codes.DONE)]
-            if now.now - self._leaving_since > STOP_SECONDS:
-                return kill
+        if now.stopping and (leaving := self._leave(now, kill)):
+            return leaving
         if now.nodes is None:
             return []
         first, attempt = now.nodes[0], now.attempt
-        if (
-            attempt is not None and attempt.number == joined.number and attempt.over not in ("", "ending")
-        ):  # whether or not it has left since
+        if attempt is not None and attempt.number == joined.number and attempt.over not in ("", "ending"):
             return self._over(now, attempt, kill)
         if first.expired or first.term != joined.terms[0]:
             return [*self._first_lost(str(first), first.expired), *(kill or self._waits_again())]
@@ -87,7 +81,14 @@ class FurtherNode:
             return []
         return kill or self._waits_again(attempt.number > joined.number)
 
-    def _over(self, now: Situation, attempt: Attempt, kill: list[NodeCommand]) -> list[NodeCommand]:
+    def _leave(self, now: NodeSituation, kill: list[NodeCommand]) -> list[NodeCommand]:
+        """Returns the commands of a node that was asked to stop: its ranks leave with all others, and are waited for."""
+        if not now.ranks.running:
+            return [LeaveNode(exit_codes.DONE)]
+        self._leaving_since = now.now if self._leaving_since is None else self._leaving_since
+        return kill if now.now - self._leaving_since > STOP_SECONDS else []
+
+    def _over(self, now: NodeSituation, attempt: Attempt, kill: list[NodeCommand]) -> list[NodeCommand]:
         """Returns the commands where the attempt is over, and why is known, whether or not the first node has left since."""
         if now.ranks.running and attempt.over in ("stopped", "done"):  # rank 0 has told them to leave
             self._leaving_since = now.now if self._leaving_since is None else self._leaving_since

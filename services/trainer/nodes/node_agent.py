@@ -17,8 +17,8 @@ from services.trainer.nodes.attempt_commands import (
     KillRanks,
     LeaveNode,
     NodeCommand,
+    NodeSituation,
     ShowState,
-    Situation,
     StopRanks,
     TellNodes,
 )
@@ -149,7 +149,7 @@ class NodeAgent:
             self._say()
             await asyncio.sleep(min(POLL_SECONDS, self._timing.poll))
 
-    async def _look(self) -> Situation:
+    async def _look(self) -> NodeSituation:
         ranks = await asyncio.to_thread(self._ranks.look)
         nodes: dict[int, SeenNode] | None = {}
         attempt: Attempt | None = None
@@ -164,7 +164,7 @@ class NodeAgent:
         address = own_address()
         if nodes is not None and self._rank == 0:
             self._check_address(address, nodes)
-        return Situation(clock(), self._lease.term, address, ranks, nodes, attempt, self._service.stopping.is_set())
+        return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._service.stopping.is_set())
 
     async def _newest_attempt_now(self) -> Attempt | None:
         if self._rank == 0:

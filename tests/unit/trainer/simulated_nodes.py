@@ -8,9 +8,9 @@ from services.trainer.nodes.attempt_commands import (
     BeginRanks,
     KillRanks,
     LeaveNode,
+    NodeSituation,
     OwnRanks,
     ShowState,
-    Situation,
     StopRanks,
     TellNodes,
 )
@@ -125,7 +125,7 @@ class SimulatedCluster:
             nobody = LeaseStatus(holder="", term="", mark="", at=0.0)
             nodes = {rank: observer.see(*self.leases.get(rank, (0, nobody)), self.now) for rank, observer in agent.observers.items()}
             attempt = self.attempt
-        for command in agent.machine.step(Situation(self.now, agent.term, "10.0.0.1", agent.ranks, nodes, attempt, agent.stopping)):
+        for command in agent.machine.step(NodeSituation(self.now, agent.term, "10.0.0.1", agent.ranks, nodes, attempt, agent.stopping)):
             self._do(agent, command)
 
     def _do(self, agent: SimulatedNode, command: object) -> None:
