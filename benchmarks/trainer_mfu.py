@@ -83,7 +83,9 @@ SHAPES = {"qwen3-4b": SHAPE, "qwen3-30b-a3b": MIXTURE, "tiny-moe": MIXTURE | SMA
 CASES = ("8192:none", "16384:layers-14")
 MIXTURE_CASES = ("8192:none", "32768:none")
 MICRO_BATCHES = 4
-RESULTS = Path(__file__).parent / "results" / "trainer_mfu.json"
+RESULTS = Path(__file__).parent / "results"
+WRITTEN = ("trainer_mfu", "trainer_moe", "trainer_memory")
+"""Tables of the page, each of the file of that name in `RESULTS`."""
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
 WARM_UP = 2
 
@@ -94,11 +96,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--case", action="append", metavar="TOKENS:RECOMPUTE", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
-    parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
+    parser.add_argument("--write", action="store_true", help="put the figures of benchmarks/results into the docs; nothing is measured")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="of the model")
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="GPUs that share the experts")
     parser.add_argument("--no-loop", action="store_true", help="leave out the loop over experts")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -107,7 +110,8 @@ def main() -> int:
             print(json.dumps(measured))
         return 0
     if arguments.write:
-        put_table(PAGE, "trainer_mfu", table(json.loads(RESULTS.read_text())))
+        for name in WRITTEN:
+            put_table(PAGE, "trainer_mfu", table(json.loads((RESULTS / f"{name}.json").read_text())), name)
         return 0
     rows = []
     mixture = "num_experts" in SHAPES[arguments.shape]
@@ -134,7 +138,13 @@ def command_line(case: str, arguments: argparse.Namespace) -> list[str]:
     ranks = arguments.expert_parallel
     launcher = [sys.executable, "-m"] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m"]
     options = ["--only", case, "--steps", str(arguments.steps), "--shape", arguments.shape, "--expert-parallel", str(ranks)]
-    return [*launcher, "benchmarks.trainer_mfu", *options, *(["--profile"] if arguments.profile else [])]
+    return [
+        *launcher,
+        "benchmarks.trainer_mfu",
+        *options,
+        *(["--profile"] if arguments.profile else []),
+        *(["--offload"] if arguments.offload else []),
+    ]
 
 
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -148,6 +158,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
+    from shared.model.memory_plan import plan_trainer
 
     GroupedExperts.loops = arguments.loop
     tokens, shape, rank = int(case.partition(":")[0]), SHAPES[arguments.shape], int(os.environ.get("RANK", "0"))
@@ -155,7 +166,10 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(shape))
         layout: dict[str, Any] = {"expert_model_parallel_size": arguments.expert_parallel}
-        config = TrainerSettings(TrainerSection(lr=1e-6, **layout, **recomputation(case.partition(":")[2])))
+        if arguments.offload:
+            layout["megatron"] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+        section = TrainerSection(lr=1e-6, max_tokens_per_gpu=tokens, **layout, **recomputation(case.partition(":")[2]))
+        config = TrainerSettings(section)
         actor = Actor.create(config, directory, random=True)
     batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
@@ -174,6 +188,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         show_profile(actor, batches, loss)
     step = statistics.median(seconds)
     tflops = flops.training(actor.architecture, [tokens] * MICRO_BATCHES) / step / 1e12
+    (plan,) = plan_trainer(actor.architecture, section, arguments.expert_parallel)
     actor.close()
     del actor
     if rank:
@@ -190,6 +205,8 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "tflops": round(tflops, 1),
         "mfu": round(tflops / limit, 4),
         "peak_gb": round(peak, 1),
+        "plan_gb": round(plan.peak / 1e9, 1),
+        "offloaded": arguments.offload,
         "recompute": case.partition(":")[2],
         "step_seconds": round(step, 3),
         "micro_batches": MICRO_BATCHES,
@@ -282,8 +299,12 @@ def line(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as a table."""
+    planned = any("plan_gb" in row for row in rows)
     head = ["| tokens a micro-batch | recomputed | tokens/s | TFLOP/s | MFU | peak memory |", "|---|---|---|---|---|---|"]
-    return "\n".join([*head, *map(line, rows)])
+    if not planned:
+        return "\n".join([*head, *map(line, rows)])
+    wider = [f"{head[0]} planned |", f"{head[1]}---|"]
+    return "\n".join([*wider, *(f"{line(row)} {row['plan_gb']:.0f} GB |" for row in rows)])
 
 
 if __name__ == "__main__":

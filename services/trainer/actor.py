@@ -35,7 +35,12 @@ from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import division_problems
 
-__all__ = ["Actor", "SaveFailed", "StepResult", "latest_step"]
+__all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "latest_step"]
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Returns the steps of the complete checkpoints below ``root``, as this rank sees them, oldest first. Needs no other rank."""
+    return sorted(checkpoint.checkpoints(root))
 
 
 @dataclass(frozen=True)
@@ -103,9 +108,17 @@ class Actor:
         if not random:
             with together(f"loading {hf_dir}"):
                 load_hf(chunks, megatron, architecture, hf_dir)
-        wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.megatron.ddp)
+        wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.buffers)
         model = MegatronModel(
-            architecture, megatron, settings.layout, wrapped, settings.value_head, settings.lora, settings.freezing, least
+            architecture,
+            megatron,
+            settings.layout,
+            wrapped,
+            settings.value_head,
+            settings.lora,
+            settings.freezing,
+            least,
+            chunk_size=trainer.log_probs_chunk_size,
         )
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)
