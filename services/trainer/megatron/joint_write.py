@@ -138,7 +138,7 @@ class JointWrite:
             everyone = self._reported("written", range(self._world), "the parts")
             contents = self._parts.beside(everyone)
             for leader, content in zip(others, contents[1:], strict=True):
-                self._store.set(f"beside_{leader}", content)
+                self._store.set(f"beside_{leader}", content)  # type: ignore[arg-type]  # it takes bytes; its stub says text
             self._failed_in = "published"
             self._reported("published", others, "the directories")
             self._parts.publish(contents[0])

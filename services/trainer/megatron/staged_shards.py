@@ -119,6 +119,7 @@ class StagedShards(TorchDistSaveShardedStrategy):
         for rank in directories[directory]:
             copies, decoded = set(self._copies.get(rank, [])), dict(map(_decoded, everyone[rank]))
             for key in copies & self._sizes.keys():
+                assert key.offset is not None  # a tensor's
                 chunk = ChunkStorageMetadata(offsets=key.offset, sizes=self._sizes[key])
                 others = [other for other in chunks[key.fqn].chunks if not overlap(_box(chunk), _box(other))]
                 chunks[key.fqn] = replace(chunks[key.fqn], chunks=[*others, chunk])
