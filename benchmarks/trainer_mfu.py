@@ -4,13 +4,19 @@
 in bfloat16, distributed optimizer, one sequence a micro-batch, four micro-batches a step; every case in a process of its own. RECOMPUTE
 says what is run again in the backward pass: ``none``, ``full``, ``layers-K`` (K whole layers) or modules such as ``layernorm+mlp``.
 
+``--shape qwen3-30b-a3b`` takes the hidden and expert sizes of that model with fewer layers. Each case is then run twice, with the experts
+as groups and, ``loop``, one after the other. ``--expert-parallel N`` spreads them over N GPUs, each of which trains its own micro-batches;
+figures are those of one GPU.
+
 A step is timed whole, from micro-batches in host memory to updated weights. FLOPs are counted as `services.trainer.flops` counts them:
 what the model needs, so that recomputation lowers the MFU. ``limit_tflops`` is a plain matrix product, 8192 x 8192 x 8192 in bfloat16,
 measured beside each case.
 """
 
 import argparse
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,7 +42,46 @@ SHAPE = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 16384,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+"""Hidden, attention and expert sizes of Qwen3-30B-A3B. Of its 48 layers these are four; the vocabulary is cut in about the same proportion,
+so that its product has about its share of the work."""
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+SHAPES = {"qwen3-4b": SHAPE, "qwen3-30b-a3b": MIXTURE, "tiny-moe": MIXTURE | SMALL}
+"""By name: the first is the default; the last is for trying this out on a CPU."""
+
 CASES = ("8192:none", "16384:layers-14")
+MIXTURE_CASES = ("8192:none", "32768:none")
 MICRO_BATCHES = 4
 RESULTS = Path(__file__).parent / "results" / "trainer_mfu.json"
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
@@ -51,20 +96,26 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
     parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="of the model")
+    parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="GPUs that share the experts")
+    parser.add_argument("--no-loop", action="store_true", help="leave out the loop over experts")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
+    parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
-        print(json.dumps(measure(arguments.only, arguments.steps, arguments.profile)))
+        if (measured := measure(arguments.only, arguments)) is not None:
+            print(json.dumps(measured))
         return 0
     if arguments.write:
         put_table(PAGE, "trainer_mfu", table(json.loads(RESULTS.read_text())))
         return 0
     rows = []
-    for case in arguments.case or CASES:
-        command = [sys.executable, "-m", "benchmarks.trainer_mfu", "--only", case, "--steps", str(arguments.steps)]
-        done = subprocess.run([*command, *(["--profile"] if arguments.profile else [])], stdout=subprocess.PIPE, text=True)
+    mixture = "num_experts" in SHAPES[arguments.shape]
+    ways = [[], ["--loop"]] if mixture and not arguments.no_loop else [[]]
+    for case, way in itertools.product(arguments.case or (MIXTURE_CASES if mixture else CASES), ways):
+        done = subprocess.run(command_line(case, arguments) + way, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            print(f"{case}: failed with exit code {done.returncode}", file=sys.stderr)
+            print(f"{case} {' '.join(way)}: failed with exit code {done.returncode}", file=sys.stderr)
             continue
         *said, figures = done.stdout.strip().splitlines()
         if said:
@@ -78,44 +129,62 @@ def main() -> int:
     return 0 if rows else 1
 
 
-def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
-    """One case, in this process."""
+def command_line(case: str, arguments: argparse.Namespace) -> list[str]:
+    """The command of one case, on all its GPUs."""
+    ranks = arguments.expert_parallel
+    launcher = [sys.executable, "-m"] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m"]
+    options = ["--only", case, "--steps", str(arguments.steps), "--shape", arguments.shape, "--expert-parallel", str(ranks)]
+    return [*launcher, "benchmarks.trainer_mfu", *options, *(["--profile"] if arguments.profile else [])]
+
+
+def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """One case, in this process; None where it is not the first of several."""
     import torch
 
     from services.trainer import flops
     from services.trainer.actor import Actor
+    from services.trainer.megatron.grouped_experts import GroupedExperts
     from services.trainer.objective.loss import PolicyLoss
     from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
 
-    tokens = int(case.partition(":")[0])
+    GroupedExperts.loops = arguments.loop
+    tokens, shape, rank = int(case.partition(":")[0]), SHAPES[arguments.shape], int(os.environ.get("RANK", "0"))
+    cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(SHAPE))
-        config = TrainerSettings(TrainerSection(lr=1e-6, **recomputation(case.partition(":")[2])))
+        Path(directory, "config.json").write_text(json.dumps(shape))
+        layout: dict[str, Any] = {"expert_model_parallel_size": arguments.expert_parallel}
+        config = TrainerSettings(TrainerSection(lr=1e-6, **layout, **recomputation(case.partition(":")[2])))
         actor = Actor.create(config, directory, random=True)
-    batches = [micro_batch(tokens, number) for number in range(MICRO_BATCHES)]
+    batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
     for _ in range(WARM_UP):
         actor.train_step(batches, loss)
-    torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(arguments.steps):
+        began = finished()
         result = actor.train_step(batches, loss)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(finished() - began)
         assert result.skipped is None, result.skipped
-    peak = torch.cuda.max_memory_allocated() / 1e9
-    if profile:
+    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
+    if arguments.profile and rank == 0:
         show_profile(actor, batches, loss)
     step = statistics.median(seconds)
     tflops = flops.training(actor.architecture, [tokens] * MICRO_BATCHES) / step / 1e12
+    actor.close()
     del actor
-    torch.cuda.empty_cache()
-    limit = matrix_product_tflops()
+    if rank:
+        return None
+    if cuda:
+        torch.cuda.empty_cache()
+    limit = matrix_product_tflops() if cuda else 1.0
     return {
+        "shape": arguments.shape,
+        "experts": "" if "num_experts" not in shape else "loop" if arguments.loop else "grouped",
+        "gpus": arguments.expert_parallel,
         "tokens": tokens,
         "tokens_per_s": round(tokens * MICRO_BATCHES / step, 1),
         "tflops": round(tflops, 1),
@@ -125,9 +194,18 @@ def measure(case: str, steps: int, profile: bool) -> dict[str, Any]:
         "step_seconds": round(step, 3),
         "micro_batches": MICRO_BATCHES,
         "limit_tflops": round(limit, 1),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
     }
+
+
+def finished() -> float:
+    """The time once the GPU has done all that it was given, in seconds."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def recomputation(what: str) -> dict[str, Any]:
@@ -142,7 +220,7 @@ def recomputation(what: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": what.split("+")}
 
 
-def micro_batch(tokens: int, number: int) -> Any:
+def micro_batch(tokens: int, number: int, vocabulary: int = 151936) -> Any:
     """One sequence whose second half is trained."""
     import numpy as np
     import torch
@@ -155,8 +233,8 @@ def micro_batch(tokens: int, number: int) -> Any:
     sample = Sample(
         group="benchmark",
         index=number,
-        prompt=generator.integers(0, SHAPE["vocab_size"], tokens - response).astype(np.int32),
-        response=generator.integers(0, SHAPE["vocab_size"], response).astype(np.int32),
+        prompt=generator.integers(0, vocabulary, tokens - response).astype(np.int32),
+        response=generator.integers(0, vocabulary, response).astype(np.int32),
         log_probs=np.full(response, -12.0, np.float32),
         mask=np.ones(response, np.uint8),
         segments=[(0, response, 0)],
@@ -195,8 +273,9 @@ def show_profile(actor: Any, batches: Any, loss: Any) -> None:
 
 def line(row: dict[str, Any]) -> str:
     """One case in a line of the table."""
+    named = "".join(f" {part}" for part in (row.get("experts", ""), f"EP{row['gpus']}" if row.get("gpus", 1) > 1 else "") if part)
     return (
-        f"| {row['tokens']} | {row['recompute']} | {row['tokens_per_s']:,.0f} | {row['tflops']:.0f} of {row['limit_tflops']:.0f} | "
+        f"| {row['tokens']}{named} | {row['recompute']} | {row['tokens_per_s']:,.0f} | {row['tflops']:.0f} of {row['limit_tflops']:.0f} | "
         f"{row['mfu']:.1%} | {row['peak_gb']:.0f} GB |"
     )
 

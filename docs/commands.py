@@ -2,6 +2,8 @@
 
 ``python -m docs.commands``; exits 1 and lists what does not hold. A command of ``myxo`` is read by the command line's own parser, its flags
 by that of the config. Files and directories that a command names must be there too, unless they lie under ``runs/`` (a run makes them).
+Commands in bash blocks are run by a test besides (tests/integration/myxo/test_page_commands.py), but for those that
+``docs/command_runs.toml`` gives a reason for.
 """
 
 import contextlib
@@ -10,8 +12,11 @@ import io
 import re
 import shlex
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from myxo.main import parse
 from shared.config import flags
@@ -25,6 +30,9 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("examples/**/README.md")),
 ]
+
+RUNS: dict[str, list[dict[str, Any]]] = tomllib.loads(Path(__file__).with_name("command_runs.toml").read_text())
+"""What becomes of commands → entries with ``match``; a command that none matches is run as it stands."""
 
 _BLOCK = re.compile(r"```(?:bash|sh|console)\n(.*?)```", re.DOTALL)
 _INLINE = re.compile(r"`((?:make|myxo|python -m|\.venv/bin/\w+)[^`]*)`")
@@ -44,17 +52,55 @@ def main() -> int:
     problems, checked = [], 0
     for page in PAGES:
         text = page.read_text()
-        blocks = [line for block in _BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
-        lines = [(line.split(" #")[0].strip(), True) for line in blocks] + [(line, False) for line in _INLINE.findall(text)]
-        for line, whole in ((line, whole) for line, whole in lines if line and not line.startswith("#")):
+        lines = [(line, True) for line in block_commands(text)] + [(line, False) for line in _INLINE.findall(text)]
+        for line, whole in lines:
             checked += 1
             found = [*_problems(line, targets), *refused(line, whole)]
             problems += [f"{page.relative_to(ROOT)}: `{line}`: {problem}" for problem in found]
         for path in _LINK.findall(text):
             if not (page.parent / path).exists():
                 problems.append(f"{page.relative_to(ROOT)}: link to {path}, which is not there")
-    print("\n".join(problems) or f"{checked} commands on {len(PAGES)} pages are there")
+    problems += idle_entries()
+    print("\n".join(problems) or f"{checked} commands on {len(PAGES)} pages are there; of {_counts()}")
     return 1 if problems else 0
+
+
+def block_commands(text: str) -> list[str]:
+    """Returns the commands of a page's bash blocks, in order: one a line, without comments."""
+    lines = [line for block in _BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    return [command for command in (line.split(" #")[0].strip() for line in lines) if command and not command.startswith("#")]
+
+
+def entry_of(page: str, command: str) -> tuple[str, dict[str, Any]]:
+    """Returns what becomes of a command, ``run`` or a kind of `RUNS`, and the entry that says so. ``page``: its path in the repository."""
+    bare = command.replace(".venv/bin/", "")
+    for kind, entries in RUNS.items():
+        for entry in entries:
+            if page in entry.get("pages", [page]) and re.match(entry["match"], bare):
+                return kind, entry
+    return "run", {}
+
+
+def idle_entries() -> list[str]:
+    """What does not hold of `RUNS`: entries that no command needs, that give no reason, or that name a test that is not there."""
+    used = [entry for page in PAGES for line in block_commands(page.read_text()) for entry in [entry_of(_name(page), line)[1]] if entry]
+    found = [f"docs/command_runs.toml: {kind}: no command matches {e['match']}" for kind in RUNS for e in RUNS[kind] if e not in used]
+    found += [f"docs/command_runs.toml: {e['match']} has no reason" for e in RUNS["not_run"] if not e.get("reason")]
+    tests = [test for entries in RUNS.values() for entry in entries for test in [entry.get("test")] if test]
+    return found + [f"docs/command_runs.toml: {test} is not there" for test in tests if not (ROOT / test).exists()]
+
+
+def _counts() -> str:
+    kinds = Counter(entry_of(_name(page), line)[0] for page in PAGES for line in block_commands(page.read_text()))
+    run = sum(kinds[kind] for kind in ("run", "rewritten", "served"))
+    told = (
+        f"{kinds.total()} in bash blocks {run} are run in CI, {kinds['trained']} with --dry-run there, {kinds['extra']} in the extra tests"
+    )
+    return f"{told}, and {kinds['not_run']} are not, each with its reason"
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def refused(line: str, whole: bool) -> list[str]:

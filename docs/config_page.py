@@ -150,7 +150,8 @@ def _default(info: FieldInfo) -> str:
 def _cell(text: str) -> str:
     """A text as a cell of a table. Python's marks of code become Markdown's; what would begin an HTML tag outside of one does not."""
     line = " ".join(text.replace("``", "`").split()).replace("|", "\\|")
-    return line if "`" in line else line.replace("<", "&lt;")
+    # braces at the end of a cell are attributes for the website's Markdown
+    return line if "`" in line else re.sub(r"\{([^{}]*)\}$", r"&#123;\1&#125;", line.replace("<", "&lt;"))
 
 
 if __name__ == "__main__":

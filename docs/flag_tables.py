@@ -252,7 +252,7 @@ _REASONS = {
     "set where pipelines are interleaved, and only there": "overlap_p2p_comm",
     "unset where pipelines are interleaved, and only there": "batch_p2p_comm",
     "it needs Megatron's own schedule of a training step": "overlap_moe_expert_parallel_comm",
-    "the router decides anew in every pass": "moe_enable_routing_replay",
+    "use use_rollout_routing_replay or use_routing_replay": "moe_enable_routing_replay",
     "weights are held, saved and pushed in train_dtype": "fp8_param fp8_param_gather fp4_param",
     "use virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
     "the router is the policy's: which experts it may choose does not depend on the layout": "moe_router_topk_limited_devices",

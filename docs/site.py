@@ -6,6 +6,7 @@ without the network.
 """
 
 import html
+import itertools
 import os
 import posixpath
 import re
@@ -36,6 +37,11 @@ search: {{exclude: true}}
 """
 """A page that shows a file's text."""
 
+LONG = 60
+"""The characters of a cell from which on its column is of words, and gets room."""
+
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_CELL = re.compile(r"<t([hd])((?: [^>]*)?)>(.*?)</t\1>", re.DOTALL)
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[([](.*?)\\[])]</\1>', re.DOTALL)
 _LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)")
 
@@ -65,12 +71,29 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes MathML of formulas, which browsers show by themselves."""
+    """Makes MathML of formulas, which browsers show by themselves, and says of tables what docs/website.css asks for."""
 
     def mathml(found: re.Match[str]) -> str:
-        return converter.convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block")
+        formula = converter.convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block")
+        return f'<{found[1]} class="formula">{formula}</{found[1]}>'
 
-    return _FORMULA.sub(mathml, content)
+    return _TABLE.sub(lambda found: _described(found[0]), _FORMULA.sub(mathml, content))
+
+
+def _described(table: str) -> str:
+    """Returns a table that tells the number of its columns, and each cell its column's name and whether it holds many words."""
+    heads = [html.escape(html.unescape(re.sub("<[^>]*>", "", text)).strip()) for kind, _, text in _CELL.findall(table) if kind == "h"]
+    columns = itertools.cycle(heads or [""])
+
+    def cell(found: re.Match[str]) -> str:
+        if found[1] == "h":
+            return found[0]
+        label, words = next(columns), len(re.sub("<code>.*?</code>|<[^>]*>", "", found[3])) >= LONG
+        label = f' data-label="{label}"' if label else ""
+        kind = ' class="words"' if words else ""
+        return f"<td{found[2]}{label}{kind}>{found[3]}</td>"
+
+    return _CELL.sub(cell, table).replace("<table>", f'<table data-columns="{len(heads)}">', 1)
 
 
 def _outside(source: Path) -> Iterator[Path]:

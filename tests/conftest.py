@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from shared.bus.connection import Bus
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.metric_specs import STRICT
 from shared.store.payload_store import Store
 
 # a slow machine is no failure of the code
@@ -36,6 +37,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keeps what commands remember between them out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MYXO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strict_metrics() -> Iterator[None]:
+    """In tests, and in the services that they start, a metric that is not declared is an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STRICT, "1")
         yield
 
 

@@ -53,6 +53,7 @@ def lay_out(project: Path, tree: Path) -> None:
     """Writes the wheel's tree, an empty directory before. Raises CannotBeMoved."""
     for name in KEPT:
         shutil.copy(project / name, tree)
+    (tree / "README.md").write_text(without_relative_links((project / "README.md").read_text()))
     described = tree / "pyproject.toml"
     described.write_text(re.sub(rf'"(?=(?:{_ROOTS})\.)', f'"{PACKAGE}.', described.read_text()))
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
@@ -70,6 +71,15 @@ def lay_out(project: Path, tree: Path) -> None:
             shutil.copytree(source, target, ignore=ignored)
         else:
             shutil.copy(source, target)
+
+
+def without_relative_links(readme: str) -> str:
+    """Returns the package's description: a package index shows it where there is no repository around it that links could lead into.
+
+    Pictures of the repository go, links into it leave their words.
+    """
+    text = re.sub(r"^\[!\[[^\]]*\]\((?!https?:)[^)]*\)\]\([^)]*\)\n+", "", readme, flags=re.MULTILINE)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
 
 
 def moved(source: str, project: Path) -> str:

@@ -6,9 +6,40 @@ from services.buffer.state import BufferState
 from shared.bus.streams import Consumer, generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
 from shared.schema.messages import Task
+
+declare_metrics(
+    MetricSpec("admitted", "groups", "admitted since the run began"),
+    MetricSpec("trained", "groups", "of them, trained"),
+    MetricSpec("dropped", "groups", "of them, dropped"),
+    MetricSpec("dead", "groups", "of them, given up"),
+    MetricSpec("in_flight", "groups", "admitted and not ended"),
+    MetricSpec("ready", "groups", "of those in flight, scored and ready for a batch"),
+    MetricSpec("outstanding", "groups", "of those in flight, sent out and not back yet"),
+    MetricSpec("trained_steps", "steps", "that are trained"),
+    MetricSpec("durable_steps", "steps", "that a checkpoint holds"),
+    MetricSpec("live_version", "version", "of the weights that are served; -1 before the first"),
+    MetricSpec("followed", "", "the number of the newest ledger record that a standby has read", when="in a standby"),
+    MetricSpec("evaluations", "", "evaluations that have ended"),
+    MetricSpec("eval_pending", "prompts", "held-out prompts of evaluations under way that are not back yet"),
+    MetricSpec("queue_task", "messages", "groups to generate that wait for a worker"),
+    MetricSpec("queue_eval", "messages", "held-out prompts that wait for a worker"),
+    MetricSpec("queue_generated", "messages", "groups to score that wait for a worker"),
+    MetricSpec("queue_scored", "messages", "outcomes for the buffer that wait for a worker"),
+    MetricSpec("queue_task_held", "messages", "of the same queue, what workers have and did not ack yet"),
+    MetricSpec("queue_eval_held", "messages", "of the same queue, what workers have and did not ack yet"),
+    MetricSpec("queue_generated_held", "messages", "of the same queue, what workers have and did not ack yet"),
+    MetricSpec("queue_scored_held", "messages", "of the same queue, what workers have and did not ack yet"),
+    MetricSpec(
+        "queue_lag",
+        "messages",
+        "both together: what says [how many workers](monitoring.md#scaling-by-the-queues) would have something to do",
+        labels=("queue", "consumer"),
+    ),
+)
 
 _OF_STATE = ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version")
 """Gauges that are fields of the state."""

@@ -5,9 +5,29 @@ from itertools import islice, takewhile
 from typing import Any
 
 from services.buffer.evaluation_logger import EvaluationLogger
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import EvalEnded
 from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
+
+declare_metrics(
+    MetricSpec(
+        "eval_reward", "reward", "mean reward of the set's newest evaluation", when="once one of the set has ended", labels=("dataset",)
+    ),
+    MetricSpec("eval_version", "version", "that it is of", when="once one of the set has ended", labels=("dataset",)),
+    MetricSpec(
+        "eval_newest", "version", "the newest that drew some of its tokens", when="once one of the set has ended", labels=("dataset",)
+    ),
+    MetricSpec(
+        "eval_lag",
+        "versions",
+        "by how many it was behind the live version when it was known",
+        when="once one of the set has ended",
+        labels=("dataset",),
+    ),
+    MetricSpec("eval_missing", "prompts", "that failed or were late", when="once one of the set has ended", labels=("dataset",)),
+    MetricSpec("eval_prompts", "prompts", "of the whole set", when="once one of the set has ended", labels=("dataset",)),
+)
 
 MOST_EVALUATIONS = 256
 """Of an answer: each takes about 1 KB."""

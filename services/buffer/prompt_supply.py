@@ -12,9 +12,16 @@ from shared.data.data_source import DrawnPrompts, PromptStream
 from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
 from shared.schema.ledger import GroupsAdmitted, LedgerRecord, eval_group_parts, group_number
+
+declare_metrics(
+    MetricSpec("prompts", "prompts", "of each set, those left out aside", labels=("of",)),
+    MetricSpec("prompts_left_out", "prompts", "that the run leaves out, by why", when="where there are such", labels=("of", "reason")),
+    MetricSpec("prompt_results", "prompts", "whose results the run remembers", when="where the order of prompts depends on their results"),
+)
 
 TRAINING = "training"
 

@@ -22,8 +22,15 @@ from shared.data import rollout_files
 from shared.data.prompts import Prompt
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError, PayloadMissing
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
+
+declare_metrics(
+    MetricSpec("rollouts_kept", "groups", "whose responses were written to the run's directory since the service started"),
+    MetricSpec("rollouts_bytes", "bytes", "that the kept responses take on disk"),
+    MetricSpec("rollouts_not_kept", "groups", "that were not written, by why", when="where there are such", labels=("reason",)),
+)
 
 RATE_BYTES = 8 << 20
 """Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core."""

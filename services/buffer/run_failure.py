@@ -9,8 +9,14 @@ from collections.abc import Awaitable, Callable
 
 from shared.bus import runs
 from shared.runtime import failure_summary
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsScored, LedgerRecord, SampleRefused
+
+declare_metrics(
+    MetricSpec("dead_per_minute", "groups/min", "that died lately"),
+    MetricSpec("eval_failed", "prompts", "held-out prompts that failed since the service started"),
+)
 
 STATE = "run failed"
 """State of a buffer whose run has failed. The buffer itself is well."""

@@ -17,8 +17,14 @@ from shared.config.ingest_key import ingest_key
 from shared.runtime import http_address, http_endpoints
 from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import GATEWAY_VARIABLE, HttpAddress
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.sessions.session_store import SessionStore
+
+declare_metrics(
+    MetricSpec("gateway_requests_in_hand", "requests", "that are being answered"),
+    MetricSpec("gateway_draws", "requests", "that engines draw for"),
+)
 
 URL_VARIABLE = "MYXO_GATEWAY_URL"
 """The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network."""

@@ -30,10 +30,17 @@ from services.gateway.wire.turn_events import TurnStart
 from services.gateway.wire.turn_refused import House, TurnRefused, unknown_model
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.telemetry import Metrics
 from shared.schema.limits import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore
+
+declare_metrics(
+    MetricSpec("gateway_requests", "requests", "that came in", counter=True),
+    MetricSpec("gateway_refused_<status>", "requests", "that were refused, by the HTTP status of the answer", counter=True),
+    MetricSpec("gateway_clients_gone", "requests", "whose client had gone before its answer", counter=True),
+)
 
 BODY_BYTES = 32 << 20
 """The largest body of a request."""

@@ -17,10 +17,19 @@ from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, PayloadMissing
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_process import WorkerFailed
+
+declare_metrics(
+    MetricSpec("samples_scored", "samples", "scored since the service started", counter=True),
+    MetricSpec("groups_scored", "groups", "scored since the service started", labels=("environment",), counter=True),
+    MetricSpec("groups_not_scored", "groups", "that could not be scored", labels=("environment",), counter=True),
+    MetricSpec("responses_unread", "samples", "that the verifier could not read", labels=("environment",), counter=True),
+    MetricSpec("score_seconds", "s", "spent on scoring, summed over groups", labels=("environment",), counter=True),
+)
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """What code raises that meets input nobody has thought of: it costs the group that brought it, not the service. Errors of servers are not

@@ -14,9 +14,15 @@ from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT
 from shared.runtime import devices
 from shared.runtime.errors import MyxoError
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.messages import Message
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+
+declare_metrics(
+    MetricSpec("asleep", "", "1 while a trainer computes on the engine's GPUs", when="with `colocate`"),
+    MetricSpec("asleep_seconds", "s", "for which the engine slept last", when="with `colocate`"),
+)
 
 POLL_INTERVAL_S = 0.2
 

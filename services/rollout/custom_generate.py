@@ -28,6 +28,7 @@ from shared.hooks import HookFailed, HookSample, Status, sample_message
 from shared.hooks.loading import GENERATE
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
 from shared.hooks.slime_attributes import FOLLOWING
+from shared.model.replayed_choices import replayed_choices
 from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded
@@ -53,7 +54,7 @@ class CustomGenerate:
     Attributes:
         field: of the config, that says who generates. goes_on: an aborted rollout goes on from its tokens.
         seconds: that a rollout has. lost: rollouts that were given up.
-        log_probs_reader: as in `SampleLimits`.
+        log_probs_reader, choices: as in `SampleLimits`.
     """
 
     field = GENERATE
@@ -67,7 +68,7 @@ class CustomGenerate:
         self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
         self._started: asyncio.Task[None] | None = None
         self.seconds, self.lost = rollout.generate_timeout, 0
-        self.log_probs_reader = service.config.log_probs_reader
+        self.log_probs_reader, self.choices = service.config.log_probs_reader, replayed_choices(service.config)
 
     def path(self, task: Task) -> str | None:
         """Returns the function that generates a task: its own, or the run's; None for the engine alone."""
@@ -205,7 +206,8 @@ class _Rollout:
         self._failures = RolloutFailures()
         self._aborted: HookSample | None = None
         self._served = Served(0, 0)
-        self._limits = SampleLimits(log_probs_reader=functions.log_probs_reader)
+        choices = None if is_evaluation(task.group) else functions.choices
+        self._limits = SampleLimits(log_probs_reader=functions.log_probs_reader, choices=choices)
         self.stopped: Stopped | None = None
 
     async def run(self, in_flight: InFlight | None) -> None:

@@ -24,8 +24,13 @@ from services.rollout.in_flight import Requests
 from services.rollout.served_version import ServedVersion
 from shared.hooks.call_context import CALL_HEADER
 from shared.runtime.errors import BadMessage, MyxoError
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.telemetry import Metrics
 from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
+
+declare_metrics(
+    MetricSpec("engine_requests_denied", "requests", "of others to the engine that were not passed on", counter=True),
+)
 
 GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v1/chat/completions": ChatRequest}
 ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}

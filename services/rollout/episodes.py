@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from services.rollout.custom_generate import CustomGenerate, parameters
 from services.rollout.episode_tokens import EpisodeTokens
 from services.rollout.generate import RETRY_PAUSE
@@ -177,12 +179,14 @@ class _Episode:
             sampling = self._run.sampling(self._task, self._index) | {"max_new_tokens": room}
             if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
                 sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
-            body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True}
+            body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True} | self._routing()
             answer = await post(self._engine, body)
             meta = answer["meta_info"]
+            encoded = meta.pop("routed_experts", None)  # in a form that `append_response_tokens` does not know
             drawn = meta["output_token_logprobs"]
             ids, log_probs = [token for _, token, _ in drawn], [log_prob for log_prob, _, _ in drawn]
             self._sample.append_response_tokens(tokens=ids, log_probs=log_probs, meta_info=meta, text=answer["text"])
+            self._route(encoded)
             self._state["said"] += answer["text"]
             self._state["drawn"] = self._state.get("drawn", 0) + len(ids)
             finish = meta["finish_reason"]["type"]
@@ -194,6 +198,24 @@ class _Episode:
                 return "abort", None
             await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn goes on from its tokens
         return "full", None
+
+    def _routing(self) -> dict[str, Any]:
+        """Returns the fields that ask for the experts of the tokens whose own are not known yet."""
+        if self._run.choices is None or is_evaluation(self._task.group):
+            return {}
+        known = self._sample.rollout_routed_experts
+        return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
+
+    def _route(self, encoded: str | None) -> None:
+        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them."""
+        if encoded is None or self._run.choices is None:
+            return
+        known = self._sample.rollout_routed_experts
+        try:
+            found = self._run.choices.read(encoded, len(self._sample.tokens) - 1 - (0 if known is None else len(known)))
+        except ValueError as error:
+            raise HookFailed(FIELD, self._run.environment.shown, f"the engine told {error}") from None
+        self._sample.rollout_routed_experts = found if known is None else np.concatenate([known, found])
 
     def _left(self) -> int:
         """Returns the tokens that the whole response may still have."""

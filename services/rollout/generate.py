@@ -64,6 +64,7 @@ def _requests(task: Task, partials: list[Partial]) -> list[GenerationRequest]:
             tokens=np.concatenate([prompt, partial.tokens]) if len(partial.tokens) else prompt,
             max_new_tokens=task.sampling.max_new_tokens - len(partial.tokens),
             seed=partial.seed,
+            routed_from=partial.routed_from,
         )
         for partial in partials
     ]

@@ -1,27 +1,45 @@
 """Holds a sample's tokens, log-probs and versions so far, across interruptions and from replica to replica."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.rollout.engine.generation import Generation
+from services.rollout.engine.generation import Generation, Routed
 from shared.data.tokenizer import Tokenizer
+from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
+
+UNROUTED = "routed_experts_problem"
+"""The attribute of a sample that is not trained since the experts of its tokens are not known: why."""
 
 
 @dataclass
 class Partial:
-    """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R); seed: None for none."""
+    """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R); seed: None for none.
+
+    Args:
+        choices: of the model, where the experts of each token are asked for. routed: those known so far, of the first tokens of prompt and
+            response: a token keeps the experts of the pass that drew the token after it, also where later passes compute it again.
+        unrouted: why they are not known.
+    """
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     seed: int | None = None
+    choices: ExpertChoices | None = None
+    routed: Choices | None = None
+    unrouted: str = ""
+
+    @property
+    def routed_from(self) -> int | None:
+        """Returns the first token of prompt and response whose experts are still to be told; None where nobody asks for them."""
+        return None if self.choices is None else 0 if self.routed is None else len(self.routed)
 
     def extend(self, generation: Generation, longest: int) -> None:
         """Appends the engine's output; an aborted generation leaves the sample unfinished."""
@@ -33,22 +51,35 @@ class Partial:
                 self.segments[-1] = (self.segments[-1][0], offset + end, version)
             else:
                 self.segments.append((offset + start, offset + end, version))
+        if generation.routed is not None and self.choices is not None:
+            self._route(self.choices, generation.routed)
         if generation.finish != "abort":
             self.finish = generation.finish
         elif len(self.tokens) >= longest:
             self.finish = "length"
 
+    def _route(self, choices: ExpertChoices, told: Routed) -> None:
+        try:
+            found = choices.read(told.encoded, told.rows)
+        except ValueError as error:
+            self.unrouted = f"the engine told {error}"
+            return
+        self.routed = found if self.routed is None else np.concatenate([self.routed, found[len(self.routed) - told.start :]])
 
-def restored(samples: Sequence[Sample], task: Task) -> list[Partial]:
+
+def restored(samples: Sequence[Sample], task: Task, choices: ExpertChoices | None = None) -> list[Partial]:
     """Returns the partial samples that a task continues: those of its earlier attempt, or new ones where none of its tokens can be trained.
 
     Samples that had ended and whose newest token is older than ``task.renew_below`` begin anew; where the earlier attempt does not fit the
     task (another number of samples, more tokens than may be generated), all begin anew.
+
+    Args:
+        choices: of the model, where the experts of each token are asked for.
     """
     longest = task.sampling.max_new_tokens
     if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):
-        return [Partial() for _ in range(task.n)]
-    return [_restored(sample, task.renew_below, longest) for sample in samples]
+        return [Partial(choices=choices) for _ in range(task.n)]
+    return [replace(_restored(sample, task.renew_below, longest), choices=choices) for sample in samples]
 
 
 def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
@@ -59,7 +90,7 @@ def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
         return Partial()
     if len(sample.response) == longest:
         ended = ended or "length"
-    return Partial(sample.response, sample.log_probs, list(sample.segments), ended)
+    return Partial(sample.response, sample.log_probs, list(sample.segments), ended, routed=sample.routed_experts)
 
 
 def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
@@ -70,7 +101,11 @@ def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> lis
 
 
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
-    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage."""
+    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage.
+
+    One that has ended without the experts of all its tokens, which somebody has asked for, is not trained: its mask is 0 everywhere.
+    """
+    problems = [_routing_problem(partial, len(task.prompt_tokens)) for partial in partials]
     samples = [
         Sample(
             group=task.group,
@@ -78,7 +113,7 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
             prompt=task.prompt_tokens,
             response=partial.tokens,
             log_probs=partial.log_probs,
-            mask=np.ones(len(partial.tokens), np.uint8),
+            mask=np.full(len(partial.tokens), not problems[index], np.uint8),
             segments=partial.segments,
             finish=partial.finish or "abort",
             text=_text(task.sampling, partial, tokenizer),
@@ -86,12 +121,20 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
             label=task.label,
             label_json=task.label_json,
             metadata=task.metadata,
+            attributes={UNROUTED: problems[index]} if problems[index] else {},
+            routed_experts=partial.routed,
         )
         for index, partial in enumerate(partials)
     ]
     for sample in samples:
         sample.check()
     return samples
+
+
+def _routing_problem(partial: Partial, prompt: int) -> str:
+    if partial.choices is None or partial.finish is None:
+        return ""
+    return partial.unrouted or partial.choices.problem(partial.routed, prompt + len(partial.tokens) - 1) or ""
 
 
 def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:

@@ -25,10 +25,18 @@ from shared.hooks.loading import agent_paths
 from shared.runtime import devices, failure_summary
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import LOOPBACK, own_address
 from shared.runtime.service_base import Service
 from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
 from shared.sessions.session_store import SessionStore
+
+declare_metrics(
+    MetricSpec("version", "version", "of the weights that the replica serves"),
+    MetricSpec("engine_start_seconds", "s", "that its engine took to start"),
+    MetricSpec("engine_context", "tokens", "the most of one sequence"),
+    MetricSpec("engine_vocabulary", "tokens", "of the model's vocabulary"),
+)
 
 INITIAL_VERSION = 0
 """The version of the policy that an engine loads from `hf_checkpoint` when it starts."""
@@ -219,6 +227,7 @@ class Replica:
         flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
         # others expect SGLang's own way: each part of a stream repeats all tokens before it
         flags["incremental-streaming-output"] = self._drawn_for_gateways and answers_are_read
+        flags["enable-return-routed-experts"] = config.trainer.use_rollout_routing_replay
         if devices.engines_release(config):
             flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
         # replicas draw different samples

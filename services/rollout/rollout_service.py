@@ -15,7 +15,7 @@ from services.rollout.episodes import EpisodeGenerate
 from services.rollout.generate import generate_group
 from services.rollout.generation_spans import handed_back
 from services.rollout.in_flight import InFlight, Stopped
-from services.rollout.partial_samples import restored, samples_of
+from services.rollout.partial_samples import UNROUTED, restored, samples_of
 from services.rollout.played_group import PlayedGroup
 from services.rollout.producer.active_producer import ActiveProducer
 from services.rollout.producer.engine_spread import EngineSpread
@@ -36,14 +36,39 @@ from shared.config import sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
+from shared.model.replayed_choices import replayed_choices
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.sample import Sample
 from shared.store.payload_store import StoreFull
+
+declare_metrics(
+    MetricSpec("generated_tokens_per_s", "tokens/s", "tokens that the replica's engine has drawn in the last 5 s / 5 s; read every second"),
+    MetricSpec(
+        "generated_tokens",
+        "tokens",
+        "tokens that its engines have drawn since the service started: response tokens, of samples that ended, were aborted or are "
+        "under way",
+    ),
+    MetricSpec("running_groups", "groups", "that are being generated"),
+    MetricSpec("running_samples", "samples", "that are being generated"),
+    MetricSpec(
+        "lost_rollouts",
+        "rollouts",
+        "that were given up since it started, since their function ([hooks](hooks.md#generating)) or agent failed too often or was late",
+    ),
+    MetricSpec(
+        "aborted_rollouts",
+        "rollouts",
+        "[surplus rollouts](agents.md#surplus-rollouts) that were aborted, or ended too late, since the others had ended",
+        counter=True,
+    ),
+)
 
 POLL_INTERVAL_S = 0.05
 """The interval at which a replica checks whether it has weights, free capacity, or stale generations."""
@@ -76,7 +101,7 @@ class Rollout:
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
         self.in_flight = InFlight(service.config)
-        self._seeds = SampleSeeds.of(service.config)
+        self._seeds, self._choices = SampleSeeds.of(service.config), replayed_choices(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._custom = CustomGenerate(service, self.replica, self._tokenizer)
@@ -237,7 +262,7 @@ class Rollout:
 
     async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> PlayedGroup:
         """Returns the task's samples; with why they were stopped, as far as they have come."""
-        partials, why = restored(earlier, task), None
+        partials, why = restored(earlier, task, None if is_evaluation(task.group) else self._choices), None
         for index, partial in enumerate(partials):
             partial.seed = self._seeds.of_sample(index)
         try:
@@ -245,6 +270,9 @@ class Rollout:
         except Stopped as stopped:
             why = stopped
         samples = samples_of(task, partials, self._tokenizer)
+        for sample in samples:
+            if (problem := sample.attributes.get(UNROUTED)) is not None:
+                self._service.log.warning("sample_not_trained", sample=sample.name, reason=problem)
         if self._hooks:  # functions of the user's see the prompt as it was rendered
             text = self._custom.prompt(task)
             for sample in samples:

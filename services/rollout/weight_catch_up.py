@@ -23,12 +23,23 @@ from shared.bus.connection import TRANSIENT
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 from shared.schema.messages import Message
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
+
+declare_metrics(
+    MetricSpec("peer_weights_differ", "", "times that another replica has sent weights that are not the trainer's", counter=True),
+    MetricSpec(
+        "broken_snapshot",
+        "version",
+        "that the replica could not load from disk; -1: none. The trainer then writes a whole snapshot",
+        when="once a replica has caught up",
+    ),
+)
 
 POLL_INTERVAL_S = 0.5
 """The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones."""

@@ -23,9 +23,10 @@ from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, tra
 from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.joint_write import JointWrite, SaveFailed
 from services.trainer.megatron.optimizer import Optimizer
-from services.trainer.megatron.packed_sequences import prefixes_of
+from services.trainer.megatron.packed_sequences import StageRouting, prefixes_of
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.megatron.prefix_sharing import least_saved
+from services.trainer.megatron.routing_replay import on_host
 from services.trainer.megatron.runtime import deadline, together
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
@@ -130,6 +131,13 @@ class Actor:
         """
         with deadline("the computation of log-probs"):
             return passes.log_probs(self.model, batches, self.settings.temperature)
+
+    def log_probs_and_routing(self, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
+        """Returns the same, and the experts that this rank's routers chose for each micro-batch (`PackedBatch.routing`)."""
+        recorded: dict[int, StageRouting] = {}
+        with deadline("the computation of log-probs"):
+            found = passes.log_probs(self.model, batches, self.settings.temperature, recorded)
+        return found, [on_host(recorded[index]) for index in range(len(batches))]
 
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Returns a critic's values under the current weights, without gradients.

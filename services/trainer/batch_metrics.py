@@ -15,8 +15,102 @@ from numpy.typing import ArrayLike, NDArray
 
 from services.trainer.packing import PackedBatch
 from shared.data import pass_rates
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.schema.messages import Batch
 from shared.schema.sample import Sample
+
+declare_metrics(
+    MetricSpec("rollout/response_len/mean", "tokens", "mean length of the responses"),
+    MetricSpec("rollout/response_len/median", "tokens", "their median"),
+    MetricSpec("rollout/response_len/max", "tokens", "the longest"),
+    MetricSpec("rollout/response_len/min", "tokens", "the shortest"),
+    MetricSpec("rollout/truncated_ratio", "share", "responses that ran into `rollout_max_response_len`"),
+    MetricSpec(
+        "rollout/repetition_frac",
+        "share",
+        "responses that end in a loop: their last tokens are one phrase of at most 256 tokens, said at least 8 times in a row over "
+        "at least 64 tokens, until generation stopped",
+    ),
+    MetricSpec(
+        "rollout/raw_reward", "reward", "mean of the rewards as they were scored, or as `custom_reward_post_process_path` shows them"
+    ),
+    MetricSpec(
+        "rollout/rewards",
+        "reward",
+        "mean of the rewards as advantages start from them: normalised in their groups, where the estimator does that",
+        when="unless `loss_type` is `sft_loss`",
+    ),
+    MetricSpec(
+        "rollout/zero_std/count_<reward>",
+        "groups",
+        "groups of several samples whose rewards are all equal, by that reward to one decimal",
+        when="once there was such a group; then 0 where there is none",
+    ),
+    MetricSpec("rollout/zero_std_groups", "share", "groups whose rewards are all equal"),
+    MetricSpec(
+        "rollout/advantages", "", "mean over tokens of the advantages, whitened where they are", when="unless `loss_type` is `sft_loss`"
+    ),
+    MetricSpec(
+        "rollout/log_probs",
+        "nats",
+        "mean over tokens of the trainer's log-probs before the first optimizer step",
+        when="where it computes them",
+    ),
+    MetricSpec(
+        "rollout/rollout_log_probs",
+        "nats",
+        "mean over tokens of the engine's log-probs",
+        when="not of a batch in which samples [have none](hooks.md#generating)",
+    ),
+    MetricSpec("rollout/ref_log_probs", "nats", "mean over tokens of the reference policy's log-probs", when="where there is one"),
+    MetricSpec("rollout/kl", "nats", "mean over tokens of the KL that rewards are charged with", when="where they are"),
+    MetricSpec(
+        "rollout/opd_reverse_kl",
+        "nats",
+        "mean over tokens of what the policy's log-prob is above the teacher's: the reverse KL",
+        when="where there is a teacher",
+    ),
+    MetricSpec("rollout/values", "reward", "mean over tokens of the critic's values", when="where there is one"),
+    MetricSpec("rollout/returns", "reward", "mean over tokens of what the critic learns", when="where there is one"),
+    MetricSpec("rollout/tokens", "tokens", "prompts and responses together"),
+    MetricSpec("rollout/response_tokens", "tokens", "responses"),
+    MetricSpec(
+        "rollout/staleness_mean",
+        "versions",
+        "mean over samples of the batch's version less that of the oldest trained token ([staleness](staleness.md))",
+    ),
+    MetricSpec("rollout/staleness_max", "versions", "the largest of them"),
+    MetricSpec("rollout/masked_tokens", "tokens", "tokens that left the loss for their age"),
+    MetricSpec("rollout/removed_samples", "samples", "samples that a filter took out of the loss"),
+)
+
+declare_metrics(
+    MetricSpec(
+        "multi_turn/raw_response_length/response_length_mean", "tokens", "mean length of responses, with what tools and environments gave"
+    ),
+    MetricSpec("multi_turn/raw_response_length/response_length_max", "tokens", "the longest"),
+    MetricSpec("multi_turn/raw_response_length/response_length_min", "tokens", "the shortest"),
+    MetricSpec("multi_turn/wo_obs_response_length/response_length_mean", "tokens", "mean length of the responses' trained tokens alone"),
+    MetricSpec("multi_turn/wo_obs_response_length/response_length_max", "tokens", "the longest"),
+    MetricSpec("multi_turn/wo_obs_response_length/response_length_min", "tokens", "the shortest"),
+    MetricSpec(
+        "multi_turn/raw_response_length/response_length_clip_ratio", "share", "responses with `rollout_max_response_len` tokens or more"
+    ),
+    MetricSpec(
+        "multi_turn/multi_turn_metric/round_number_mean",
+        "rounds",
+        'mean of the samples\' `metadata["round_number"]`',
+        when="where a function counts its rounds",
+    ),
+    MetricSpec("multi_turn/multi_turn_metric/round_number_max", "rounds", "the most", when="where a function counts its rounds"),
+    MetricSpec("multi_turn/multi_turn_metric/round_number_min", "rounds", "the fewest", when="where a function counts its rounds"),
+    MetricSpec(
+        "passrate/pass@<k>",
+        "probability",
+        "that one of k samples of a prompt passes, k = 1, 2, 4, … up to the samples of a group; a sample passes with a reward of at least "
+        "`passrate_threshold`",
+    ),
+)
 
 Table = NDArray[np.float64]
 """The statistics of a batch: float64 [N, columns], exact for integers below 2^53."""

@@ -21,6 +21,7 @@ from services.trainer.shard_reader import Shard
 from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
+from shared.schema.expert_choices import ExpertChoices
 from shared.schema.overlong import NO_LIMIT
 from shared.schema.sample import Sample
 
@@ -113,6 +114,12 @@ class TrainBatch:
         tensors = iter(compute(self.packed))
         return self._with(name, lambda _: next(tensors).cpu())
 
+    def with_routing(self, recorded: Sequence[Mapping[int, Tensor]]) -> "TrainBatch":
+        """Returns the same batch, each of whose micro-batches goes through the experts that a pass has recorded, in order."""
+        found = iter(recorded)
+        steps = [[replace(item, packed=replace(item.packed, routing=next(found))) for item in step] for step in self.steps]
+        return replace(self, steps=steps)
+
     def with_values(self, name: str, values: Sequence[Tensor]) -> "TrainBatch":
         """Returns the same batch with values of its response tokens, [R] of each of ``indices``, as one more field. Raises BadSample."""
         by_index = dict(zip(self.indices, values, strict=True))
@@ -133,13 +140,13 @@ class TrainBatch:
         return replace(self, steps=steps)
 
 
-def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: int) -> TrainBatch:
+def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: int, choices: ExpertChoices | None = None) -> TrainBatch:
     """Lays a shard out, each token weighted so that sums over micro-batches and ranks are the batch's means.
 
     Optimizer steps of which no rank trains a token are left out. Samples that do not pass (`passing`) have weight 0.
 
     Args:
-        stats: of the whole batch. rank: this data-parallel rank.
+        stats: of the whole batch. rank: this data-parallel rank. choices: as `pack` takes them.
 
     Raises:
         BadSample: a sample that cannot be trained on. BadBatch: no token of the batch is trained.
@@ -150,7 +157,7 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
         weighed = _step_weights(placement, partition, stats, objective)
         if weighed is not None:
             weights, divisor = weighed
-            steps.append([_micro_batch(indices, shard, weights, objective, partial=partial) for indices in placement[rank]])
+            steps.append([_micro_batch(indices, shard, weights, objective, choices, partial=partial) for indices in placement[rank]])
             denominators.append(divisor)
     if not steps:
         raise BadBatch(f"the loss mask is 0 on every token of step {partition.batch.step} ({len(partition.items)} samples)")
@@ -198,11 +205,17 @@ def _step_weights(
 
 
 def _micro_batch(
-    indices: list[int], shard: Shard, weights: Mapping[int, float], objective: AlgorithmSection, *, partial: bool
+    indices: list[int],
+    shard: Shard,
+    weights: Mapping[int, float],
+    objective: AlgorithmSection,
+    choices: ExpertChoices | None,
+    *,
+    partial: bool,
 ) -> MicroBatch:
     """``partial``: samples of the batch, of whichever rank, lack the rollout's log-probs: nobody shall read them who does not know."""
     samples = [shard.samples[index] for index in indices]
-    packed = pack(samples, [weights[index] for index in indices])
+    packed = pack(samples, [weights[index] for index in indices], choices)
     if partial:
         packed = packed.with_renamed("rollout_log_probs", PARTIAL)
     if objective.use_opd and objective.opd_type == "sglang":

@@ -60,6 +60,7 @@ class Trainer(RoleWorker):
         self._colocation.attach(self._actor)
         self._loss_inputs = LossInputs(self._objective, self._custom, store)
         self._teacher: FrozenWeights | None = None
+        self._recorded: list[dict[int, Tensor]] = []
         self._reference: ReferencePolicy | None = None
         if needs(self._objective).reference:
             keep = config.trainer.keep_checkpoints * config.trainer.save_interval
@@ -159,6 +160,8 @@ class Trainer(RoleWorker):
             prepared = self._computed(prepared, "proximal_log_probs", self._log_probs(""))
         elif self._config.debug.train_dump is not None:  # for whoever compares them with the engine's; nothing reads this field
             prepared = self._computed(prepared, "trainer_log_probs", self._log_probs(""))
+        if self._recorded:
+            prepared, self._recorded = prepared.with_routing(self._recorded), []
         if self._reference is not None:
             with self._reference.in_place_of_the_policy():
                 prepared = self._computed(prepared, "ref_log_probs", self._log_probs("ref_"))
@@ -179,7 +182,12 @@ class Trainer(RoleWorker):
         def compute(batches: Sequence[PackedBatch]) -> list[Tensor]:
             self._hooks.before_log_probs(self._actor, prefix)
             with self._profiler.part("train_log_probs", prefix and f"_{prefix.rstrip('_')}"):
-                return self._actor.log_probs(batches)
+                if prefix:  # of another model, whose routers have their own choice
+                    return self._actor.log_probs([batch.routed_freely() for batch in batches])
+                if not self._config.trainer.use_routing_replay:
+                    return self._actor.log_probs(batches)
+                found, self._recorded = self._actor.log_probs_and_routing(batches)
+                return found
 
         return compute
 

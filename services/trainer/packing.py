@@ -6,7 +6,7 @@ Values of tokens that are not trained are left out: a field is 0 wherever the ma
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.runtime.errors import MyxoError
+from shared.schema.expert_choices import ExpertChoices
 from shared.schema.sample import Sample
 
 NO_VERSION = -1
@@ -53,6 +54,10 @@ class PackedBatch:
         max_seqlen: tokens of the longest sequence.
         fields: more per-token tensors [T], aligned to ``labels``; 0 (versions: -1) wherever the mask is 0. ``pack``
             gives ``weights`` and ``rollout_log_probs`` (float32) and ``versions`` (int32).
+        experts: int16 [T, layers with experts, experts a token], those that token t goes through; -1: the router's own choice. None: its
+            own everywhere.
+        routing: what a pass over this micro-batch has recorded on this rank: number of a layer, from 1 → int16 [tokens of this rank,
+            experts a token]. It takes the place of ``experts``.
     """
 
     tokens: Tensor
@@ -61,6 +66,8 @@ class PackedBatch:
     cu_seqlens: Tensor
     max_seqlen: int
     fields: dict[str, Tensor]
+    experts: Tensor | None = None
+    routing: Mapping[int, Tensor] | None = None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Returns the same micro-batch with every tensor on ``device``."""
@@ -71,17 +78,22 @@ class PackedBatch:
         """Returns the same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``."""
         return replace(self, fields={**self.fields, **tensors})
 
+    def routed_freely(self) -> "PackedBatch":
+        """Returns the same micro-batch, each token of which goes where the router sends it."""
+        return replace(self, experts=None, routing=None)
+
     def with_renamed(self, field: str, name: str) -> "PackedBatch":
         """Returns the same micro-batch with a field under another name."""
         return replace(self, fields={name if own == field else own: tensor for own, tensor in self.fields.items()})
 
 
-def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
+def pack(samples: Sequence[Sample], weights: Sequence[float], choices: ExpertChoices | None = None) -> PackedBatch:
     """Lays samples end to end as one micro-batch; without samples, a filler that trains nothing and has the same fields.
 
     Args:
         samples: checked ones, whose mask says which tokens are trained.
         weights: of each sample, from ``objective.reduce`` over the whole batch: the weight of each of its trained tokens.
+        choices: of the model, where its tokens go through the experts that the samples tell; None: they do not.
     """
     lengths = [sample.length for sample in samples] or [_FILLER_TOKENS]
     total = sum(lengths)
@@ -107,7 +119,17 @@ def pack(samples: Sequence[Sample], weights: Sequence[float]) -> PackedBatch:
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         max_seqlen=max(lengths),
         fields={name: torch.from_numpy(array) for name, array in fields.items()},
+        experts=None if choices is None else torch.from_numpy(_experts(samples, total, choices)),
     )
+
+
+def _experts(samples: Sequence[Sample], total: int, choices: ExpertChoices) -> npt.NDArray[np.int16]:
+    """Returns the experts of a pack's tokens, int16 [T, layers, experts a token]; -1 where no sample tells them, as of its last token."""
+    experts = np.full((total, len(choices.layers), choices.per_token), -1, np.int16)
+    for sample, whole, _ in _layout(samples):
+        if sample.routed_experts is not None:
+            experts[whole.start : whole.stop - 1] = sample.routed_experts
+    return experts
 
 
 def separate(packed: PackedBatch) -> list[PackedBatch]:
@@ -116,9 +138,8 @@ def separate(packed: PackedBatch) -> list[PackedBatch]:
     for start, end in itertools.pairwise(packed.cu_seqlens.tolist()):
         per_token = {name: getattr(packed, name)[start:end] for name in ("tokens", "labels", "loss_mask")}
         fields = {name: tensor[start:end] for name, tensor in packed.fields.items()}
-        found.append(
-            PackedBatch(**per_token, cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32), max_seqlen=end - start, fields=fields)
-        )
+        bounds, experts = torch.tensor([0, end - start], dtype=torch.int32), None if packed.experts is None else packed.experts[start:end]
+        found.append(PackedBatch(**per_token, cu_seqlens=bounds, max_seqlen=end - start, fields=fields, experts=experts))
     return found
 
 

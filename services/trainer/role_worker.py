@@ -33,6 +33,7 @@ from services.trainer.train_data import CONVERT, converted
 from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.untrainable import Untrainable
 from shared.config.run_config import RunConfig
+from shared.model.replayed_choices import replayed_choices
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
 from shared.schema.sample import SampleLimits
@@ -86,7 +87,8 @@ class RoleWorker:
         self._log_prefix_sharing()
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
-        limits = SampleLimits(self._actor.architecture.vocab_size, log_probs_reader=config.log_probs_reader)
+        self._choices = replayed_choices(config) if role == "actor" else None
+        limits = SampleLimits(self._actor.architecture.vocab_size, log_probs_reader=config.log_probs_reader, choices=self._choices)
         self._reader = ShardReader(store, self._actor.data_parallel_rank, limits)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._metrics: MetricsLogger | None = None
@@ -136,7 +138,7 @@ class RoleWorker:
                 self._reader.read_ahead(self._partition(ahead))
         stats = runtime.sum_over_data_parallel(shard.stats)
         with agreed(batch, f"laying out step {batch.step}"):
-            return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank)
+            return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank, choices=self._choices)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:

@@ -37,6 +37,21 @@ class SharedPrefixes:
         return 1 - len(self.computed) / max(len(self.back), 1)
 
 
+def routed_keys(tokens: NDArray[np.int64], experts: NDArray[np.int16]) -> NDArray[np.int64]:
+    """Returns numbers that are equal where both the token and its experts are, int64 [T]: `shared_prefixes` takes them for tokens.
+
+    Args:
+        experts: int16 [T, layers, experts a token].
+    """
+    flat = experts.reshape(len(tokens), -1)
+    # random odd factors modulo 2^64: two rows that differ have the same sum with a probability of about 2^-63
+    factors = np.random.default_rng(0).integers(1, 2**62, flat.shape[1] + 1, np.int64) * 2 + 1
+    keys = tokens * factors[0]
+    for column, factor in enumerate(factors[1:].tolist()):
+        keys += flat[:, column] * np.int64(factor)
+    return keys
+
+
 def shared_prefixes(tokens: NDArray[np.int64], starts: Sequence[int]) -> SharedPrefixes:
     """Finds all that can be shared.
 

@@ -27,6 +27,7 @@ from shared.config.model_section import ModelSection
 from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
 from shared.config.rollout_section import RolloutSection
+from shared.config.routing_rules import routing_misfits
 from shared.config.run_section import RunSection
 from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
@@ -109,6 +110,7 @@ class RunConfig(Section):
         if self.rollout.agent_service and not self.has_agents:
             yield "rollout.agent_service: no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does"
         yield from self._one_generator()
+        yield from routing_misfits(self.trainer, self.rollout, agents=self.has_agents, ingests=self.ingest.ingest_groups != "off")
         if self.rollout.surplus_rollouts and not self._plays_rollouts:
             yield (
                 f"rollout.surplus_rollouts: {self.rollout.surplus_rollouts}, but rollouts are aborted one by one only where agents, "

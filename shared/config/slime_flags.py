@@ -175,8 +175,6 @@ _REASONS = {
     "rollout_buffer_url": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
     "rollout_task_type": "it is for a server of trajectories; rm_type says how a task is scored",
     "use_rollout_entropy": "entropy is computed where entropy_coef asks for it",
-    "use_rollout_routing_replay": "the router decides anew in every pass",
-    "use_routing_replay": "the router decides anew in every pass",
     "wandb_run_id": "a run's id in W&B is its name: give --name",
 }
 

@@ -93,6 +93,12 @@ class TrainerSection(Section):
         description="compute once what sequences of a micro-batch begin with alike: auto where that saves 10 % of the tokens, on wherever "
         "it saves any",
     )
+    use_rollout_routing_replay: bool = Field(
+        default=False, description="train each token through the experts that the engine chose for it (models with experts)"
+    )
+    use_routing_replay: bool = Field(
+        default=False, description="train each token through the experts that its log-prob at batch start went through"
+    )
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
     global_batch_size: int | None = Field(
         default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"

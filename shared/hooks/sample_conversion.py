@@ -13,7 +13,7 @@ So staleness is never understated.
 import copy
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from shared.hooks.hook_sample import FINISHED, HookSample, Status, status_of
 from shared.rewards.reference import label_text
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
+from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import SampleLimits, Score, segments_of
@@ -44,7 +45,7 @@ _COUNTERS: dict[str, Any] = {"spec_info": HookSample.SpecInfo, "prefix_cache_inf
 
 _STORED = {
     "group_index", "prompt", "tokens", "response", "response_length", "label", "reward", "loss_mask", "rollout_log_probs",
-    "weight_versions", "remove_sample", "status", "metadata",
+    "weight_versions", "remove_sample", "status", "metadata", "rollout_routed_experts",
 }  # fmt: skip
 """Fields that a stored sample keeps in a form of its own."""
 
@@ -94,6 +95,8 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         status=FINISHED[stored.finish],
         metadata=stored.metadata,
     )
+    if stored.routed_experts is not None:
+        seen.rollout_routed_experts = stored.routed_experts.astype(np.int32)
     for name, value in stored.attributes.items():
         counters = _COUNTERS.get(name)
         setattr(seen, name, value if counters is None else counters.from_dict(value))
@@ -167,8 +170,9 @@ def to_stored(
         metadata=copy.deepcopy(given.metadata),
         given_reward=given_reward,
         attributes=_attributes(given),
+        routed_experts=_routed_experts(given, limits.choices, where),
     )
-    stored.check(limits)
+    stored.check(limits if stored.finish != "abort" else replace(limits, choices=None))
     return stored
 
 
@@ -197,6 +201,19 @@ def _mask(given: HookSample, where: str) -> NDArray[np.uint8]:
     if not np.isin(mask, (0, 1)).all():
         raise BadMessage(f"{where}: loss_mask holds {mask.max() if mask.max() > 1 else mask.min()}; expected 0 and 1")
     return mask.astype(np.uint8)
+
+
+def _routed_experts(given: HookSample, choices: ExpertChoices | None, where: str) -> Choices | None:
+    """Returns the experts of its tokens, where training replays them and the function has kept some."""
+    if choices is None or given.rollout_routed_experts is None:
+        return None
+    try:
+        values = np.asarray(given.rollout_routed_experts)
+        if values.ndim != 3 or values.dtype.kind not in "iu":
+            raise ValueError(f"{values.dtype} {list(values.shape)}; expected integers [tokens but the last, layers, experts a token]")
+        return choices.taken(values.reshape(-1), len(values))
+    except ValueError as error:
+        raise BadMessage(f"{where}: rollout_routed_experts: {error}") from None
 
 
 def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArray[np.float32] | None:

@@ -32,6 +32,7 @@ from shared.hub import hub_resolve
 from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
 from shared.runtime.errors import BadInput, ConfigError, MyxoError
 from shared.runtime.http_address import http_address
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import own_address
 from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, last_error
@@ -40,6 +41,12 @@ from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 from shared.tracing.trace_settings import trace_settings
 from shared.tracing.traces import Traces
+
+declare_metrics(
+    MetricSpec(
+        "misplaced_statuses", "", "statuses in the registry that named another service than their key, and were ignored", counter=True
+    ),
+)
 
 STOP_SECONDS = 4.0
 """The seconds that a service's body has to return after SIGTERM before it is cancelled."""

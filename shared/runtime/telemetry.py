@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from shared.runtime import failure_summary
+from shared.runtime.metric_specs import check_declared
 
 
 @dataclass
@@ -95,7 +96,7 @@ def silence_logs() -> None:
 
 
 class Metrics:
-    """A service's Prometheus metrics, made on first use: ``metrics.set("ready_groups", 3)``.
+    """A service's Prometheus metrics, made on first use: ``metrics.set("ready", 3)``. Each is declared (`shared.runtime.metric_specs`).
 
     Names get the prefix ``myxo_``; every sample carries the run and the instance, and what ``labels`` a metric has besides: always
     the same ones. In `values` it stands as ``name.label``.
@@ -122,6 +123,7 @@ class Metrics:
     def _metric(self, kind: type[Gauge | Counter], name: str, labels: dict[str, str]) -> Any:
         legal = _legal(name)  # names that differ in other characters only are one metric
         if legal not in self._made:
+            check_declared(name, labels, counter=kind is Counter)
             self._made[legal] = kind(f"myxo_{legal}", name, [*self._labels, *labels], registry=self.registry)
         return self._made[legal].labels(**self._labels, **labels)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from shared.runtime.errors import BadMessage
 
-ARRAY_DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "|u1"})
+ARRAY_DTYPES = frozenset({"<i2", "<i4", "<i8", "<f4", "<f8", "|u1"})
 _ARRAY_KEYS = frozenset({"dtype", "shape", "data"})
 _DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

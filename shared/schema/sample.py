@@ -18,6 +18,7 @@ from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
+from shared.schema.expert_choices import Choices, ExpertChoices, routed_problem
 from shared.schema.limits import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, ROLE, Parts, Reason, Reward, is_part_name, is_reward
 from shared.schema.messages import SampleMeta
 
@@ -48,11 +49,13 @@ class SampleLimits:
     vocabulary: token ids lie in [0, vocabulary), by the ``vocab_size`` of the model's config. newest: the newest weight version that there
     can be (`shared.schema.versions.newest_possible`). There is no oldest one: what becomes of stale samples is the buffer's decision.
     log_probs_reader: what reads the rollout's log-probs (`shared.config.log_probs_reader`), so that no trained token may lack them.
+    choices: of the model, where training replays the rollout's experts, so that no sample with trained tokens may lack them.
     """
 
     vocabulary: int = 1 << 31
     newest: int = (1 << 31) - 1
     log_probs_reader: str | None = None
+    choices: ExpertChoices | None = None
 
 
 _FORMAT = SampleLimits()
@@ -77,6 +80,7 @@ class Sample:
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
+    routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None where nobody asked for them.
     """
 
     group: str
@@ -96,6 +100,7 @@ class Sample:
     given_reward: float | dict[str, float] | None = None
     role: str = ""
     attributes: dict[str, Any] = field(default_factory=dict)
+    routed_experts: Choices | None = None
 
     def __post_init__(self) -> None:
         if self.rollout < 0:
@@ -135,6 +140,7 @@ class Sample:
             or self._alignment_problem()
             or self._log_prob_problem(limits.log_probs_reader)
             or self._segment_problem(limits.newest)
+            or self._routing_problem(limits.choices)
         )
 
     def _field_problem(self) -> str | None:
@@ -206,6 +212,11 @@ class Sample:
                 return f"segments name version {version}; versions lie between 0 and {newest}, the newest that there can be"
             tiled = end
         return None if tiled == length else f"segments end at {tiled}, the response at {length}"
+
+    def _routing_problem(self, choices: ExpertChoices | None) -> str | None:
+        if (problem := routed_problem(self.routed_experts)) is not None or choices is None or not self.mask.any():
+            return problem
+        return choices.problem(self.routed_experts, self.length - 1)
 
     def versions(self) -> NDArray[np.int32]:
         """Returns the weight version of each response token: int32 [R]."""
@@ -316,6 +327,7 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
         arrays = {name: None if values is None else codec.array(values, dtype) for name, (values, dtype) in given.items()}
         batches[-1].append(vars(sample) | arrays)
         size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
+        size += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
     return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
 
 

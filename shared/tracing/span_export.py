@@ -22,10 +22,16 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from shared.runtime.failure_summary import short
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.telemetry import Metrics
 from shared.tracing.span import TraceSpan, trace_ids
 from shared.tracing.trace_settings import TraceSettings
 from shared.tracing.traces import Traces
+
+declare_metrics(
+    MetricSpec("spans_exported", "spans", "[traces](traces.md): what the receiver took", when="with an endpoint for traces", counter=True),
+    MetricSpec("spans_lost", "spans", "what it did not take", when="from the first on", counter=True),
+)
 
 MOST_WAITING = 8192
 """The spans that wait for their export at most: some megabytes."""

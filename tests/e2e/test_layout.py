@@ -1,7 +1,9 @@
 """A run with two trainer ranks that share the model, two replicas, several optimizer steps a batch, a KL term and the user's functions."""
 
+import contextlib
 import json
 import operator
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +13,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shared.schema.service_messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
-from tests.support.dashboards import metrics_asked_for, metrics_told
+from tests.support.dashboards import alerts, metrics_asked_for, metrics_told, panels, scaled_object
+from tests.support.prometheus_server import PROMETHEUS, SECONDS, PrometheusServer
 
 RUN_SECONDS = 1200
 FUNCTIONS = "examples.hooks.arithmetic"
 GROUP = 4
 
+MAY_BE_EMPTY = ('myxo_store_max_bytes{run="layout"} > 0',)
+"""A query of the dashboard that has an answer only where the store has a bound."""
+
 
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    """Both replicas are pushed to; when one's process group breaks by its death, the other goes on and the run ends well.
+    """Both replicas are pushed to; when one's process group breaks by its death, the other goes on and the run ends well. Where there is a
+    Prometheus, it watches the run as it does in the compose stack; that is left out where there is none.
 
     The functions are the example's, but for its dynamic filter: a random model is right too seldom for mixed groups.
     """
@@ -33,11 +40,15 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
         *("--rollout-all-samples-process-path", f"{FUNCTIONS}:write_down"),
     ]
     config = small_run("layout", steps=steps, staleness=1)
-    with LaunchedRun(config, tmp_path / "runs" / "layout", "layout", flags) as run:
+    with LaunchedRun(config, tmp_path / "runs" / "layout", "layout", flags) as run, contextlib.ExitStack() as watching:
+        services, since = run.until("all services", all_there, RUN_SECONDS), time.time()
+        prometheus = watching.enter_context(PrometheusServer(tmp_path / "prometheus", services)) if PROMETHEUS else None
         cards = run.until("two replicas that serve", two_serve, RUN_SECONDS)
         assert {card.service for card in cards} == {"buffer", "reward", "rollout", "trainer"}
         told = set[str]().union(*(assert_watchable(card) for card in cards))
         assert metrics_asked_for() <= told, "dashboard, alerts or docs ask for what nobody tells"
+        if prometheus is not None:
+            assert_answered(prometheus, since)
         victim = next(card for card in cards if card.instance == "rollout-1")
         assert gauge(cards, "buffer", "trained_steps") < steps, "the run ended before a replica was killed: make it longer"
         run.kill(victim.pid)
@@ -58,6 +69,32 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
     assert len(lines) >= steps * GROUP
     assert all(len(line["rewards"]) == GROUP and set(line["rewards"]) <= {1.0, 0.9, 0.0, -0.1} for line in lines)
     assert any(-0.1 in line["rewards"] for line in lines), "nobody tried twice"
+
+
+def assert_answered(prometheus: PrometheusServer, since: float) -> None:
+    """The real Prometheus scrapes every service and evaluates every rule; each panel of the dashboard has data."""
+    prometheus.until_scraped()
+    asked = [target["expr"].replace("$run", "layout") for panel in panels() for target in panel["targets"]]
+    asked.append(scaled_object()["spec"]["triggers"][0]["metadata"]["query"].replace("quickstart", "layout"))
+    end = time.monotonic() + SECONDS
+    while without := [query for query in asked if query not in MAY_BE_EMPTY and not prometheus.evaluated(query, since)]:
+        assert time.monotonic() < end, f"no data for {without}"
+        time.sleep(1)
+    rules = prometheus.rules()
+    assert rules.keys() == alerts().keys()
+    while any(rule["health"] == "unknown" for rule in rules.values()) and time.monotonic() < end:
+        time.sleep(1)
+        rules = prometheus.rules()
+    assert {name: (rule["health"], rule.get("lastError")) for name, rule in rules.items()} == dict.fromkeys(alerts(), ("ok", None))
+    for rule in alerts().values():
+        prometheus.evaluated(rule["expr"], since)
+    assert not prometheus.evaluated('ALERTS{alertname="MyxoNotFinite", alertstate="firing"}', since)
+
+
+def all_there(cards: list[ServiceStatus]) -> bool:
+    """Each answers at an address of its own."""
+    kinds = sorted(card.service for card in cards if card.http)
+    return kinds == ["buffer", "reward", "rollout", "rollout", "trainer"]
 
 
 def assert_watchable(card: ServiceStatus) -> set[str]:

@@ -20,10 +20,12 @@ from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress
 from tests.e2e.launched import ROOT, LaunchedRun
-from tests.support.listening_sockets import ListeningSocket, listening_sockets
+from tests.support.listening_sockets import ListeningSocket, listening_inodes, listening_sockets
 
 RUN_SECONDS = 900
 LOOK_S = 0.1
+FULL_LOOK_S = 1.0
+"""How often whose the sockets are is asked although there is none that was not there before: a process may inherit one."""
 LENDS_SECONDS = 60.0
 """How long the lender waits for the borrower."""
 
@@ -78,8 +80,13 @@ class Inventory:
         self.seen: set[tuple[str, str]] = set()
         self.excess: list[str] = []
         self._pid, self._rows = pid, page_rows()
+        self._known, self._full_look_at = frozenset[str](), 0.0
 
     def look(self) -> None:
+        there, now = listening_inodes(), time.monotonic()
+        if there <= self._known and now < self._full_look_at:
+            return
+        self._known, self._full_look_at = there, now + FULL_LOOK_S
         sockets = listening_sockets(self._pid)
         self.seen |= {(row.process, one.address) for one in sockets for row in self._rows if row.names(one.command)}
         self.excess += excess(sockets, self._rows)

@@ -37,7 +37,7 @@ def test_a_fully_asynchronous_rollout_function_trains(small_run: Callable[..., P
 @pytest.mark.timeout(2 * RUN_SECONDS)
 def test_its_process_is_killed_and_no_group_is_lost(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """kill -9 of the function's process, twice, and of the whole rollout service, while the run trains."""
-    steps = 30
+    steps = 20
     config = small_run("kills", steps=steps, staleness=2)
     with LaunchedRun(config, tmp_path / "runs" / "kills", "kills", (*FLAGS, "--max-deliver", "20")) as run:
         reached = 0.0

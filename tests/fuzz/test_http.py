@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 
 from shared.runtime.http_address import HttpAddress
 from shared.runtime.http_endpoints import health_app, serving
@@ -39,15 +40,29 @@ def example_environment() -> FastAPI:
     return module.app
 
 
-def health() -> FastAPI:
+def health() -> Starlette:
     return health_app(lambda: {"ok": True, "state": "ready", "service": "rollout"}, CollectorRegistry())
 
 
-APPS = {"health": health, "example-environment": example_environment}
+def answers(code: int, kind: str, schema: dict[str, str]) -> dict[str, Any]:
+    return {str(code): {"description": "", "content": {kind: {"schema": schema}}}}
+
+
+HEALTH_PAGE = {
+    "openapi": "3.1.0",
+    "info": {"title": "health", "version": "1"},
+    "paths": {
+        "/healthz": {"get": {"responses": answers(200, "application/json", {"type": "object"})}},
+        "/metrics": {"get": {"responses": answers(200, "text/plain", {"type": "string"})}},
+    },
+}
+"""What a service's own pages answer: they publish no page of OpenAPI."""
+
+APPS: dict[str, Callable[[], Starlette]] = {"health": health, "example-environment": example_environment}
 
 
 @contextlib.contextmanager
-def served(app: FastAPI) -> Iterator[str]:
+def served(app: Starlette) -> Iterator[str]:
     """Serves an app as services do, in another thread; yields its URL."""
     loop, address, ready, stop = asyncio.new_event_loop(), list[str](), threading.Event(), asyncio.Event()
 
@@ -73,7 +88,7 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, An
     """A server's URL and its OpenAPI page."""
     app = APPS[request.param]()
     with served(app) as url:
-        yield url, app.openapi()
+        yield url, app.openapi() if isinstance(app, FastAPI) else HEALTH_PAGE
 
 
 def call_all(endpoint: tuple[str, dict[str, Any]], examples: settings) -> int:

@@ -27,11 +27,16 @@ from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.messages import Generated, Task
 from shared.schema.payload_digest import reference
 from shared.store.payload_store import StoreFull
+
+declare_metrics(
+    MetricSpec("groups_ingested", "groups", "[made elsewhere](ingest.md) and taken in", counter=True),
+)
 
 BINDING_SECONDS = 7 * 24 * 3600
 """For as long the producer's id of a group is known."""

@@ -29,6 +29,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled, to_the_end
 from shared.runtime.errors import BadMessage, MyxoError
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
@@ -36,6 +37,16 @@ from shared.schema.sample import Sample
 from shared.sessions.session import Session, SessionEnded, SessionLog, new_key
 from shared.sessions.session_store import SessionStore
 from shared.sessions.trajectories import trajectories
+
+declare_metrics(
+    MetricSpec(
+        "agents_failed",
+        "",
+        "sessions of [agents](agents.md#what-becomes-of-a-rollout-that-fails) that came to nothing: each begins anew, or its "
+        "rollout is lost",
+        counter=True,
+    ),
+)
 
 
 class AgentGroups:

@@ -40,6 +40,7 @@ class GenerationRequest:
         rid: the request's id, unique in the engine; ``EngineClient.abort`` takes it.
         ignore_eos: continue past the model's end token, to ``max_new_tokens``.
         seed: draw each token by it and the token's position, in an engine with deterministic inference; None: at random.
+        routed_from: tells the experts of its tokens from this one on, those of the input too; None: does not tell them.
     """
 
     tokens: Tokens
@@ -47,6 +48,15 @@ class GenerationRequest:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     ignore_eos: bool = False
     seed: int | None = None
+    routed_from: int | None = None
+
+
+class Routed(NamedTuple):
+    """The experts of ``rows`` tokens of a sequence, input and output, from token ``start`` on; ``encoded`` as the engine gave them."""
+
+    start: int
+    rows: int
+    encoded: str
 
 
 class Span(NamedTuple):
@@ -66,6 +76,7 @@ class Generation:
         finish: ``stop`` (end token or stop string), ``length``, ``abort`` (partial: can be continued).
         spans: cover [0, T) without gap or overlap, versions growing; none if T is 0.
         cached_tokens: input tokens whose keys and values were cached. retractions: times the engine put it back in the queue.
+        routed: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran.
     """
 
     tokens: NDArray[np.int32]
@@ -74,6 +85,7 @@ class Generation:
     spans: tuple[Span, ...]
     cached_tokens: int
     retractions: int = 0
+    routed: Routed | None = None
 
 
 def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine: Capabilities, cache_key: str) -> dict[str, Any]:
@@ -112,7 +124,13 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
         ],
         "return_logprob": True,
         "extra_key": cache_key,
+        **({} if (start := _routed_from(requests)) is None else {"return_routed_experts": True, "routed_experts_start_len": start}),
     }
+
+
+def _routed_from(requests: Sequence[GenerationRequest]) -> int | None:
+    """Returns the token from which on the experts of a group's sequences are asked for: one call has one answer to that."""
+    return min((request.routed_from for request in requests if request.routed_from is not None), default=None)
 
 
 def _fewest(request: GenerationRequest, sampling: Sampling) -> int:
@@ -141,7 +159,8 @@ def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_befo
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise EngineError(where, f"answered {str(answer)[:200]!r} to a group of {len(requests)}")
     try:
-        return [_parse_sample(sample, request, version_before, late, where) for sample, request in zip(answer, requests, strict=True)]
+        start, pairs = _routed_from(requests), zip(answer, requests, strict=True)
+        return [_parse_sample(sample, request, version_before, late, where, start) for sample, request in pairs]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]!r}") from error
 
@@ -187,7 +206,9 @@ def parse_version(text: Any, where: str) -> int:
         raise EngineError(where, reason) from None
 
 
-def _parse_sample(sample: Mapping[str, Any], request: GenerationRequest, version_before: int, late: Set[int], where: str) -> Generation:
+def _parse_sample(
+    sample: Mapping[str, Any], request: GenerationRequest, version_before: int, late: Set[int], where: str, routed_from: int | None = None
+) -> Generation:
     meta = sample["meta_info"]
     if meta["id"] != wire_rid(request.rid):
         raise EngineError(where, f"answered for {meta['id']!r} where {request.rid!r} was asked")
@@ -200,6 +221,7 @@ def _parse_sample(sample: Mapping[str, Any], request: GenerationRequest, version
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
+    encoded, start = meta.get("routed_experts"), routed_from or 0
     return Generation(
         tokens=tokens,
         log_probs=log_probs,
@@ -207,6 +229,7 @@ def _parse_sample(sample: Mapping[str, Any], request: GenerationRequest, version
         spans=_spans(meta, count, version_before, late, where),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         retractions=int(meta.get("num_retractions") or 0),
+        routed=None if encoded is None else Routed(start, len(request.tokens) + count - 1 - start, str(encoded)),
     )
 
 

@@ -18,6 +18,7 @@ from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.hooks.returned_groups import ReturnedGroup
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.hooks.slime.prompt_sources import DataSource
+from shared.model.replayed_choices import replayed_choices
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample as StoredSample
@@ -90,6 +91,7 @@ class DrawnGroups(DataSource):
 
     def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
         self._calls, self._config, self._prompts = calls, config, prompts
+        self._choices = replayed_choices(config)
         self._n = config.rollout.n_samples_per_prompt
         self._lock = threading.Lock()
         self._drawn: dict[int, DrawnGroup] = {}
@@ -265,7 +267,8 @@ class DrawnGroups(DataSource):
         """Returns samples in the form that goes into the store; those that have not ended have the finish ``abort``. Raises BadMessage."""
         served = self._calls.call("served", begun=drawn.begun)
         versions = Served(drawn.begun, served["newest"], frozenset(served["late"]))
-        limits, stored = SampleLimits(served["vocabulary"], log_probs_reader=self._config.log_probs_reader), []
+        limits = SampleLimits(served["vocabulary"], log_probs_reader=self._config.log_probs_reader, choices=self._choices)
+        stored = []
         for index, (sample, rollout) in enumerate(zip(samples, rollouts, strict=True)):
             if status_of(sample.status) is Status.PENDING:
                 sample.status = Status.ABORTED

@@ -23,10 +23,12 @@ from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
+from shared.model.replayed_choices import replayed_choices
 from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import group_number
@@ -35,6 +37,16 @@ from shared.schema.sample import Sample, SampleLimits
 from shared.schema.versions import is_lost
 from shared.workers import frames
 from shared.workers.worker_process import process_streams, worker_environment
+
+declare_metrics(
+    MetricSpec(
+        "rollout_function",
+        "",
+        "the metrics that a rollout function of your own returned last, the first 64 names",
+        when="once it has",
+        labels=("metric",),
+    ),
+)
 
 MODULE = "services.rollout.producer.producer_process"
 
@@ -81,6 +93,7 @@ class Producer:
         count: Callable[[int], None],
     ) -> None:
         self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
+        self._choices = replayed_choices(service.config)
         self._spread = spread
         self.allowed: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._path = hooks.paths(service.config, "rollout")[FIELD]
@@ -247,7 +260,7 @@ class Producer:
         drawn = self._of(group, attempt)
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         try:
-            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader)
+            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader, self._choices)
             stored = sample_codec.decode(samples, limits)
             drawn.check(stored)
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())

@@ -13,18 +13,23 @@ in the source                                 becomes
 ``pin_memory=True``                           nothing: only memory that a device copies from can be pinned
 ============================================  ==================================================================
 
-torch itself and every other package stay as they are, and nothing rewritten is cached on disk. Where CUDA is there,
-nothing happens at all: GPUs run the stock library. Made for megatron-core 0.16; the layout tests compare its numbers.
+torch itself and every other package stay as they are. What was rewritten is kept beside the usual bytecode, under a name that no
+other import reads: to compile it takes as long as all else that an import does. Where CUDA is there, nothing happens at all: GPUs
+run the stock library. Made for megatron-core 0.16; the layout tests compare its numbers.
 """
 
 import ast
 import contextlib
 import importlib.machinery
 import logging
+import marshal
 import sys
 import types
+import zlib
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,6 +186,10 @@ _AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
+_REWRITTEN = f"myxo{sys.flags.optimize}x{zlib.crc32(Path(__file__).read_bytes()):08x}"
+"""In the name of rewritten bytecode: other rules, which are in this file, have another."""
+
+
 class CpuLoader(SourceFileLoader):
     """Loads one module of Megatron-Core, rewritten if it mentions CUDA."""
 
@@ -188,8 +197,17 @@ class CpuLoader(SourceFileLoader):
         source = self.get_data(self.path)
         if b"cuda" not in source:
             return super().get_code(fullname)
+        kept, header = cache_from_source(self.path, optimization=_REWRITTEN), MAGIC_NUMBER + source_hash(source)
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError):  # not there, or cut short
+            data = self.get_data(kept)
+            if data.startswith(header):
+                code: types.CodeType = marshal.loads(data[len(header) :])
+                return code
         tree = ast.fix_missing_locations(CudaToCpu().visit(ast.parse(source, self.path)))
-        return compile(tree, self.path, "exec", dont_inherit=True)
+        code = compile(tree, self.path, "exec", dont_inherit=True)
+        if not sys.dont_write_bytecode:
+            self.set_data(kept, header + marshal.dumps(code))  # whole or not at all; nothing where the folder is read-only
+        return code
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__[_DEVICE_NAME] = CpuDevice()

@@ -23,7 +23,7 @@ from torch import Tensor
 from services.trainer.megatron.context_parallel import ContextSplit, padded_starts, split
 from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch
-from services.trainer.shared_prefixes import SharedPrefixes, shared_prefixes
+from services.trainer.shared_prefixes import SharedPrefixes, routed_keys, shared_prefixes
 from shared.model.parallel_layout import ParallelLayout
 
 SHORT = 16
@@ -89,6 +89,19 @@ class SharedKeys:
 
 
 @dataclass
+class StageRouting:
+    """The choices of the experts on one rank for a micro-batch (`services.trainer.megatron.routing_replay`).
+
+    Args:
+        given: number of a layer, from 1 → integers [tokens of this rank's routers, experts a token], which take the place of the router's
+            choice; -1: its own. recorded: gets the choices of the layers, int16; None: nobody wants them.
+    """
+
+    given: dict[int, Tensor]
+    recorded: dict[int, Tensor] | None = None
+
+
+@dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters, and the dense batches for attention without a variable-length kernel.
 
@@ -102,6 +115,7 @@ class PackedSequences(PackedSeqParams):
             there are no groups.
         long: the plan for long sequences on a GPU, where there are some.
         shared: the keys where beginnings are shared; ``cu_seqlens`` are then those of one sequence, which `RotaryByPlace` rotates.
+        routing: the choices of the experts; None: the routers' own.
     """
 
     groups: list[LengthGroup] = field(default_factory=list)
@@ -109,6 +123,7 @@ class PackedSequences(PackedSeqParams):
     context: ContextSplit | None = None
     long: LongSequences | None = None
     shared: SharedKeys | None = None
+    routing: StageRouting | None = None
 
 
 @dataclass
@@ -121,6 +136,7 @@ class ModelInput:
         sequences: their starts and ends. labels: int64 [U].
         padding: tokens at the end that were added only to make T divisible.
         back: int64 [T], for each token of the pack its index among the computed ones; None where those are all.
+        computed: int64 [U - padding], the positions in the pack of the computed ones; None where those are all.
     """
 
     tokens: Tensor
@@ -129,6 +145,16 @@ class ModelInput:
     labels: Tensor
     padding: int
     back: Tensor | None = None
+    computed: Tensor | None = None
+
+    def own(self, per_token: Tensor, fill: int) -> Tensor:
+        """Returns this rank's [U, ...] of the pack's [T, ...], ``fill`` in the padding."""
+        if self.sequences.context is not None:
+            rows = self.sequences.context.rows
+            real = (rows >= 0).view(-1, *[1] * (per_token.dim() - 1))
+            return torch.where(real, per_token[rows.clamp(min=0)], fill)
+        found = per_token if self.computed is None else per_token.index_select(0, self.computed)
+        return torch.cat([found, found.new_full((self.padding, *found.shape[1:]), fill)]) if self.padding else found
 
     def whole(self, per_token: Tensor) -> Tensor:
         """Returns the pack's [T, ...] of this rank's [U, ...]; see :meth:`ContextSplit.whole`."""
@@ -146,7 +172,10 @@ def prefixes_of(batch: PackedBatch, least: float | None) -> SharedPrefixes | Non
     """
     if least is None or len(batch.cu_seqlens) < 3:
         return None
-    found = shared_prefixes(batch.tokens.cpu().numpy(), batch.cu_seqlens.tolist())
+    tokens = batch.tokens.cpu().numpy()
+    # what two sequences begin with alike is computed alike only where it goes through the same experts
+    alike = tokens if batch.experts is None else routed_keys(tokens, batch.experts.cpu().numpy())
+    found = shared_prefixes(alike, batch.cu_seqlens.tolist())
     return found if found.saved >= least and found.saved > 0 else None
 
 
@@ -210,7 +239,8 @@ def _sharing_input(
     )
     groups, restore = length_groups(starts, device, shared, back) if dense else ([], None)
     sequences = _sequences([0, count + padding], longest, device, groups=groups, restore=restore, shared=keys)
-    return ModelInput(tokens[None], places[None].to(device), sequences, labels, padding, back[:total].to(device))
+    whole = back[:total].to(device)
+    return ModelInput(tokens[None], places[None].to(device), sequences, labels, padding, whole, computed.to(device))
 
 
 def _context_input(batch: PackedBatch, starts: list[int], tensor: int, device: torch.device, group: dist.ProcessGroup) -> ModelInput:

@@ -14,7 +14,8 @@ from torch import Tensor
 from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.likelihood import VocabularySlice, candidate_log_probs, log_probs_and_entropy
-from services.trainer.megatron.packed_sequences import ModelInput, model_input
+from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
+from services.trainer.megatron.routing_replay import stage_routing
 from services.trainer.megatron.runtime import anywhere, device, gather_json, round_up
 from services.trainer.packing import PackedBatch, pack
 from shared.runtime.errors import MyxoError
@@ -52,9 +53,15 @@ class MicroBatchesFailed(MyxoError):
         super().__init__("a micro-batch of another rank failed" if first is None else f"{type(first).__name__}: {first}")
 
 
-def log_probs(model: MegatronModel, batches: Sequence[PackedBatch], temperature: float) -> list[Tensor]:
-    """Returns the log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model."""
-    return _read(model, batches, lambda logits, given: _likelihood(model, logits, given, temperature, need_entropy=False)[0])
+def log_probs(
+    model: MegatronModel, batches: Sequence[PackedBatch], temperature: float, recorded: dict[int, StageRouting] | None = None
+) -> list[Tensor]:
+    """Returns the log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model.
+
+    Args:
+        recorded: gets the choices of this rank's routers, by the index of the micro-batch.
+    """
+    return _read(model, batches, lambda logits, given: _likelihood(model, logits, given, temperature, need_entropy=False)[0], recorded)
 
 
 def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -111,11 +118,16 @@ def _loss(
     return compute
 
 
-def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[Tensor, ModelInput], Tensor]) -> list[Tensor]:
+def _read(
+    model: MegatronModel,
+    batches: Sequence[PackedBatch],
+    read: Callable[[Tensor, ModelInput], Tensor],
+    recorded: dict[int, StageRouting] | None = None,
+) -> list[Tensor]:
     """Returns ``read`` of the last stage's outputs, float32 [T] a micro-batch, without gradients, on all stages."""
     model.train(False)
     with torch.no_grad():
-        results: list[Tensor] = _run(model, batches, lambda output, given, _: read(output, given), forward_only=True)
+        results: list[Tensor] = _run(model, batches, lambda output, given, _: read(output, given), forward_only=True, recorded=recorded)
     if model.layout.pipeline == 1:
         return results
     results = results or [torch.empty(batch.tokens.numel(), dtype=torch.float32, device=device()) for batch in batches]
@@ -124,7 +136,13 @@ def _read(model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[
     return results
 
 
-def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callable[..., Any], forward_only: bool) -> list[Any]:
+def _run(
+    model: MegatronModel,
+    batches: Sequence[PackedBatch],
+    on_output: Callable[..., Any],
+    forward_only: bool,
+    recorded: dict[int, StageRouting] | None = None,
+) -> list[Any]:
     """Returns the results of ``on_output`` on the last pipeline stage, nothing on the others.
 
     Raises MicroBatchesFailed on all ranks, where none shares a model or a sequence with another: in the middle of a pass such ranks cannot
@@ -132,8 +150,8 @@ def _run(model: MegatronModel, batches: Sequence[PackedBatch], on_output: Callab
     """
     layout, failed = model.layout, dict[int, Exception]()
     if layout.tensor * layout.pipeline * layout.context * layout.expert > 1:
-        return _pass(model, batches, on_output, forward_only, None)
-    results = _pass(model, batches, on_output, forward_only, failed)
+        return _pass(model, batches, on_output, forward_only, None, recorded)
+    results = _pass(model, batches, on_output, forward_only, failed, recorded)
     if anywhere(bool(failed)):
         raise MicroBatchesFailed(failed, lambda batch: _pass(model, [batch], on_output, True, None))
     return results
@@ -145,6 +163,7 @@ def _pass(
     on_output: Callable[..., Any],
     forward_only: bool,
     failed: dict[int, Exception] | None,
+    recorded: dict[int, StageRouting] | None = None,
 ) -> list[Any]:
     """As `_run`, on ranks that meet at most at the pass's end. In the place of a micro-batch that fails comes a filler.
 
@@ -160,7 +179,13 @@ def _pass(
     @cache  # each of the rank's chunks asks for it
     def prepared(index: int) -> tuple[ModelInput, PackedBatch]:
         batch = batches[index] if index < len(batches) else pack((), ())  # a filler
-        return model_input(batch, model.layout, dense, device(), group, model.least_saved), batch.to(device())
+        given = model_input(batch, model.layout, dense, device(), group, model.least_saved)
+        split = model.layout.sequence_parallel and model.layout.tensor > 1
+        routing = stage_routing(batch, given, model.architecture, split, recorded is not None)
+        if recorded is not None and routing is not None:
+            recorded[index] = routing
+        given.sequences.routing = routing
+        return given, batch.to(device())
 
     def attempt(index: int, work: Callable[[], Any], instead: Callable[[], Any]) -> Any:
         if failed is None:

@@ -13,7 +13,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from services.trainer.megatron.attention import PackedCausalAttention
+from services.trainer.megatron.grouped_experts import GroupedExperts
 from services.trainer.megatron.layer_modules import LatentNorm, NormedResidual, ReplicatedLinear, RMSNorm
+from services.trainer.megatron.routing_replay import ReplayedLayer, ReplayedMoELayer
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
 
@@ -59,9 +61,13 @@ def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
 
 def engine_layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None) -> ModuleSpec:
     """Returns one layer of Transformer Engine's modules, which take packed sequences as they are."""
-    return get_gpt_layer_with_transformer_engine_spec(
+    spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=architecture.qk_norm
     )
+    spec.module = ReplayedLayer
+    if experts is not None:
+        spec.submodules.mlp.module = ReplayedMoELayer
+    return spec
 
 
 def layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None) -> ModuleSpec:
@@ -74,7 +80,9 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, experts: i
         multi_latent_attention=latent,
         normalization="RMSNorm",
     )
-    layer = spec.submodules
+    spec.module, layer = ReplayedLayer, spec.submodules
+    if experts is not None:
+        layer.mlp.module, layer.mlp.submodules.experts.module = ReplayedMoELayer, GroupedExperts
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCausalAttention

@@ -16,12 +16,14 @@ from services.trainer.batches import TrainBatch, baselines_of, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import NOTHING, Work
 from services.trainer.log_hook import RolloutLog
+from services.trainer.metrics_logger import logged_metrics as logged_metrics  # for its declarations
 from services.trainer.metrics_logger.writers import EventStream, Prometheus, TensorBoard, WeightsAndBiases, Writer
 from services.trainer.partition import Partition
 from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
 from shared.rewards.reward_advantage import reward_advantages
+from shared.runtime.metric_specs import allow_users
 from shared.schema.messages import EvalFigures, RewardPart, Trained
 from shared.schema.service_messages import WarmStartEnded
 
@@ -239,6 +241,7 @@ class MetricsLogger:
     def _write_named(self, step: int, values: Mapping[str, float]) -> None:
         """Writes metrics of the user's under their own names, made legal."""
         named = {_ILLEGAL.sub("_", name): value for name, value in values.items()}
+        allow_users(named)
         for writer in self._writers:
             writer.write(step, named)
 

@@ -14,6 +14,7 @@ from services.trainer.objective.tokens import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load, paths
+from shared.runtime.metric_specs import allow_users
 
 
 class Responses:
@@ -105,6 +106,7 @@ class CustomFunctions:
         for name, values in dict(metrics or {}).items():
             of_token = torch.as_tensor(values, dtype=tokens.dtype, device=flat.device).detach()
             of_token = of_token.expand(responses.size) if of_token.dim() == 0 else of_token
+            allow_users([f"train/{name}"])
             means[str(name)] = tokens.mean(tokens.blank(responses.packed(self._numbers(TIS, str(name), of_token, responses.size))))
         return tokens.blank(responses.packed(flat)) * tokens.blank(responses.packed(kept.to(flat.dtype))).detach(), means
 
@@ -222,6 +224,7 @@ class CustomLoss:
         if not isinstance(loss, Tensor) or loss.dim() or not isinstance(metrics, Mapping):
             raise self.custom.refused(LOSS, f"gave {_kind(given)}; expected (loss, metrics)")
         numbers = {str(name): torch.as_tensor(value, device=loss.device).detach().float() for name, value in metrics.items()}
+        allow_users(f"train/{name}" for name in numbers)
         if not loss.requires_grad:  # no token of this micro-batch counts; the backward pass needs a graph
             loss = loss + 0.0 * logits[0, 0]
         return loss, {"loss": loss.detach(), **numbers}

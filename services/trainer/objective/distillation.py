@@ -12,6 +12,16 @@ from torch import Tensor
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.objective.tokens import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
+
+declare_metrics(
+    MetricSpec(
+        "train/opd_top_k_kl",
+        "nats",
+        "the KL to the teachers' distributions, over their entries and all others as one",
+        when="with `opd_top_k`",
+    ),
+)
 
 IDS, LOG_PROBS, SHARES = "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
 """Fields of a micro-batch with M teachers at most a sample: int64 [T, M k], float32 [T, M k], and the weight of each teacher, [T, M]."""

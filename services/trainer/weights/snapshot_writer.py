@@ -20,12 +20,19 @@ from services.trainer.megatron.export import copy_beside_weights, write_config
 from services.trainer.megatron.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.tensor_file import TensorBytes, TensorFileBroken
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
 from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
+
+declare_metrics(
+    MetricSpec("snapshot_version", "version", "of the newest snapshot of weights on disk", when="once there is one"),
+    MetricSpec("snapshot_bytes", "bytes", "its size: of a delta, what differs", when="once there is one"),
+    MetricSpec("snapshot_seconds", "s", "that writing it took", when="once there is one"),
+)
 
 CURRENT = ".current"
 """The directory beside the versions that holds a copy of the one written last; the next delta is made against it."""

@@ -68,6 +68,10 @@ class AgentBench:
         self.replica.served.serve(version, "")
         self.replica.show()
 
+    def at_play(self) -> int:
+        """The rollouts whose agents were called and that have not ended: the rest of those called have their samples."""
+        return len(self.in_flight._oldest)
+
     def calls(self) -> list[dict[str, Any]]:
         return agents.calls(self.directory)
 

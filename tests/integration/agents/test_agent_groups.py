@@ -158,7 +158,7 @@ async def test_a_group_with_too_few_rollouts_left_is_dead_with_the_reason(bench:
 async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(bench: NewAgentBench) -> None:
     desk = await bench("waits", rollout={"max_staleness": 0})
     playing = asyncio.create_task(desk.play())
-    await until(lambda: len(desk.calls()) == 2, "both rollouts at play")
+    await until(lambda: len(desk.calls()) == 2 and desk.at_play() == 1, "one rollout at play, the other's end")
     desk.serve(1)
     client: Any = desk.replica.client
     await desk.in_flight.stop_stale(client, 1)
@@ -172,7 +172,7 @@ async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(b
 async def test_a_replica_that_leaves_hands_on_whole_rollouts_and_the_others_begin_anew(bench: NewAgentBench) -> None:
     desk = await bench("waits")
     playing = asyncio.create_task(desk.play())
-    await until(lambda: len(desk.calls()) == 2, "both rollouts at play")
+    await until(lambda: len(desk.calls()) == 2 and desk.at_play() == 1, "one rollout at play, the other's end")
     await desk.in_flight.leave(None)
     kept, stopped = await asyncio.wait_for(playing, 60)
     assert stopped is not None and not stopped.stale
@@ -203,7 +203,7 @@ async def test_a_surplus_rollout_takes_the_place_of_a_late_one_and_of_one_that_f
 async def test_what_is_handed_on_counts_towards_a_complete_group(bench: NewAgentBench) -> None:
     desk = await bench("waits", rollout={"n_samples_per_prompt": 2, "surplus_rollouts": 2})
     playing = asyncio.create_task(desk.play())
-    await until(lambda: len(desk.calls()) == 4, "all four rollouts at play")
+    await until(lambda: len(desk.calls()) == 4 and desk.at_play() == 3, "three rollouts at play, the fourth one's end")
     await desk.in_flight.leave(None)
     kept, stopped = await asyncio.wait_for(playing, 60)
     assert stopped is not None and [sample.rollout for sample in kept] == [0]

@@ -22,6 +22,9 @@ from shared.schema.messages import Failed, Generated, Task
 from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsLive
+from tests.support.real_declarations import declare_as
+
+declare_as("rollout/rollout_service.py", "rollout/replica.py")
 
 GENERATE_SECONDS = 0.02
 RESPONSE_TOKENS = 8

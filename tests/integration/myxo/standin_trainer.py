@@ -14,6 +14,9 @@ from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchRequest, D
 from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
 from tests.support.attesting import attested
+from tests.support.real_declarations import declare_as
+
+declare_as("trainer/metrics_logger/logged_metrics.py")
 
 STEP_SECONDS = 0.05
 

@@ -1,16 +1,34 @@
 """Each alarm by what raises it, and by what just does not."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shared.config.monitoring_section import MonitoringSection
 from shared.config.run_config import RunConfig
 from shared.history.flow_history import DeadGroup, FlowHistory, StepRecord
 from shared.live.alarm_kinds import AlarmKind
-from shared.live.alarms import Symptoms, alarms
-from shared.live.health_view import health_view, symptoms
+from shared.live.alarms import (
+    DISK_BYTES,
+    DISK_SHARE,
+    ENTROPY_LEFT,
+    ENTROPY_LOW,
+    EQUAL_SHARE,
+    FIRST_STEPS,
+    LATELY_STEPS,
+    MEMORY_SHARE,
+    PUSH_GROWTH,
+    PUSH_SECONDS,
+    STALE_SHARE,
+    TRUNCATED_SHARE,
+    UNREAD_SHARE,
+    Symptoms,
+    alarms,
+)
+from shared.live.health_view import LATELY_S, health_view, symptoms
 from shared.live.room import Room
 from shared.schema.ledger import GroupDead, GroupsDropped
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
@@ -53,6 +71,32 @@ RAISED: list[tuple[AlarmKind, Symptoms]] = [
     (AlarmKind.DISK, Symptoms(disk=Room(1 << 30, 1 << 40))),
     (AlarmKind.MEMORY, Symptoms(memory=Room(1 << 30, 64 << 30))),
 ]
+
+
+BOUNDS: dict[AlarmKind, list[str]] = {
+    AlarmKind.RESTARTS: [f"{LATELY_S / 60:g} minutes"],
+    AlarmKind.NOT_FINITE: [f"last {LATELY_STEPS} steps"],
+    AlarmKind.LOGPROBS: [f"last {LATELY_STEPS} steps", f"({MonitoringSection().logprob_alarm:g}) nats"],
+    AlarmKind.ENTROPY: [f"last {LATELY_STEPS} steps", f"first {FIRST_STEPS}", f"{ENTROPY_LEFT:.0%}", f"{ENTROPY_LOW:g} nats"],
+    AlarmKind.NO_SIGNAL: [f"{EQUAL_SHARE:.0%}", f"last {LATELY_STEPS} batches"],
+    AlarmKind.TRUNCATION: [f"{TRUNCATED_SHARE:.0%}", f"last {LATELY_STEPS} batches"],
+    AlarmKind.UNREAD: [f"{UNREAD_SHARE:.0%}", f"last {LATELY_STEPS} batches"],
+    AlarmKind.DEAD: [f"{LATELY_S / 60:g} minutes"],
+    AlarmKind.DROPPED: [f"{STALE_SHARE:.0%}", f"{LATELY_S / 60:g} minutes"],
+    AlarmKind.PUSH_GROWS: [f"last {LATELY_STEPS}", f"first {FIRST_STEPS}", f"{PUSH_GROWTH:g} times", f"{PUSH_SECONDS:g} s"],
+    AlarmKind.DISK: [f"{DISK_SHARE:.0%}", f"{DISK_BYTES >> 30} GiB"],
+    AlarmKind.MEMORY: [f"{MEMORY_SHARE:.0%}"],
+}
+"""What the page says of each alarm that has a bound."""
+
+
+def test_the_page_lists_every_alarm_with_its_bounds() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "bottlenecks.md").read_text().split("\n## Alarms\n")[1]
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE))
+    assert list(rows)[1:] == [kind.value for kind in AlarmKind]
+    for kind, figures in BOUNDS.items():
+        told = rows[kind.value].replace(" %", "%")
+        assert [figure for figure in figures if figure not in told] == [], kind
 
 
 @pytest.mark.parametrize(("kind", "found"), RAISED)

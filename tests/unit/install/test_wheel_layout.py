@@ -1,6 +1,7 @@
 """How names of modules are changed on their way into the wheel."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -77,3 +78,16 @@ def test_anything_else_stays(source: str, layout: ModuleType, project: Path) -> 
 def test_a_name_that_cannot_be_followed_is_refused_with_its_line(source: str, words: str, layout: ModuleType, project: Path) -> None:
     with pytest.raises(layout.CannotBeMoved, match=words):
         layout.moved(source, project)
+
+
+def test_the_description_has_no_links_into_the_repository(layout: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "](docs/" in readme
+    description = layout.without_relative_links(readme)
+    assert not [link for link in re.findall(r"\]\(([^)]*)\)", description) if not link.startswith(("https:", "#"))]
+    assert (
+        layout.without_relative_links("see [there](https://a.example/b) and [here](docs/x.md)")
+        == "see [there](https://a.example/b) and here"
+    )
+    assert layout.without_relative_links("a\n\n[![picture](docs/p.png)](docs/c.md)\n\nb\n") == "a\n\nb\n"
+    assert "without a checkout (the package)" in description

@@ -1,11 +1,21 @@
 """What a sample keeps over interruptions."""
 
+import base64
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engine.generation import Finish, Generation, Span
-from services.rollout.partial_samples import Partial
+from services.rollout.engine.generation import Finish, Generation, Routed, Span
+from services.rollout.partial_samples import UNROUTED, Partial, restored, samples_of
+from shared.data.tokenizer import Tokenizer
+from shared.schema.expert_choices import ExpertChoices
+from shared.schema.messages import Sampling, Task
 
 LONGEST = 1000
 
@@ -61,3 +71,65 @@ def test_segments_tile_the_tokens_however_often_it_was_interrupted(pieces: list[
     assert len(partial.tokens) == len(partial.log_probs) == len(expected)
     versions = [version for _, _, version in partial.segments]
     assert versions == sorted(set(versions))
+
+
+CHOICES = ExpertChoices(layers=(1, 2), total=3, per_token=2, count=4)
+TASK = Task(
+    group="g00000001",
+    n=1,
+    prompt="123",
+    prompt_tokens=np.array([1, 2, 3], np.int32),
+    environment="math",
+    sampling=Sampling(temperature=1.0, max_new_tokens=LONGEST),
+    min_version=0,
+)
+
+
+def experts(rows: int, first: int = 0) -> tuple[str, np.ndarray]:
+    """What an engine tells of rows from ``first`` on, and what is kept of it: the layers with experts."""
+    told = (np.arange(first * 6, (first + rows) * 6) % 4).astype("<i4").reshape(rows, 3, 2)
+    return base64.b64encode(told.tobytes()).decode(), told[:, 1:]
+
+
+def routed(tokens: list[int], finish: Finish, start: int, rows: int) -> Generation:
+    told = Routed(start, rows, experts(rows, start)[0])
+    return replace(generation(tokens, [(0, len(tokens), 0)] if tokens else [], finish), routed=told)
+
+
+def test_experts_stay_in_step_over_interruptions(tiny_model: Path) -> None:
+    """A prompt of three tokens; the second attempt never ran, the third tells some tokens once more."""
+    partial = Partial(choices=CHOICES)
+    assert partial.routed_from == 0
+    partial.extend(routed([5, 6], "abort", 0, 4), LONGEST)
+    assert partial.routed_from == 4
+    partial.extend(generation([], [], "abort"), LONGEST)
+    partial.extend(routed([7, 8], "stop", 2, 4), LONGEST)
+    assert partial.routed is not None and partial.routed.dtype == np.int16
+    assert np.array_equal(partial.routed, experts(6)[1])
+    (sample,) = samples_of(TASK, [partial], Tokenizer(tiny_model))
+    assert sample.mask.all() and np.array_equal(sample.routed_experts, experts(6)[1])
+    again = restored([sample], TASK, CHOICES)
+    assert again[0].routed_from == 6
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "reason"),
+    [
+        (lambda told: replace(told, routed=Routed(0, 5, told.routed.encoded)), "24 experts for 5 tokens"),
+        (lambda told: replace(told, routed=Routed(0, 4, "//8=")), "experts that cannot be read"),
+        (lambda told: replace(told, routed=None), "routed_experts are missing"),
+        (
+            lambda told: replace(told, routed=told.routed._replace(encoded=experts(3)[0], rows=3)),
+            r"shape \[3, 2, 2\]; expected \[4, 2, 2\]",
+        ),
+    ],
+)
+def test_a_sample_without_all_its_experts_is_not_trained(
+    spoiled: Callable[[Generation], Generation], reason: str, tiny_model: Path
+) -> None:
+    broken, whole = Partial(choices=CHOICES), Partial(choices=CHOICES)
+    broken.extend(spoiled(routed([5, 6], "stop", 0, 4)), LONGEST)
+    whole.extend(routed([5, 6], "stop", 0, 4), LONGEST)
+    first, second = samples_of(TASK.model_copy(update={"n": 2}), [broken, whole], Tokenizer(tiny_model))
+    assert not first.mask.any() and re.search(reason, first.attributes[UNROUTED])
+    assert second.mask.all() and not second.attributes

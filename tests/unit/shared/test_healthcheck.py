@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 
 from shared.runtime import http_endpoints
 from shared.runtime.embedded_servers import free_port
@@ -30,7 +30,7 @@ async def probe(address: str, *words: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def app() -> FastAPI:
+def app() -> Starlette:
     return http_endpoints.health_app(lambda: {"ok": True}, CollectorRegistry())
 
 
@@ -51,13 +51,13 @@ async def test_a_service_that_does_not_answer_is_not_well() -> None:
     assert "nobody answers" in said
 
 
-async def test_the_probe_asks_the_address_that_the_service_was_given(app: FastAPI) -> None:
+async def test_the_probe_asks_the_address_that_the_service_was_given(app: Starlette) -> None:
     async with http_endpoints.serving(app, HttpAddress("127.0.0.4", 0)) as address:
         assert address.startswith("127.0.0.4:")
         assert (await probe(address))[0] == 0
 
 
-async def test_private_is_the_address_that_the_runs_machines_reach(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_private_is_the_address_that_the_runs_machines_reach(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several networks the one of the bus alone, for the service and for its probe."""
     monkeypatch.setenv("MYXO_HOST", "127.0.0.7")
     before = listening_sockets(os.getpid())
@@ -67,7 +67,7 @@ async def test_private_is_the_address_that_the_runs_machines_reach(app: FastAPI,
         assert (await probe(f"private:{address.rpartition(':')[2]}"))[0] == 0
 
 
-async def test_it_is_loopback_where_nobody_says_otherwise(app: FastAPI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_loopback_where_nobody_says_otherwise(app: Starlette, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's address, then the environment's, which wins; what listens is that address alone."""
     monkeypatch.delenv("MYXO_HTTP", raising=False)
     default = http_address(run_config(tmp_path).monitoring.http_host)
@@ -81,7 +81,7 @@ async def test_it_is_loopback_where_nobody_says_otherwise(app: FastAPI, tmp_path
             assert served.startswith(f"{address.host}:")
 
 
-async def test_an_address_that_cannot_be_listened_at_is_named(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_that_cannot_be_listened_at_is_named(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MYXO_HTTP", "127.0.0.1:0")
     async with http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as taken:
         with pytest.raises(ConfigError, match=f"MYXO_HTTP = '{taken}': cannot be listened at: Address already in use"):

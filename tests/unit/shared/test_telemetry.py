@@ -6,7 +6,17 @@ import sys
 
 from prometheus_client import generate_latest
 
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.telemetry import Metrics
+
+declare_metrics(
+    MetricSpec("ready", "groups", "of this test"),
+    MetricSpec("train/kl-loss", "nats", "of this test"),
+    MetricSpec("rewards/<part>/mean", "reward", "of this test"),
+    MetricSpec("samples_scored", "samples", "of this test", counter=True),
+    MetricSpec("groups_scored", "groups", "of this test", labels=("environment",), counter=True),
+    MetricSpec("depth", "", "of this test", labels=("environment",)),
+)
 
 SPEAK = """
 import logging, structlog

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -422,3 +423,18 @@ def refused(hf_dir: Path, config: dict[str, Any]) -> str:
     except MyxoError as error:
         return str(error)
     return "nothing"
+
+
+def replayed_steps(hf_dir: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """A step and log-probs through experts that are given, and those of a pass that repeats what another one has recorded."""
+    model = actor(hf_dir, **layout)
+    batches = []
+    for batch in share(model, 7):
+        generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
+        given = torch.rand(batch.tokens.numel(), 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.int16)
+        batches.append(replace(batch, experts=given))
+    found, recorded = model.log_probs_and_routing(batches)
+    again = [replace(batch.routed_freely(), routing=routing) for batch, routing in zip(batches, recorded, strict=True)]
+    repeated = model.log_probs(again)
+    step = model.train_step(batches, weighted_loss, need_entropy=True)
+    return {"loss": step.loss, "grad_norm": step.grad_norm, "log_probs": found, "recorded": repeated}

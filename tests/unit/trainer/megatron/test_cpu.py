@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -27,6 +28,30 @@ needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA noth
 )
 def test_rewriting(source, rewritten):
     assert ast.unparse(cpu.CudaToCpu().visit(ast.parse(source))) == rewritten
+
+
+def test_what_was_rewritten_is_kept_apart_and_read_again_only_while_it_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    source = tmp_path / "named.py"
+
+    def loaded():
+        module = types.ModuleType("named")
+        cpu.CpuLoader("named", str(source)).exec_module(module)
+        return module.NAME
+
+    source.write_text("NAME = 'cuda'")
+    assert loaded() == "cpu"
+    (kept,) = (tmp_path / "__pycache__").iterdir()
+    assert ".opt-myxo" in kept.name, "stock imports read no such name"
+    whole = kept.read_bytes()
+    kept.write_bytes(whole.replace(b"cpu", b"CPU"))
+    assert loaded() == "CPU", "the kept one was read"
+    for cut in (0, 8, 16, len(whole) - 4):
+        kept.write_bytes(whole[:cut])
+        assert loaded() == "cpu"
+        assert kept.read_bytes() == whole, "written anew"
+    source.write_text("NAME = 'cuda', 'cuda'")  # of another length or not, its content counts
+    assert loaded() == ("cpu", "cpu")
 
 
 @needs_cpu

@@ -1,0 +1,80 @@
+"""The grouped product of experts equals Megatron's loop over them, forwards and backwards, and copies no matrices."""
+
+import pytest
+import torch
+
+from services.trainer.megatron import grouped_experts, runtime
+from services.trainer.megatron.grouped_experts import GroupedExperts, stacked
+from services.trainer.megatron.token_permutation import TokenPermutation
+from tests.unit.trainer.megatron.rank_steps import actor, weighted_loss
+from tests.unit.trainer.megatron.tiny import pack, sequences
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    yield
+    runtime.stop()
+
+
+def trained(hf_dir, loops, monkeypatch, **trainer):
+    monkeypatch.setattr(GroupedExperts, "loops", loops)
+    model = actor(hf_dir, **trainer)
+    batches = [pack(sequences(4, seed=seed)) for seed in (1, 2)]
+    step = model.train_step(batches, weighted_loss, need_entropy=True)
+    gradients = {name: parameter.main_grad.clone() for name, parameter in model.model.modules[0].named_parameters()}
+    log_probs = torch.cat(model.log_probs(batches))
+    runtime.stop()
+    return step, gradients, log_probs
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_groups_equal_the_loop(kind, whole, hf, monkeypatch):
+    seen = []
+    original = grouped_experts.stacked
+    monkeypatch.setattr(grouped_experts, "stacked", lambda tensors: seen.append(original(tensors)) or seen[-1])
+    expected, loop, before = trained(hf(kind), True, monkeypatch, use_distributed_optimizer=whole)
+    assert not seen
+    found, grouped, after = trained(hf(kind), False, monkeypatch, use_distributed_optimizer=whole)
+    assert seen and (not whole or all(view is not None for view in seen)), "matrices were copied"
+    assert found.loss == pytest.approx(expected.loss, abs=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, abs=1e-5)
+    assert loop.keys() == grouped.keys()
+    for name, gradient in loop.items():
+        assert torch.allclose(grouped[name], gradient, atol=1e-5), name
+    assert torch.allclose(before, after, atol=1e-4)
+
+
+def test_frozen_experts_get_no_gradient(hf, monkeypatch):
+    monkeypatch.setattr(GroupedExperts, "loops", False)
+    model = actor(hf("qwen3_moe"), freeze_params_name_list=[r"\.experts\."])
+    before = {name: tensor.clone() for name, tensor in model.model.modules[0].named_parameters() if ".experts." in name}
+    step = model.train_step([pack(sequences(4))], weighted_loss, need_entropy=True)
+    assert step.grad_norm > 0 and before
+    for name, tensor in model.model.modules[0].named_parameters():
+        assert name not in before or torch.equal(tensor, before[name])
+
+
+def test_tokens_come_back_from_their_order():
+    generator = torch.Generator().manual_seed(2)
+    routing = torch.zeros(11, 6, dtype=torch.bool)
+    routing.scatter_(1, torch.rand(11, 6, generator=generator).argsort(1)[:, :3], True)
+    hidden = torch.randn(11, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    order = TokenPermutation.of(routing, 3)
+    experts = torch.arange(6).repeat_interleave(routing.sum(0))
+    assert all(routing[token, expert] for token, expert in zip(order.tokens.tolist(), experts.tolist(), strict=True))
+    assert torch.equal(order.ordered(hidden), hidden[order.tokens])
+    assert torch.allclose(order.restored(order.ordered(hidden)), 3 * hidden)
+    probs = torch.rand(11, 6, generator=generator)
+    assert torch.equal(order.weights(probs), probs[order.tokens, experts])
+    assert torch.autograd.gradcheck(lambda given: order.restored(order.ordered(given) ** 2), hidden)
+
+
+def test_only_matrices_at_one_distance_are_a_stack():
+    memory = torch.arange(96.0)
+    even = [memory[start : start + 8].view(2, 4) for start in (0, 16, 32)]
+    view = stacked(even)
+    assert view is not None and torch.equal(view, torch.stack(even)) and view.data_ptr() == memory.data_ptr()
+    assert stacked([even[0], even[2], even[1]]) is None
+    assert stacked([memory[start : start + 8].view(2, 4) for start in (0, 16, 40)]) is None
+    assert stacked([tensor.clone() for tensor in even[:2]]) is None
