@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def _check_within_reach(path: Path, marker: Mapping[str, Any], same_layout: bool
     """
     missing = missing_ranks(path)
     rank, directories = dist.get_rank(), marker.get("directories", [])
-    own = next((each["ranks"] for each in directories if rank in each["ranks"]), [])
+    own: list[int] = next((each["ranks"] for each in directories if rank in each["ranks"]), [])
     needed = [other for other in missing if other in own or not own] if same_layout else missing
     with deadline(f"the look at {path}"):
         everyone = gather_json(needed)
@@ -312,13 +313,18 @@ def _sharded_state(
         if isinstance(part, DistributedOptimizer):
             live = LiveState(part, source)
             state["optimizer"][role] = live.sharded()
-            take_loaded[role] = lambda _, live=live: live.take_loaded(updates)
+            take_loaded[role] = partial(_take_slices, live, updates)
         else:
             state["optimizer"][role] = _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=_metadata()), updates)
             take_loaded[role] = part.load_state_dict
     if with_random:
         state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state, take_loaded
+
+
+def _take_slices(live: LiveState, updates: int, loaded: Any) -> None:
+    """Takes over an optimizer's slices, which were read to where they belong: what the load returned of them is not needed."""
+    live.take_loaded(updates)
 
 
 def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:

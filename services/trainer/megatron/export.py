@@ -22,7 +22,7 @@ from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.megatron.joint_write import JointWrite
 from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, peft_config
 from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
-from services.trainer.megatron.writer_election import Part, elect
+from services.trainer.megatron.writer_election import HeldPart, elect
 from shared.model.hf_checkpoint import INDEX
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 
@@ -89,10 +89,10 @@ def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:
     Only ranks that see rank 0's directory write. Each of them gets what it holds a part of, about as much as the others.
     """
     dtype, writers = plan.model.config.params_dtype, places.directories[0]
-    held: list[dict[str, Part]] = [{} for _ in places.leaders]
+    held: list[dict[str, HeldPart]] = [{} for _ in places.leaders]
     for unit in plan.units:
         for rank in [rank for rank in plan.holders[unit.name] if rank in writers] or writers:
-            held[rank][unit.name] = Part(unit.nbytes(dtype))
+            held[rank][unit.name] = HeldPart(unit.nbytes(dtype))
     elected = elect(held, [writers])
     divided = [(rank, units) for rank in writers for units in plan.divided(file_bytes, elected[rank].main)]
     if len(divided) == 1:

@@ -4,6 +4,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,10 +118,7 @@ class GatherPlan:
         with deadline("the exchange of parameter names"):
             reported = gather_json([self.stage, [local.name for local in held], _frozen(held), shapes])
         self._stage_of = [stage for stage, _, _, _ in reported]
-        self.holders: dict[str, list[int]] = {}
-        for rank, (_, names, _, own_adapters) in enumerate(reported):
-            for name in {*names, *own_adapters}:
-                self.holders.setdefault(name, []).append(rank)
+        self.holders = _holders(reported)
         self.source = self._stage_of.index(self.stage)
         self.units = gather_units(parameter_sources(model.architecture), [names for _, names, _, _ in reported])
         adapter_sources = {name: TensorSource(((name, tuple(shape)),)) for *_, each in reported for name, shape in each.items()}
@@ -239,6 +237,14 @@ class GatherPlan:
         shards = [torch.empty_like(shard) for _ in range(group.size())] if is_owner else None
         dist.gather(shard.contiguous(), shards, group=group, group_dst=dist.get_group_rank(group, owner))
         return local.recipe.unshard(shards, dimension) if shards is not None else None
+
+
+def _holders(reported: Sequence[Sequence[Any]]) -> dict[str, list[int]]:
+    holders: dict[str, list[int]] = {}
+    for rank, (_, names, _, adapters) in enumerate(reported):
+        for name in dict.fromkeys([*names, *adapters]):
+            holders.setdefault(name, []).append(rank)
+    return holders
 
 
 def _frozen(held: Sequence[LocalParameter]) -> list[str]:

@@ -30,7 +30,7 @@ from services.trainer.megatron.checkpoint_places import Places
 from services.trainer.megatron.optimizer_shards import in_pieces
 from services.trainer.megatron.runtime import gather_json, host_copy
 from services.trainer.megatron.shard_boxes import overlap
-from services.trainer.megatron.writer_election import Elected, Part, elect
+from services.trainer.megatron.writer_election import Elected, HeldPart, elect
 
 
 class StagedShards(TorchDistSaveShardedStrategy):
@@ -53,14 +53,13 @@ class StagedShards(TorchDistSaveShardedStrategy):
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Plans and copies the shards. The name is Megatron's. This is a collective of all ranks."""
         held = {_name(base): base for each in nested_values(sharded_state_dict) for base in _parts(each)}
-        known = gather_json({name: [_nbytes(base), _is_main(base)] for name, base in held.items()})
-        elected = elect([{name: Part(*part) for name, part in each.items()} for each in known], self.places.directories)
-        own = elected[dist.get_rank()]
-        mine = [base for name, base in held.items() if name in own.main or name in own.copies]
+        elected = _elected(held, self.places)
+        own = elected[dist.get_rank()].main | elected[dist.get_rank()].copies
+        mine = [base for name, base in held.items() if name in own]
         self._plan, self._writer = self._planned(mine, elected, checkpoint_dir)
         tensors = {MetadataIndex(base.key, torch.Size(base.global_offset)): base.data for base in mine if isinstance(base, ShardedTensor)}
         values = {item.index: tensors.get(item.index, self._objects.get(item.index.fqn)) for item in self._plan.items}
-        self._data = {index: _on_host(value) if self.copied else value for index, value in values.items()}
+        self._data = {index: _on_host(value) for index, value in values.items()} if self.copied else values
         if self.copied and DEVICE_TYPE == "cuda":
             torch.cuda.synchronize()
 
@@ -128,6 +127,12 @@ class StagedShards(TorchDistSaveShardedStrategy):
         if hasattr(metadata, "version"):  # since torch 2.10
             metadata.version = filesystem.CURRENT_DCP_VERSION
         return pickle.dumps(metadata)
+
+
+def _elected(held: dict[str, ShardedBase], places: Places) -> list[Elected]:
+    """Returns what each rank writes, given what this one holds. A collective of all ranks."""
+    everyone = gather_json({name: [_nbytes(base), _is_main(base)] for name, base in held.items()})
+    return elect([{name: HeldPart(*part) for name, part in each.items()} for each in everyone], places.directories)
 
 
 def _parts(base: ShardedBase) -> Iterator[ShardedBase]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """A part of a checkpoint that a rank holds.
 
     Args:
@@ -25,7 +25,7 @@ class Elected:
     copies: set[str] = field(default_factory=set)
 
 
-def elect(held: Sequence[Mapping[str, Part]], directories: Sequence[Sequence[int]]) -> list[Elected]:
+def elect(held: Sequence[Mapping[str, HeldPart]], directories: Sequence[Sequence[int]]) -> list[Elected]:
     """Returns what each rank writes. All ranks find the same.
 
     Args:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.megatron.shard_boxes import boxes_of_interval, elements_before, is_ordered, overlap, pieces
-from services.trainer.megatron.writer_election import Part, elect
+from services.trainer.megatron.writer_election import HeldPart, elect
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -60,7 +60,7 @@ NAMES = st.dictionaries(st.sampled_from("abcdefgh"), st.just(None), max_size=8)
 def test_everything_is_written_once_in_each_directory_that_holds_it(names, data):
     size = {name: 10 * ord(name) for name in "abcdefgh"}
     copies = data.draw(st.sets(st.sampled_from("abcdefgh")))
-    held = [{name: Part(size[name], name not in copies) for name in each} for each in names]
+    held = [{name: HeldPart(size[name], name not in copies) for name in each} for each in names]
     leaders = [data.draw(st.integers(0, rank)) for rank in range(len(held))]
     directories = [[rank for rank, leader in enumerate(leaders) if leader == each] for each in sorted(set(leaders))]
     elected = elect(held, directories)
@@ -74,6 +74,6 @@ def test_everything_is_written_once_in_each_directory_that_holds_it(names, data)
 
 
 def test_replicas_share_the_work_and_own_slices_count():
-    held = [{f"w{i}": Part(100) for i in range(8)} | {f"own{rank}": Part(200 * rank)} for rank in range(3)]
+    held = [{f"w{i}": HeldPart(100) for i in range(8)} | {f"own{rank}": HeldPart(200 * rank)} for rank in range(3)]
     written = [sum(held[rank][name].nbytes for name in each.main) for rank, each in enumerate(elect(held, [[0, 1, 2]]))]
     assert sum(written) == 800 + 600 and max(written) - min(written) <= 100
