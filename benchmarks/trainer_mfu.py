@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="of the model")
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="GPUs that share the experts")
     parser.add_argument("--no-loop", action="store_true", help="leave out the loop over experts")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -134,7 +135,13 @@ def command_line(case: str, arguments: argparse.Namespace) -> list[str]:
     ranks = arguments.expert_parallel
     launcher = [sys.executable, "-m"] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m"]
     options = ["--only", case, "--steps", str(arguments.steps), "--shape", arguments.shape, "--expert-parallel", str(ranks)]
-    return [*launcher, "benchmarks.trainer_mfu", *options, *(["--profile"] if arguments.profile else [])]
+    return [
+        *launcher,
+        "benchmarks.trainer_mfu",
+        *options,
+        *(["--profile"] if arguments.profile else []),
+        *(["--offload"] if arguments.offload else []),
+    ]
 
 
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -148,6 +155,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
+    from shared.model.memory_plan import plan_trainer
 
     GroupedExperts.loops = arguments.loop
     tokens, shape, rank = int(case.partition(":")[0]), SHAPES[arguments.shape], int(os.environ.get("RANK", "0"))
@@ -155,7 +163,10 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(shape))
         layout: dict[str, Any] = {"expert_model_parallel_size": arguments.expert_parallel}
-        config = TrainerSettings(TrainerSection(lr=1e-6, **layout, **recomputation(case.partition(":")[2])))
+        if arguments.offload:
+            layout["megatron"] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+        section = TrainerSection(lr=1e-6, max_tokens_per_gpu=tokens, **layout, **recomputation(case.partition(":")[2]))
+        config = TrainerSettings(section)
         actor = Actor.create(config, directory, random=True)
     batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
@@ -174,6 +185,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         show_profile(actor, batches, loss)
     step = statistics.median(seconds)
     tflops = flops.training(actor.architecture, [tokens] * MICRO_BATCHES) / step / 1e12
+    (plan,) = plan_trainer(actor.architecture, section, arguments.expert_parallel)
     actor.close()
     del actor
     if rank:
@@ -190,6 +202,8 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "tflops": round(tflops, 1),
         "mfu": round(tflops / limit, 4),
         "peak_gb": round(peak, 1),
+        "plan_gb": round(plan.peak / 1e9, 1),
+        "offloaded": arguments.offload,
         "recompute": case.partition(":")[2],
         "step_seconds": round(step, 3),
         "micro_batches": MICRO_BATCHES,

@@ -69,6 +69,10 @@ CHOICES: dict[str, list[str]] = {
     "rope_type": ["rope", "yarn"],
     "moe_router_score_function": ["softmax", "sigmoid"],
     "moe_router_load_balancing_type": ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "main_grads_dtype": ["fp32", "bf16"],
+    "main_params_dtype": ["fp32", "fp16"],
+    "exp_avg_dtype": ["fp32", "bf16", "fp16", "fp8"],
+    "exp_avg_sq_dtype": ["fp32", "bf16", "fp16", "fp8"],
 }
 
 SPELLINGS: dict[str, tuple[str, Any]] = {
@@ -103,6 +107,10 @@ DEFAULTS: dict[str, Any] = {
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "none",
     "bias_activation_fusion": "true on GPUs",
+    "main_grads_dtype": "fp32",
+    "main_params_dtype": "fp32",
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
 }
 """Fields that Myxo sets to something else than Megatron, unless a flag is given."""
 
@@ -144,9 +152,8 @@ NOT_A_FIELD_FIXED: dict[str, tuple[str, Any, str]] = {
 
 _WITHOUT_EFFECT = {
     # the reason: flags of which every value is accepted, and changes nothing
-    "Adam's moments are float32 and lie on the model's device; the values are the same": (
-        "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
-        "pin_cpu_params use_precision_aware_optimizer"
+    "updates are computed on the model's device, from pinned host memory; the values are the same": (
+        "use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params"
     ),
     "tokens go to their experts by an all-to-all exchange that takes variable lengths; the values are the same": (
         "moe_token_dispatcher_type moe_enable_deepep moe_deepep_num_sms moe_flex_dispatcher_backend moe_hybridep_num_sms"
@@ -231,9 +238,8 @@ _REASONS = {
         "log_max_attention_logit"
     ),
     "docs/metrics.md tells what is measured": ("timers barrier_with_L1_time profile"),
-    "moments are float32 on the model's device; checkpoints and resets know nothing else": (
-        "store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype overlap_param_gather_with_optimizer_step"
-    ),
+    "main weights are whole, in main_params_dtype": "store_param_remainders",
+    "parameters are gathered in the optimizer step: they may be pushed right after it": "overlap_param_gather_with_optimizer_step",
     "the optimizer is Adam": (
         "sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps "
         "muon_tp_mode muon_extra_scale_factor"

@@ -102,6 +102,7 @@ def _field(name: str, kind: tuple[str, bool, list[str]], field: dataclasses.Fiel
         row["optional"] = True
     if choices := tables.CHOICES.get(name, kind[2]):
         row["choices"] = choices
+        row["kind"] = "text" if kind[0] == "dtype" else kind[0]
     if name in tables.FIXED:
         row["fixed"], row["reason"] = tables.FIXED[name]
         row["default"] = row["fixed"]

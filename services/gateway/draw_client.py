@@ -77,7 +77,7 @@ async def _heard(url: str, content: aiohttp.StreamReader, hear: Hear) -> Drawn:
             whole = piece if whole is None else whole.then(piece)
             hear(piece)
     except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError, BadMessage) as error:
-        if whole is None or whole.finish != "abort":
+        if whole is None:  # what was heard is good, and is not told again
             raise ReplicaFailed(url, f"broke its answer off ({str(error) or type(error).__name__})") from error
     if whole is None:
         raise ReplicaFailed(url, "gave an answer without a piece")

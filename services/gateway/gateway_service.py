@@ -24,10 +24,14 @@ from shared.sessions.session_store import SessionStore
 declare_metrics(
     MetricSpec("gateway_requests_in_hand", "requests", "that are being answered"),
     MetricSpec("gateway_draws", "requests", "that engines draw for"),
+    MetricSpec("gateway_draws_most", "requests", "that engines may draw for at once, [by their memory](gateway.md#which-replica-draws)"),
 )
 
 URL_VARIABLE = "MYXO_GATEWAY_URL"
 """The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network."""
+
+STOP_SECONDS = 5.0
+"""The time in which clients are still answered when the gateway stops: that they ask again."""
 
 COUNT_SECONDS = 1.0
 """The interval at which the gauges are set."""
@@ -56,11 +60,12 @@ async def serve(service: Service) -> None:
     if config.ingest.ingest_groups != "off":
         add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
     try:
-        async with http_endpoints.serving(app, _address(service)) as address:
+        async with http_endpoints.serving(app, _address(service), grace_s=STOP_SECONDS) as address:
             service.engine, service.state = gateway_url(address), "ready"
             await service.announce()
             async with service.background(replicas.keep(), turns.watch.keep(), _count(service, api)):
                 await service.stopping.wait()
+                turns.watch.stop()
     finally:
         await door.close()
 
@@ -87,4 +92,5 @@ async def _count(service: Service, api: Api) -> None:
     while True:
         service.metrics.set("gateway_requests_in_hand", api.in_hand)
         service.metrics.set("gateway_draws", api.replicas.running)
+        service.metrics.set("gateway_draws_most", api.replicas.most_draws)
         await asyncio.sleep(COUNT_SECONDS)

@@ -107,12 +107,15 @@ class Replicas:
 
     Args:
         most: draws that a replica gets at once, at most.
+
+    Attributes:
+        asleep: whether replicas sleep while a trainer computes on their GPUs.
     """
 
     def __init__(self, registry: Registry, most: int) -> None:
         self._registry, self._most = registry, most
         self.known: list[DrawTarget] = []
-        self._asleep = False
+        self.asleep = False
         self._limits: dict[str, DrawLimit] = {}
         self._avoided: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -123,7 +126,7 @@ class Replicas:
         while True:
             try:
                 statuses = await self._registry.alive("rollout")
-                self.known, self._asleep = targets(statuses), any(one.state == ASLEEP for one in statuses)
+                self.known, self.asleep = targets(statuses), any(one.state == ASLEEP for one in statuses)
                 self._wake()
             except (MyxoError, *TRANSIENT) as error:  # the view of before is the best there is
                 log.warning("registry_not_read", error=str(error) or type(error).__name__)
@@ -141,6 +144,11 @@ class Replicas:
     @property
     def running(self) -> int:
         return sum(limit.running for limit in self._limits.values())
+
+    @property
+    def most_draws(self) -> int:
+        """Returns how many draws the replicas may have at once, as memory was there."""
+        return sum(int(self._limit(one.instance).limit) for one in self.known)
 
     def check_version(self, wanted: int) -> None:
         """Raises TurnRefused where all replicas are behind the version that a client asks for."""
@@ -187,7 +195,7 @@ class Replicas:
 
         Raises TurnRefused at ``end``.
         """
-        began, asleep = time.monotonic(), self._asleep
+        began, asleep = time.monotonic(), self.asleep
         left = REFRESH_SECONDS if asleep else end - began
         if left <= 0:
             self.check_version(min_version)

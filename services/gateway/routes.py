@@ -222,7 +222,7 @@ class Api:
         log = await self._log(request)
         ended = None if log.ended is None else {"reward": log.ended.reward, "reason": log.ended.reason}
         return JSONResponse(
-            {"id": log.session.id, "deadline": log.session.deadline, "turns": len(log.turns), "pending": len(log.pending), "ended": ended}
+            {"id": log.session.id, "deadline": log.deadline, "turns": len(log.turns), "pending": len(log.pending), "ended": ended}
         )
 
     async def _end(self, request: Request) -> Response:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.conversations import continued, digests
-from services.gateway.draw_client import DrawClient, ReplicaFailed
+from services.gateway.draw_client import DrawClient, Hear, ReplicaFailed
 from services.gateway.live_turn import LiveTurn
 from services.gateway.replicas import Replicas
 from services.gateway.session_watch import SessionWatch
+from services.gateway.stop_edge import StopEdge
 from services.gateway.turn_answer import TurnAnswers, stops_of
 from services.gateway.turn_sampling import check_tokens, drawn_sampling
 from services.gateway.turn_text import TurnText
@@ -93,7 +94,7 @@ class Turns:
         self._sessions, self._replicas, self._door, self._chat_tokens = sessions, replicas, door, chat
         self._holder, self._limits = holder, limits
         self._answers = TurnAnswers(chat, model)
-        self.watch = SessionWatch(sessions)
+        self.watch = SessionWatch(sessions, lambda: replicas.asleep)
         self._log = structlog.get_logger()
 
     def noted(self, asked: ChatTurn) -> ChatTurn:
@@ -135,7 +136,7 @@ class Turns:
     async def _check(self, log: SessionLog, asked: ChatTurn | TokenTurn) -> None:
         if log.ended is not None:
             raise _over(log)
-        if time.time() > log.session.deadline:
+        if time.time() > log.deadline:
             raise TurnRefused(410, "the session's deadline has passed", code="session_ended")
         await self._replicas.present(self._limits.gateway_wait)
         self._replicas.check_version(asked.min_version)
@@ -174,7 +175,7 @@ class Turns:
         chat: ChatTurn | None,
         live: LiveTurn | None,
     ) -> Turn:
-        seconds = min(self._limits.gateway_turn_timeout, log.session.deadline - time.time())
+        seconds = min(self._limits.gateway_turn_timeout, log.deadline - time.time())
         place = "token_ids" if chat is None else chat.place
         sampling = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids, place)
         try:
@@ -189,6 +190,8 @@ class Turns:
         except TimeoutError:
             if log.ended is not None:
                 raise _over(log) from None
+            if self.watch.stopped:
+                raise TurnRefused(503, "this gateway stops; another goes on", code="gateway_stopping", retry_after_s=1.0) from None
             raise TurnRefused(503, f"the turn did not end within {seconds:.0f} s", code="turn_timeout") from None
         except SessionOver:
             raise _over(log) from None
@@ -258,9 +261,10 @@ class Turns:
             left = sampling.max_new_tokens - len(pending.completion)
             if left <= 0:
                 return await self._ended(log, pending, "length", cached or 0, chat)
-            # a stop string is not seen where it begins before a draw: such a turn is drawn in one
-            most = left if sampling.stop else min(left, self._limits.gateway_checkpoint_tokens)
-            drawn = await self._draw(log, pending, sampling, most, min_version, live)
+            edge = StopEdge(pending.completion, sampling.stop, self._chat_tokens.text)
+            most = min(left, self._limits.gateway_checkpoint_tokens)
+            hear = None if live is None else edge.hearing(live.hear)
+            drawn = edge.whole(await self._draw(log, pending, sampling, most, min_version, hear))
             cached = drawn.cached if cached is None else cached
             offset = len(pending.completion)
             if drawn.finish == "stop" or (drawn.finish == "length" and len(drawn.completion) >= left):
@@ -275,7 +279,7 @@ class Turns:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _draw(
-        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, live: LiveTurn | None
+        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, hear: Hear | None
     ) -> Drawn:
         """Returns further tokens of a turn, from whichever replica gives them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
@@ -290,10 +294,10 @@ class Turns:
                     seed=log.session.seed,
                     min_version=min_version,
                     seconds=self._limits.gateway_turn_timeout,
-                    stream=live is not None,
+                    stream=hear is not None,
                 )
                 try:
-                    drawn = await self._door.draw(target.url, request, None if live is None else live.hear)
+                    drawn = await self._door.draw(target.url, request, hear)
                     limit.ended(drawn.retractions, time.monotonic())
                     return drawn
                 except ReplicaFailed as error:

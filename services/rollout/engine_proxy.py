@@ -199,17 +199,19 @@ class EngineProxy:
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, wanted = self._served.incarnation, GenerationRequest(asked.input_ids, asked.sampling.max_new_tokens, seed=asked.seed)
+        pauses = client.retracting_pauses
         if asked.stream:
             return await self._draw_live(request, client, wanted, asked)
         [found] = await client.generate_group([wanted], asked.sampling, deadline=min(asked.seconds, self._generate_s))
         self._still(life)
-        return web.Response(body=_drawn(found).encode(), content_type=CONTENT_TYPE)
+        return web.Response(body=_drawn(found, client.retracting_pauses - pauses).encode(), content_type=CONTENT_TYPE)
 
     async def _draw_live(
         self, request: web.BaseRequest, client: EngineClient, wanted: GenerationRequest, asked: DrawRequest
     ) -> web.StreamResponse:
         """Answers a gateway piece by piece. Where it cannot go on the connection breaks: what was sent is good."""
         life, response = self._served.incarnation, web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+        pauses = client.retracting_pauses
         try:
             pieces = client.generate_live(wanted, asked.sampling, deadline=min(asked.seconds, self._generate_s))
             async with aclosing(pieces):
@@ -217,7 +219,7 @@ class EngineProxy:
                     self._still(life)
                     if not response.prepared:
                         await response.prepare(request)
-                    await response.write(_drawn(found).framed())
+                    await response.write(_drawn(found, client.retracting_pauses - pauses).framed())
             await response.write_eof()
         except (MyxoError, ClientError, RequestDenied, TimeoutError) as error:
             if not response.prepared:
@@ -293,14 +295,15 @@ class EngineProxy:
             self._requests -= 1
 
 
-def _drawn(found: Generation) -> Drawn:
+def _drawn(found: Generation, pauses: int) -> Drawn:
+    """Returns what a gateway is told. ``pauses``: those in the meantime that put running requests back, for no want of memory."""
     return Drawn(
         completion=found.tokens,
         log_probs=found.log_probs,
         spans=found.spans,
         finish=found.finish,
         cached=found.cached_tokens,
-        retractions=found.retractions,
+        retractions=max(0, found.retractions - pauses),
     )
 
 

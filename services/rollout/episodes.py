@@ -6,6 +6,7 @@ episode that is stopped keeps its session, and goes on in the middle of its turn
 
 import asyncio
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,6 +20,7 @@ from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import Requests
 from services.rollout.replica import Replica
 from shared.config.eval_views import eval_view
+from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
 from shared.environment.environment import Environment
 from shared.environment.environment_client import open_environment
@@ -117,6 +119,14 @@ class EpisodeGenerate(CustomGenerate):
         variables = {**data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
         return EpisodeTokens(self._tokenizer, data.apply_chat_template or not isinstance(task.prompt, str), variables)
 
+    def end_across(self, task: Task, before: list[int], drawn: list[int]) -> int | None:
+        """Returns where a stop string of the task's ends that began in the tokens before: see `shared.data.stop_strings`."""
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        return end_across(before, drawn, task.sampling.stop, decode)
+
+    def text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens)
+
     def sampling(self, task: Task, index: int) -> dict[str, Any]:
         """Returns the engine's sampling parameters of a rollout, in SGLang's names."""
         return parameters(task.sampling) | self._seeds.parameters(index)
@@ -180,13 +190,15 @@ class _Episode:
             if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
                 sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
             body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True} | self._routing()
-            answer = await post(self._engine, body)
+            whole = await post(self._engine, body)
+            answer = self._up_to_stop(whole)
+            beyond = len(whole["meta_info"]["output_token_logprobs"]) - len(answer["meta_info"]["output_token_logprobs"])
             meta = answer["meta_info"]
             encoded = meta.pop("routed_experts", None)  # in a form that `append_response_tokens` does not know
             drawn = meta["output_token_logprobs"]
             ids, log_probs = [token for _, token, _ in drawn], [log_prob for log_prob, _, _ in drawn]
             self._sample.append_response_tokens(tokens=ids, log_probs=log_probs, meta_info=meta, text=answer["text"])
-            self._route(encoded)
+            self._route(encoded, beyond)
             self._state["said"] += answer["text"]
             self._state["drawn"] = self._state.get("drawn", 0) + len(ids)
             finish = meta["finish_reason"]["type"]
@@ -199,6 +211,16 @@ class _Episode:
             await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn goes on from its tokens
         return "full", None
 
+    def _up_to_stop(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Returns the engine's answer up to the end of a stop string that began in what the turn had drawn before."""
+        meta, earlier = answer["meta_info"], self._state.get("drawn", 0)
+        ids = [token for _, token, _ in meta["output_token_logprobs"]]
+        count = self._run.end_across(self._task, self._sample.tokens[-earlier:] if earlier else [], ids)
+        if count is None:
+            return answer
+        ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": {"type": "stop"}}
+        return {"text": self._run.text(ids[:count]), "meta_info": {**meta, **ended, "completion_tokens": count}}
+
     def _routing(self) -> dict[str, Any]:
         """Returns the fields that ask for the experts of the tokens whose own are not known yet."""
         if self._run.choices is None or is_evaluation(self._task.group):
@@ -206,13 +228,17 @@ class _Episode:
         known = self._sample.rollout_routed_experts
         return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
 
-    def _route(self, encoded: str | None) -> None:
-        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them."""
+    def _route(self, encoded: str | None, beyond: int) -> None:
+        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them.
+
+        ``beyond``: tokens that the engine drew and that were left out.
+        """
         if encoded is None or self._run.choices is None:
             return
         known = self._sample.rollout_routed_experts
         try:
-            found = self._run.choices.read(encoded, len(self._sample.tokens) - 1 - (0 if known is None else len(known)))
+            rows = len(self._sample.tokens) - 1 - (0 if known is None else len(known))
+            found = self._run.choices.read(encoded, rows + beyond)[:rows]
         except ValueError as error:
             raise HookFailed(FIELD, self._run.environment.shown, f"the engine told {error}") from None
         self._sample.rollout_routed_experts = found if known is None else np.concatenate([known, found])

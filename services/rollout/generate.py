@@ -9,10 +9,12 @@ from contextlib import nullcontext
 import numpy as np
 
 from services.rollout.engine.engine_errors import EngineError
-from services.rollout.engine.generation import GenerationRequest
+from services.rollout.engine.generation import Generation, GenerationRequest, first_tokens
 from services.rollout.in_flight import InFlight
 from services.rollout.partial_samples import Partial
 from services.rollout.replica import Replica
+from shared.data.stop_strings import end_across
+from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Task
 
@@ -22,11 +24,14 @@ ENGINE_TRIES = 5
 RETRY_PAUSE = 0.5
 
 
-async def generate_group(replica: Replica, task: Task, partials: list[Partial], deadline: float, in_flight: InFlight | None) -> None:
+async def generate_group(
+    replica: Replica, task: Task, partials: list[Partial], tokenizer: Tokenizer, deadline: float, in_flight: InFlight | None
+) -> None:
     """Generates all of the task's samples until they have ended.
 
     Args:
         partials: one for each sample, with its output so far; they grow in place.
+        tokenizer: the model's, for stop strings of which an interrupted sample had the beginning.
         deadline: seconds for waiting for weights, and as many for generating.
         in_flight: may stop the group; None for groups that are never stopped.
 
@@ -52,9 +57,15 @@ async def generate_group(replica: Replica, task: Task, partials: list[Partial], 
             continue
         spent += loop.time() - began
         for partial, generation in zip(open_partials, generations, strict=True):
-            partial.extend(generation, task.sampling.max_new_tokens)
+            partial.extend(_ended(partial, generation, task.sampling.stop, tokenizer), task.sampling.max_new_tokens)
         if spent >= deadline:
             raise DeadlineExceeded(f"{task.n} samples of {task.group}", "the engine", deadline, "the group goes back to the queue")
+
+
+def _ended(partial: Partial, generation: Generation, stops: list[str], tokenizer: Tokenizer) -> Generation:
+    """Returns what was drawn, up to the end of a stop string that began before it."""
+    count = end_across(partial.tokens, generation.tokens, stops, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
+    return generation if count is None else first_tokens(generation, count)
 
 
 def _requests(task: Task, partials: list[Partial]) -> list[GenerationRequest]:

@@ -60,7 +60,7 @@ class Partial:
 
     def _route(self, choices: ExpertChoices, told: Routed) -> None:
         try:
-            found = choices.read(told.encoded, told.rows)
+            found = choices.read(told.encoded, told.rows)[: told.rows - told.beyond]
         except ValueError as error:
             self.unrouted = f"the engine told {error}"
             return

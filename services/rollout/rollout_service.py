@@ -266,7 +266,8 @@ class Rollout:
         for index, partial in enumerate(partials):
             partial.seed = self._seeds.of_sample(index)
         try:
-            await generate_group(self.replica, task, partials, self._config.rollout.generate_timeout, in_flight)
+            deadline = self._config.rollout.generate_timeout
+            await generate_group(self.replica, task, partials, self._tokenizer, deadline, in_flight)
         except Stopped as stopped:
             why = stopped
         samples = samples_of(task, partials, self._tokenizer)

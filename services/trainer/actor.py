@@ -103,9 +103,17 @@ class Actor:
         if not random:
             with together(f"loading {hf_dir}"):
                 load_hf(chunks, megatron, architecture, hf_dir)
-        wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.megatron.ddp)
+        wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.buffers)
         model = MegatronModel(
-            architecture, megatron, settings.layout, wrapped, settings.value_head, settings.lora, settings.freezing, least
+            architecture,
+            megatron,
+            settings.layout,
+            wrapped,
+            settings.value_head,
+            settings.lora,
+            settings.freezing,
+            least,
+            chunk_size=trainer.log_probs_chunk_size,
         )
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)

@@ -10,6 +10,7 @@ import torch
 from services.trainer.actor_critic_exchange import Role
 from services.trainer.megatron.flag_sorting import MegatronFlags, resolve
 from shared.config.learning_rate import LearningRateSchedule
+from shared.config.optimizer_state import OptimizerState
 from shared.config.run_config import RunConfig
 from shared.config.trainer_section import TrainerSection
 from shared.model import architecture_flags
@@ -70,6 +71,13 @@ class TrainerSettings:
     def megatron(self) -> MegatronFlags:
         """Returns Megatron's own flags, sorted and typed. Raises ConfigError for one that is refused."""
         return resolve(self.trainer.megatron)
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """Returns Megatron's fields about the gradients' buffers."""
+        keeping = OptimizerState.of(self.megatron.optimizer)
+        narrow = keeping is not None and keeping.main_grads != "fp32"
+        return {**self.megatron.ddp, **({"grad_reduce_in_fp32": False} if narrow else {})}
 
     @property
     def recomputation(self) -> dict[str, Any]:

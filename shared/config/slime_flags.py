@@ -109,7 +109,6 @@ NO_OPS: dict[str, NoOp] = {
     "num_gpus_per_node": NoOp("int", "the GPUs of a machine are counted where the run starts"),
     "use_dynamic_batch_size": NoOp("switch", "micro-batches are always packed by tokens, up to --max-tokens-per-gpu"),
     "log_probs_max_tokens_per_gpu": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
-    "log_probs_chunk_size": NoOp("int", "log-probs are computed without a copy of the logits; the values are the same"),
     "ref_micro_batch_size": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
     "recompute_loss_function": NoOp("switch", "it saves memory and changes no value; lower --max-tokens-per-gpu where memory is short"),
     "balance_data": NoOp("switch", "batches are always balanced over the data-parallel ranks"),

@@ -35,6 +35,11 @@ class TrainerSection(Section):
             "none beside lr_warmup_iters = {0.lr_warmup_iters}",
         ),
         Rule(
+            "log_probs_chunk_size",
+            lambda _, given: given == 0,
+            "tokens, or -1 for all of a micro-batch",
+        ),
+        Rule(
             "recompute",
             lambda trainer, given: given and trainer.recompute_granularity == "selective",
             "false beside recompute_granularity = selective; it is short for full",
@@ -88,6 +93,9 @@ class TrainerSection(Section):
     deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
     train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
     max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch, times context_parallel_size")
+    log_probs_chunk_size: int = Field(
+        default=2048, ge=-1, description="tokens whose logits exist at a time; each has vocabulary-size x 2 bytes; -1: all of a micro-batch"
+    )
     prefix_sharing: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="compute once what sequences of a micro-batch begin with alike: auto where that saves 10 % of the tokens, on wherever "

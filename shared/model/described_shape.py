@@ -49,6 +49,9 @@ def described_shape(given: Mapping[str, Any]) -> Architecture | None:
         rope=Rope(given.get("rotary_base") or 10_000.0),
         experts=_experts(given),
         latent=latent,
+        qk_norm=bool(given.get("qk_layernorm")) and latent is None,
+        qkv_bias=bool(given.get("add_qkv_bias")),
+        post_norms=bool(given.get("post_self_attn_layernorm")),
     )
 
 

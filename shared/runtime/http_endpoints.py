@@ -35,8 +35,12 @@ def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegis
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Starlette, address: HttpAddress) -> AsyncIterator[str]:
-    """Serves ``app`` while the body runs; yields the ``host:port`` that others reach it by. Raises ConfigError where it cannot."""
+async def serving(app: Starlette, address: HttpAddress, grace_s: float = 0.0) -> AsyncIterator[str]:
+    """Serves ``app`` while the body runs; yields the ``host:port`` that others reach it by. Raises ConfigError where it cannot.
+
+    Args:
+        grace_s: seconds for requests in hand to be answered afterwards; new ones are not taken then.
+    """
     if address.host == PRIVATE:
         address = HttpAddress(own_address(), address.port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
@@ -47,8 +51,10 @@ async def serving(app: Starlette, address: HttpAddress) -> AsyncIterator[str]:
             try:
                 yield str(HttpAddress(own_address() if address.wildcard else address.host, listener.getsockname()[1]))
             finally:
-                server.force_exit = True
-                await server.shutdown([listener])
+                server.force_exit = not grace_s
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace_s or None):
+                        await server.shutdown([listener])
 
 
 def _listener(address: HttpAddress) -> socket.socket:

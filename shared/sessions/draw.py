@@ -63,6 +63,12 @@ class Drawn(Message):
             retractions=piece.retractions,
         )
 
+    def stopped_at(self, count: int) -> "Drawn":
+        """Returns its first ``count`` tokens, as a turn that stops there."""
+        spans = tuple((start, min(end, count), version) for start, end, version in self.spans if start < count)
+        cut = {"completion": self.completion[:count], "log_probs": self.log_probs[:count], "spans": spans}
+        return self.model_copy(update={**cut, "finish": "stop"})
+
     def framed(self) -> bytes:
         """Returns it as a piece of an answer that is streamed."""
         encoded = self.encode()

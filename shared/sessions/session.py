@@ -137,6 +137,12 @@ class TurnEnded(TurnRecord):
     cached: Count = 0
 
 
+class SessionProlonged(Message):
+    """A later deadline of a session: engines slept for a trainer on their GPUs, and that is not its rollout's time."""
+
+    deadline: Timestamp
+
+
 class SessionEnded(Message):
     """The end of a session. ``reward``: what the agent gave, a number or several by name; None: none, the environment scores."""
 
@@ -189,6 +195,7 @@ class SessionLog:
     """The state of a session: the fold of its log.
 
     turns: by request id, in the order of their ends. pending: those that have begun and not ended. length: records that were read.
+    deadline: of its last turn, seconds since the epoch.
     """
 
     session: Session
@@ -196,6 +203,10 @@ class SessionLog:
     pending: dict[str, PendingTurn] = field(default_factory=dict)
     ended: SessionEnded | None = None
     length: int = 1
+    deadline: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.deadline = max(self.deadline, self.session.deadline)
 
     def apply(self, records: Iterable[Message]) -> None:
         """Folds further records, in the order of the log."""
@@ -205,6 +216,8 @@ class SessionLog:
                 continue
             if isinstance(record, SessionEnded):
                 self.ended = record
+            elif isinstance(record, SessionProlonged):
+                self.deadline = max(self.deadline, record.deadline)
             elif isinstance(record, TurnRecord) and record.request not in self.turns:
                 self._apply_turn(record)
 

@@ -19,6 +19,7 @@ from shared.sessions.session import (
     SessionEnded,
     SessionLog,
     SessionOver,
+    SessionProlonged,
     SessionUnknown,
     Turn,
     TurnBegun,
@@ -124,6 +125,12 @@ class SessionStore:
             return log.turns[turn.request]
         pending = self._still(log, turn)
         raise TurnHeld(turn.request, pending.until)
+
+    async def prolong(self, session: str, deadline: float) -> None:
+        """Gives a session that has not ended a later deadline, in seconds since the epoch, after which its record goes as before."""
+        key, left = self._names.session_key(session), max(deadline - time.time(), 0) + KEPT_SECONDS
+        record = SessionProlonged(deadline=deadline).encode()
+        await self._command(f"a later deadline of session {session}", ("RPUSHX", key, record), ("EXPIRE", key, int(left)))
 
     async def end(self, session: str, ended: SessionEnded) -> SessionLog:
         """Ends a session, and returns its state, with the end that counts: the first one. Raises SessionUnknown."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.workers.worker_process import Worker, WorkerBlocked, WorkerDied, WorkerFailed, WorkerGone, worker_environment
+from shared.workers.worker_process import Asleep, Worker, WorkerBlocked, WorkerDied, WorkerFailed, WorkerGone, worker_environment
 
 
 class CallLate(DeadlineExceeded):
@@ -29,10 +29,11 @@ class WorkerPool:
         name: their name in errors. module: the module that they run, which calls `shared.workers.call_server.serve_calls`.
         setup: the first request, answered when the process is ready.
         variables: of the service's environment that they get besides the usual ones. Raises ConfigError for one that is not set.
+        asleep: whether no deadline of a call runs now; None: all run always.
     """
 
-    def __init__(self, name: str, size: int, setup: object, module: str, variables: Sequence[str] = ()) -> None:
-        self._name, self._size, self._setup, self._module = name, size, setup, module
+    def __init__(self, name: str, size: int, setup: object, module: str, variables: Sequence[str] = (), asleep: Asleep = None) -> None:
+        self._name, self._size, self._setup, self._module, self._asleep = name, size, setup, module, asleep
         self._environment = worker_environment(variables)
         self._workers = [self._fresh() for _ in range(size)]
         self._leaving: set[Worker] = set()
@@ -179,4 +180,4 @@ class WorkerPool:
         return [*self._workers, *self._leaving, *self._lone]
 
     def _fresh(self) -> Worker:
-        return Worker(self._name, ["-m", self._module], self._setup, self._environment)
+        return Worker(self._name, ["-m", self._module], self._setup, self._environment, self._asleep)

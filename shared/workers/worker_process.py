@@ -6,11 +6,12 @@ import sys
 import tempfile
 import time
 from asyncio.streams import FlowControlMixin
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from shared.runtime.awake_timeout import awake_timeout
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
@@ -24,6 +25,9 @@ LOOP_SECONDS = 3.0
 
 WATCH_INTERVAL_S = 1.0
 """The interval at which a process's signs of life are read."""
+
+Asleep = Callable[[], bool] | None
+"""Whether no deadline of a call runs now; None: all run always."""
 
 SILENT_SHARE = 1.5
 """The multiple of the time for which a call may block its process after which the process is killed: nothing has interrupted the call."""
@@ -82,6 +86,7 @@ class Worker:
 
     Args:
         name: the process's name in errors. command: arguments of Python. setup: the first request. environment: its variables.
+        asleep: whether no deadline of a call runs now; None: all run always.
 
     Attributes:
         calls: the number of its calls, those that wait for its start included. blocking: one of them blocks its event loop.
@@ -89,8 +94,8 @@ class Worker:
         ready: its answer when it was ready.
     """
 
-    def __init__(self, name: str, command: list[str], setup: object, environment: Mapping[str, str]) -> None:
-        self._name, self._command, self._setup, self._environment = name, command, setup, environment
+    def __init__(self, name: str, command: list[str], setup: object, environment: Mapping[str, str], asleep: Asleep = None) -> None:
+        self._name, self._command, self._setup, self._environment, self._asleep = name, command, setup, environment, asleep
         self.calls, self.blocking, self.retired, self.tainted = 0, False, False, False
         self.process: ChildProcess | None = None
         self.ready: dict[str, Any] = {}
@@ -129,7 +134,7 @@ class Worker:
                 raise WorkerGone(f"{self._name}'s process ended before it was asked", cause=False)
             await self._exchange(data, answers, call_id, deadline * len(self._open), "takes up no call")
             try:
-                async with asyncio.timeout(deadline):
+                async with awake_timeout(deadline, self._asleep):
                     return await _next(answers) or {}
             except TimeoutError:
                 if not waits:

@@ -16,7 +16,8 @@ NETWORK = "myxo-test-environments"
 
 FLAGS = (
     "--rollout-batch-size 4 --n-samples-per-prompt 4 --sft-steps 20 --sft-batch-size 32 --save-interval 5 --eval-interval 1000 "
-    "--ack-wait 10 --rm-type environment --environment-url http://arithmetic-node:8080"
+    "--ack-wait 10 --rm-type environment --environment-url http://arithmetic-node:8080 "
+    "--custom-megatron-before-train-step-hook-path slow_steps.wait"
 )
 PREPARE = "python examples/arithmetic/prepare.py --if-missing --train 256 --heldout 8 --demonstrations 256 runs/quickstart/data"
 

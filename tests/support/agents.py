@@ -169,6 +169,14 @@ async def waits(data: dict[str, Any], base_url: str, api_key: str) -> float:
     return 0.0
 
 
+async def until_told(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Ends once there is a file ``go-on``."""
+    reward = await one_turn(data, base_url, api_key)
+    while not (Path(os.environ[DIRECTORY]) / "go-on").exists():
+        await asyncio.sleep(0.05)
+    return reward
+
+
 async def ends_itself(data: dict[str, Any], base_url: str, api_key: str) -> float:
     """Ends its session with a reward, as a client may at the gateway, and then returns another."""
     async with played(base_url, api_key) as session:

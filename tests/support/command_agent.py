@@ -23,6 +23,8 @@ def main() -> int:
         sleeping = subprocess.Popen(["sleep", str(agents.LONG_S)])
         (Path(os.environ[agents.DIRECTORY]) / "child").write_text(str(sleeping.pid))
         sleeping.wait()
+    while kind == "until_told" and not (Path(os.environ[agents.DIRECTORY]) / "go-on").exists():
+        time.sleep(0.05)
     if kind == "daemon":  # which holds the output open
         subprocess.Popen(["setsid", "--fork", "sh", "-c", f"echo $$ > {os.environ[agents.DIRECTORY]}/child; exec sleep {agents.LONG_S}"])
         while not (Path(os.environ[agents.DIRECTORY]) / "child").exists():

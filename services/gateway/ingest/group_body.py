@@ -16,7 +16,7 @@ from services.gateway.wire.turn_refused import TurnRefused
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.runtime.errors import BadMessage
-from shared.schema.limits import LARGEST, MAX_PARTS, MAX_SAMPLES, PartName, Reward
+from shared.schema.limits import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
 from shared.schema.overlong import fitted
 from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, segments_of
 from shared.schema.versions import is_lost
@@ -45,6 +45,7 @@ class GroupBody(RequestFields):
     versions: Integer | Column[Integer] | Column[Integers]
     scores: Column[Score] | None = None
     rollouts: Column[Integer] | None = None
+    roles: Column[Annotated[str, Field(pattern=ROLE)]] | None = None
     finish: Column[Literal["stop", "length"]] | None = None
     texts: Column[str] | None = None
     environment: str | None = None
@@ -102,7 +103,7 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
 def _check_columns(asked: GroupBody) -> None:
     """Raises TurnRefused where a column has not one entry for each sample."""
     count = len(asked.tokens)
-    for name in ("masks", "log_probs", "versions", "scores", "rollouts", "finish", "texts"):
+    for name in ("masks", "log_probs", "versions", "scores", "rollouts", "roles", "finish", "texts"):
         column = getattr(asked, name)
         if isinstance(column, list) and len(column) != count:
             raise _wrong(name, f"{len(column)} entries for {count} samples")
@@ -214,6 +215,7 @@ def _sample(
         label=asked.label,
         metadata={**asked.metadata, "ingested": asked.id},
         rollout=asked.rollouts[index] if asked.rollouts else index,
+        role=asked.roles[index] if asked.roles else "",
         given_reward=None if asked.scores is None else asked.scores[index],
     )
 

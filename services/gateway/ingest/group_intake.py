@@ -93,6 +93,7 @@ class GroupIntake:
         Args:
             read: reads the body; it is not read where there is no room for it.
         """
+        self._check_stopping()
         if self._service.held_back or self._taking >= self._config.ingest.ingest_concurrency:
             raise _no_room(self._service.held_back or f"{self._taking} groups are in hand")
         self._taking += 1
@@ -107,6 +108,11 @@ class GroupIntake:
             raise TurnRefused(503, str(error), code="unavailable", retry_after_s=RETRY_S) from None
         finally:
             self._taking -= 1
+
+    def _check_stopping(self) -> None:
+        """Raises TurnRefused once this gateway is asked to stop: it waits for no task any more."""
+        if self._service.stopping.is_set():
+            raise TurnRefused(503, "this gateway stops; another goes on", code="gateway_stopping", retry_after_s=RETRY_S)
 
     @contextlib.asynccontextmanager
     async def _held(self, name: str) -> AsyncIterator[None]:
@@ -150,6 +156,7 @@ class GroupIntake:
         patience = self._config.ingest.ingest_wait
         end = time.monotonic() + patience
         while (seconds := end - time.monotonic()) > 0:
+            self._check_stopping()
             if leases := await self._queue.fetch(1, min(seconds, 1.0)):
                 return leases[0]
         if await runs.phase(self._service.bus, self._service.run) in runs.ENDS:

@@ -19,8 +19,8 @@ from shared.config.rollout_section import RolloutSection
 from shared.runtime.container_runtime import HARDENED, RuntimeFailed, client_environment, remove_container, remove_labelled, runtime_answer
 from shared.runtime.errors import ConfigError
 
-LEASE_BEYOND_S = 60
-"""The seconds beyond ``agent_timeout`` after which a container ends by itself."""
+LEASE_BEYOND_S, LEASE_COLOCATED_S = 60, 86400
+"""The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep."""
 
 NOBODY = "65534:65534"
 
@@ -33,9 +33,11 @@ class AgentContainers:
 
     Args:
         named: variables of the service that agents get. run, instance: of the service; a successor has the same.
+        colocated: whether no agent's time runs while engines sleep.
     """
 
-    def __init__(self, rollout: RolloutSection, named: Sequence[str], run: str, instance: str) -> None:
+    def __init__(self, rollout: RolloutSection, named: Sequence[str], run: str, instance: str, colocated: bool = False) -> None:
+        self._lease_s = rollout.agent_timeout + (LEASE_COLOCATED_S if colocated else LEASE_BEYOND_S)
         self._rollout, self._named, self._run = rollout, named, run
         owner = "\n".join((socket.gethostname(), str(os.getuid()), os.getcwd(), run, instance))
         self._owner = f"myxo.owner={hashlib.sha256(owner.encode()).hexdigest()[:32]}"
@@ -110,7 +112,7 @@ class AgentContainers:
         words = [word for option, value in options.items() for word in (f"--{option}", value)]
         words += [word for label in (f"myxo.run={self._run}", f"myxo.rollout={played}", self._owner) for word in ("--label", label)]
         words += [word for variable in (*variables, "HOME=/tmp", "TMPDIR=/tmp") for word in ("--env", variable)]
-        lease = ("-s", "KILL", f"{rollout.agent_timeout + LEASE_BEYOND_S:.0f}")
+        lease = ("-s", "KILL", f"{self._lease_s:.0f}")
         return [rollout.agent_runtime, "run", "--rm", "--interactive", *HARDENED, *words, str(rollout.agent_image), *lease, *command]
 
     def _explained(self, code: int | None) -> str:

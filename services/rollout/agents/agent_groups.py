@@ -8,10 +8,10 @@ elsewhere.
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from services.rollout.agents.agent_program import AgentProgram, Rewards, agent_data, agent_program
@@ -48,6 +48,9 @@ declare_metrics(
     ),
 )
 
+PROLONG_SECONDS = 5.0
+"""The interval at which sessions' deadlines are put off while the engine sleeps."""
+
 
 class AgentGroups:
     """Fills the groups that an agent plays.
@@ -59,7 +62,7 @@ class AgentGroups:
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: Gateways) -> None:
         self._service, self._config, self.settings = service, service.config, service.config.rollout
         self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
-        self.runner = AgentRunner(service.config, service.instance)
+        self.runner = AgentRunner(service.config, service.instance, lambda: replica.served.asleep)
         self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
         self.sessions, self.lost = SessionStore(service.store, service.run), 0
 
@@ -117,6 +120,17 @@ class AgentGroups:
             evaluation=is_evaluation(task.group),
         )
         return session, key
+
+    async def prolong(self, sessions: Sequence[Session]) -> None:
+        """Puts the deadlines of sessions off by the time for which the engine sleeps for a trainer. Runs until cancelled."""
+        slept = 0.0
+        while self._config.trainer.colocate:
+            if self.replica.served.asleep:
+                slept += PROLONG_SECONDS
+                for session in sessions:
+                    with contextlib.suppress(MyxoError):  # the next time will do
+                        await self.sessions.prolong(session.id, session.deadline + slept + PROLONG_SECONDS)
+            await asyncio.sleep(PROLONG_SECONDS)
 
     async def forget(self, session: Session, ended: SessionLog | None) -> None:
         """Ends a session, where that has not been done, and lets go of its record."""
@@ -178,7 +192,7 @@ class _AgentRollout:
         roles = self._program.roles
         opened = {role: self._groups.new_session(task, self.index, self.index * len(roles) + of) for of, role in enumerate(roles)}
         try:
-            with in_flight.tracked(task.group, self._requests, version, version) if in_flight else nullcontext():
+            with in_flight.tracked(task.group, self._requests, version, version) if in_flight else contextlib.nullcontext():
                 self.samples = await self._played(opened)
         except AgentDisturbed as disturbed:  # it begins anew, and nothing is held against it
             self._alone = disturbed.unknown
@@ -202,7 +216,7 @@ class _AgentRollout:
             data = agent_data(self.task, self.index, groups.model, self._program.options, {role: keys[role] for role in keys if role})
             alone = self._alone or self._failures.alone
             running = groups.runner.run(self._program, data, base_url, next(iter(keys.values())), alone=alone)
-            rewards = self._program.rewards(await self._unless_stopped(running))
+            rewards = self._program.rewards(await self._unless_stopped(running, [session for session, _ in opened.values()]))
             for role, (session, _) in opened.items():
                 ended[role] = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=rewards[role]))
             return self._samples(ended, rewards)
@@ -213,9 +227,9 @@ class _AgentRollout:
         for role, (session, _) in opened.items():
             await self._groups.forget(session, ended.get(role))
 
-    async def _unless_stopped(self, running: Coroutine[Any, Any, object]) -> object:
+    async def _unless_stopped(self, running: Coroutine[Any, Any, object], sessions: Sequence[Session]) -> object:
         """Returns what an agent gives. Raises Stopped once the rollout is stopped, and ends the agent then."""
-        playing = asyncio.create_task(running)
+        playing, prolonging = asyncio.create_task(running), asyncio.create_task(self._groups.prolong(sessions))
         stopping = asyncio.create_task(self._requests.stopped.wait())
         try:
             await asyncio.wait((playing, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +237,7 @@ class _AgentRollout:
                 raise Stopped(self.task.group, self._requests.stale)
             return playing.result()
         finally:
-            await cancelled((playing, stopping))
+            await cancelled((playing, stopping, prolonging))
 
     def _samples(self, ended: Mapping[str, SessionLog], rewards: Mapping[str, Rewards | None]) -> list[Sample]:
         """Returns the sessions' samples, each with the reward of whoever ended its session first. Raises HookFailed."""

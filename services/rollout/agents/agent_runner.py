@@ -5,7 +5,7 @@ own, or in a container.
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.rollout.agents.agent_command import CommandFailed, run_command
@@ -15,6 +15,7 @@ from shared.config.eval_views import agents
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import agent_paths
+from shared.runtime.awake_timeout import awake_timeout
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.workers.worker_pool import CallBlocked, WorkerPool
 from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, worker_environment
@@ -43,20 +44,27 @@ def agent_workers(rollout: RolloutSection) -> int:
 
 
 class AgentRunner:
-    """Runs a run's agents. Processes for functions start with `start`. ``instance``: the service's."""
+    """Runs a run's agents. Processes for functions start with `start`.
 
-    def __init__(self, config: RunConfig, instance: str) -> None:
+    Args:
+        instance: the service's. asleep: whether its engine sleeps for a trainer: then no agent's time runs.
+    """
+
+    def __init__(self, config: RunConfig, instance: str, asleep: Callable[[], bool]) -> None:
         rollout = config.rollout
+        self._asleep = asleep if config.trainer.colocate else None
         self._timeout_s = rollout.agent_timeout
         self._environment = worker_environment(config.reward.worker_environment)
         commands = any(isinstance(agent, list) for agent in agents(config).values())
         self._slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
         named = config.reward.worker_environment
-        self._containers = AgentContainers(rollout, named, config.run.name, instance) if rollout.agent_image and commands else None
+        contained = rollout.agent_image and commands
+        where = (config.run.name, instance, config.trainer.colocate)
+        self._containers = AgentContainers(rollout, named, *where) if contained else None
         self._pool: WorkerPool | None = None
         if agent_paths(config):
             setup = {"config": config.model_dump_json()}
-            self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment)
+            self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment, self._asleep)
         self._started: asyncio.Task[None] | None = None
 
     @property
@@ -88,7 +96,7 @@ class AgentRunner:
         """
         try:
             if program.command:
-                async with asyncio.timeout(self._timeout_s):
+                async with awake_timeout(self._timeout_s, self._asleep):
                     return await self._commanded(program.command, environment_of(base_url, api_key), data)
             return await self._called(program, {"data": data, "base_url": base_url, "api_key": api_key}, alone)
         except (TimeoutError, DeadlineExceeded):

@@ -188,6 +188,13 @@ def draw_by_seeds() -> torch.library.Library:
     return operators
 
 
+def keep_experts_unpinned() -> None:
+    """Lets the engine keep the experts of each token (``--enable-return-routed-experts``) in plain memory; it would pin it for a GPU."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, *, dtype, device, **_: torch.empty(dims, dtype=dtype, device=device)
+
+
 def fork_children() -> None:
     """Makes ``multiprocessing.set_start_method`` choose fork, whatever is requested, and keeps the parent's objects shared."""
     choose = multiprocessing.set_start_method
@@ -214,6 +221,8 @@ if __name__ == "__main__":
     load_plugins()
     if "--enable-deterministic-inference" in sys.argv:
         seeded_operators = draw_by_seeds()
+    if "--enable-return-routed-experts" in sys.argv:
+        keep_experts_unpinned()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)
     try:

@@ -67,7 +67,8 @@ class EngineClient:
         version: the weight version that it serves, as far as this client has set or read it.
         late_versions: those whose first token of a request may still be the previous one's; see `services.rollout.engine.generation`.
         paused: the mode of the present pause, or None.
-        generating: groups that the engine generates for this client now.
+        generating: groups that the engine generates for this client now. retracting_pauses: how often all running requests were put back
+            into the queue by a pause; each of them counts that as a retraction, like one for want of memory.
         memory: releases the engine's memory and takes it again. receivers: the parts of the engine's ranks that receive weights.
     """
 
@@ -76,7 +77,7 @@ class EngineClient:
         self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
         self.late_versions: set[int] = set()
-        self.generating = self._retractions = self._loads = 0
+        self.generating = self.retracting_pauses = self._retractions = self._loads = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
         self.receivers = ReceiverClient(receiver, capabilities.ranks)
         self._session_open = False
@@ -216,6 +217,7 @@ class EngineClient:
         next_action = "the engine may be paused or not; resume it or restart it"
         await self.transport.post("/pause_generation", {"mode": mode}, deadline, next_action)
         self.paused = mode
+        self.retracting_pauses += mode == "retract"
 
     async def resume(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Resumes generation; does nothing to an engine that is not paused, nor to one that is asleep: see `EngineMemory.wake`."""

@@ -52,11 +52,15 @@ class GenerationRequest:
 
 
 class Routed(NamedTuple):
-    """The experts of ``rows`` tokens of a sequence, input and output, from token ``start`` on; ``encoded`` as the engine gave them."""
+    """The experts of ``rows`` tokens of a sequence, input and output, from token ``start`` on; ``encoded`` as the engine gave them.
+
+    ``beyond``: how many of them, at the end, are of tokens that were left out.
+    """
 
     start: int
     rows: int
     encoded: str
+    beyond: int = 0
 
 
 class Span(NamedTuple):
@@ -195,6 +199,14 @@ def without_older_prefix(generation: Generation, version_before: int) -> Generat
     if not generation.cached_tokens or not generation.spans or generation.spans[0].version == version_before:
         return generation
     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "abort", (), 0, generation.retractions)
+
+
+def first_tokens(generation: Generation, count: int) -> Generation:
+    """Returns the first ``count`` tokens of a generation, as one that stopped there."""
+    spans = tuple(Span(start, min(end, count), version) for start, end, version in generation.spans if start < count)
+    tokens, log_probs = generation.tokens[:count], generation.log_probs[:count]
+    routed = generation.routed and generation.routed._replace(beyond=len(generation.tokens) - count)
+    return replace(generation, tokens=tokens, log_probs=log_probs, finish="stop", spans=spans, routed=routed)
 
 
 def parse_version(text: Any, where: str) -> int:

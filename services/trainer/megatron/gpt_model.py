@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.layer_modules import ValueHead, rotate_by_place
+from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.runtime import device, round_up
 from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.weight_read_lock import WeightReadLock
@@ -29,6 +30,17 @@ from shared.runtime.errors import ConfigError
 T = TypeVar("T")
 
 
+class HiddenStatesModel(GPTModel):
+    """Megatron's model, but for its output: the last stage gives its hidden states [1, U, hidden size]. The output layer is applied to a
+    chunk of them at a time (`services.trainer.megatron.likelihood`), so that the logits of a micro-batch never exist at once."""
+
+    def _postprocess(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        if not self.post_process or isinstance(self.output_layer, ValueHead):
+            output: Tensor = super()._postprocess(hidden_states, *inputs, **options)
+            return output
+        return hidden_states.transpose(0, 1).contiguous()
+
+
 @dataclass
 class MegatronModel:
     """The parts of the model that this rank holds.
@@ -40,6 +52,7 @@ class MegatronModel:
         least_saved: the least share of a micro-batch's tokens that sharing beginnings must save, or else every sequence is computed whole;
             None: it always is (`services.trainer.megatron.prefix_sharing`).
         freezing: the choice of frozen parameters. readers: the lock of those that read them now.
+        chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch.
     """
 
     architecture: Architecture
@@ -51,6 +64,17 @@ class MegatronModel:
     freezing: Freezing = field(default_factory=Freezing)
     least_saved: float | None = None
     readers: WeightReadLock = field(default_factory=WeightReadLock)
+    chunk_size: int = -1
+
+    @property
+    def head(self) -> OutputHead:
+        """Returns the output layer, on ranks that have the model's last stage."""
+        module, group = self.modules[-1], parallel_state.get_tensor_model_parallel_group()
+        tied = module.share_embeddings_and_output_weights
+        weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
+        vocabulary = VocabularySlice.of(group, weight.size(0), self.architecture.vocab_size)
+        overlaps = self.chunks[-1].ddp_config.overlap_grad_reduce
+        return OutputHead(weight, vocabulary, self.config.sequence_parallel, self.chunk_size, overlaps)
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -162,7 +186,7 @@ def build_chunks(architecture: Architecture, config: TransformerConfig, layout: 
 
 def _build_chunk(a: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool, stage: int | None) -> GPTModel:
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
-    model = GPTModel(
+    model = HiddenStatesModel(
         config=config,
         transformer_layer_spec=decoder_spec(a, config, stage),
         vocab_size=round_up(a.vocab_size, layout.tensor),  # for the embedding and the output layer

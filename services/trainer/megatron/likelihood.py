@@ -1,23 +1,24 @@
-"""Log-probabilities and entropies of a vocabulary that is split over the tensor-parallel ranks.
+"""Log-probabilities and entropies straight from hidden states, over a vocabulary that is split over the tensor-parallel ranks.
 
-Each rank holds a slice of the logits, [T, V / ranks]; nothing of that size is ever gathered, and no float32 copy of it is
-made: forward and backward work through chunks of rows and keep one float32 number per row. With x the logits divided by the
-temperature, z = log Σ exp(x) and p = exp(x − z):
+The output layer's product is taken for a chunk of tokens at a time, forward and again backward: logits exist for one chunk only, in the
+model's dtype, and never in float32 for more. Each rank has a slice of the vocabulary, [chunk, V / ranks]; nothing of that size is gathered.
+With x the logits divided by the temperature, z = log Σ exp(x), p = exp(x - z) and H the entropy:
 
-    log p_label = x_label − z          ∂/∂x_j = [j = label] − p_j
-    H = z − Σ p_j x_j                  ∂/∂x_j = −p_j (log p_j + H)
+    log p_i = x_i - z          ∂/∂x_j = [j = i] - p_j
+    H = z - Σ p_j x_j          ∂/∂x_j = -p_j (log p_j + H)
+
+The weight's gradient is summed over the chunks in float32, in Megatron's own gradient buffer where the weight has one.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
-
-_CHUNK_ELEMENTS = 32 * 1024 * 1024
-"""Logits worked on at a time: 128 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -40,63 +41,180 @@ class VocabularySlice:
         return cls(group, start, max(0, min(rows, vocab_size - start)))
 
 
-def log_probs_and_entropy(
-    logits: Tensor, labels: Tensor, vocabulary: VocabularySlice, temperature: float, need_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probability of each label, and the entropy of each distribution, over the whole vocabulary.
+@dataclass(frozen=True)
+class OutputHead:
+    """The output layer of this rank, applied by chunks.
 
     Args:
-        logits: [T, rows], any floating dtype. labels: int64 [T], ids of the whole vocabulary.
-        temperature: logits are divided by it. need_entropy: else None is returned in its place.
-
-    Returns:
-        float32 [T] each, the same on all ranks of the group, differentiable with respect to ``logits``.
+        weight: [rows, hidden size], this rank's rows, or the embedding's where they are tied.
+        scattered: whether the tensor-parallel ranks split the tokens.
+        chunk_size: tokens whose logits exist at a time; -1 for all.
+        reports_gradient: whether the weight must be handed a gradient even where the real one went to its buffer: Megatron starts to reduce
+            a bucket once each of its parameters has got one.
     """
-    log_probs, entropy = _VocabParallelLikelihood.apply(logits, labels, vocabulary, temperature, need_entropy)
-    return log_probs, entropy if need_entropy else None
+
+    weight: Tensor
+    vocabulary: VocabularySlice
+    scattered: bool = False
+    chunk_size: int = -1
+    reports_gradient: bool = False
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """Returns the layer's whole input [U, hidden size] of this rank's hidden states, whose gradient the ranks sum up."""
+        if self.scattered:
+            whole: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.vocabulary.group)
+            return whole
+        copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=self.vocabulary.group)
+        return copied
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Returns all logits, [U, rows], in the model's dtype: for a loss function that asks for them."""
+        return F.linear(inputs, self.weight)
+
+    def likelihood(self, inputs: Tensor, ids: Tensor, temperature: float, need_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns the log-probabilities of several tokens at each place, and the entropy of each distribution.
+
+        Args:
+            inputs: [U, hidden size], what `inputs` returns. ids: int64 [U, K], of the whole vocabulary.
+            temperature: logits are divided by it. need_entropy: else None is returned in its place.
+
+        Returns:
+            float32 [U, K] and [U], the same on all ranks of the group, differentiable with respect to inputs and weight.
+        """
+        log_probs, entropy = _ChunkedLikelihood.apply(inputs, self.weight, ids, self, temperature, need_entropy)
+        return log_probs, entropy if need_entropy else None
+
+    def chunks(self, tokens: int) -> list[slice]:
+        size = max(1, tokens if self.chunk_size < 0 else self.chunk_size)
+        return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
 
 
-def candidate_log_probs(
-    logits: Tensor, labels: Tensor, log_probs: Tensor, candidates: Tensor, vocabulary: VocabularySlice, temperature: float
-) -> Tensor:
-    """Returns the log-probabilities of several candidates for each label: float32 [T, C], differentiable.
-
-    They follow from the label's: ``log p_c = log p_label + x_c - x_label``.
-
-    Args:
-        logits, labels, temperature: as `log_probs_and_entropy` takes them. log_probs: what that gave, [T]. candidates: int64 [T, C].
-    """
-    picked = _PickedLogits.apply(logits, torch.cat([candidates, labels[:, None]], 1), vocabulary) / temperature
-    return log_probs[:, None] + picked[:, :-1] - picked[:, -1:]
-
-
-class _PickedLogits(torch.autograd.Function):
-    """Gathers logits [T, C] by ids of the whole vocabulary; each rank has some of them."""
-
+class _ChunkedLikelihood(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, vocabulary: VocabularySlice) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, ids: Tensor, head: OutputHead, temperature: float, need_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        vocabulary, tokens = head.vocabulary, inputs.size(0)
         local = ids - vocabulary.start
-        mine = (local >= 0) & (local < vocabulary.width)
-        local = local.clamp(0, max(0, logits.size(1) - 1))
-        picked = torch.where(mine, logits.gather(1, local).float(), 0.0)
+        local = torch.where((local >= 0) & (local < vocabulary.width), local, -1)
+        # of each token: the highest x, Σ exp(x - highest), Σ exp(x - highest) (x - highest); of this rank's slice
+        highest, total, weighted = (torch.zeros(tokens, device=inputs.device) for _ in range(3))
+        highest.fill_(-torch.inf)
+        picked = torch.zeros(ids.shape, device=inputs.device)
+        chunks, logits = head.chunks(tokens), None
+        for rows in chunks if vocabulary.width else ():
+            logits = None  # the last chunk's go before this one's come
+            logits = F.linear(inputs[rows], weight)
+            real = logits[:, : vocabulary.width]
+            highest[rows], total[rows], weighted[rows] = row_statistics(real, temperature, need_entropy)
+            chosen = real.gather(1, local[rows].clamp(min=0)).float() / temperature
+            picked[rows] = torch.where(local[rows] >= 0, chosen, 0.0)
         if vocabulary.group.size() > 1:
-            dist.all_reduce(picked, group=vocabulary.group)
-        ctx.save_for_backward(local, mine)
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
-        return picked
+            highest, total, weighted, picked = _over_ranks(vocabulary.group, highest, total, weighted, picked)
+        log_sum = total.log()
+        log_probs = (picked - highest[:, None]).sub_(log_sum[:, None])
+        entropy = log_sum - weighted / total if need_entropy else log_probs.new_empty(0)
+        # The last chunk's logits are kept: the backward pass begins with them, and a single chunk is not computed twice.
+        ctx.kept = logits if any(ctx.needs_input_grad[:2]) else None
+        ctx.save_for_backward(inputs, weight, local, highest + log_sum, entropy)
+        ctx.head, ctx.temperature, ctx.need_entropy = head, temperature, need_entropy
+        return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        local, mine = ctx.saved_tensors
-        result = torch.zeros(ctx.shape, dtype=ctx.dtype, device=gradient.device)
-        result.scatter_add_(1, local, torch.where(mine, gradient, 0.0).to(ctx.dtype))
-        return result, None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        inputs, weight, local, normalizer, entropy = ctx.saved_tensors
+        head, for_log_probs, for_entropy = ctx.head, gradients[0], gradients[1] if ctx.need_entropy else None
+        kept, ctx.kept = ctx.kept, None  # it is overwritten
+        if for_log_probs is None:
+            for_log_probs = torch.zeros(local.shape, device=inputs.device)
+        for_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
+        buffer = getattr(weight, "main_grad", None)
+        for_weight = None
+        if ctx.needs_input_grad[1]:
+            for_weight = buffer if buffer is not None else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in reversed(head.chunks(inputs.size(0)) if head.vocabulary.width else []):
+            logits, kept = kept if kept is not None else F.linear(inputs[rows], weight), None
+            logits[:, head.vocabulary.width :] = 0
+            to_gradient(
+                logits[:, : head.vocabulary.width],
+                local[rows],
+                normalizer[rows],
+                for_log_probs[rows],
+                None if for_entropy is None else (entropy[rows], for_entropy[rows]),
+                ctx.temperature,
+            )
+            if for_inputs is not None:
+                torch.mm(logits, weight, out=for_inputs[rows])
+            if for_weight is not None:
+                add_product(for_weight, logits.t(), inputs[rows])
+            del logits
+        return for_inputs, _reported(head, for_weight, buffer), None, None, None, None
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS // max(1, logits.size(1)))
-    for first in range(0, logits.size(0), rows):
-        yield slice(first, first + rows)
+def _reported(head: OutputHead, for_weight: Tensor | None, buffer: Tensor | None) -> Tensor | None:
+    """Returns what autograd gets as the weight's gradient: nothing where the buffer has it, unless Megatron waits for something."""
+    if for_weight is None or buffer is None:
+        return None if for_weight is None else for_weight.to(head.weight.dtype)
+    if not head.reports_gradient:
+        return None
+    head.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    # zeros where the embedding's gradient is added to it, and the sum to the buffer
+    return torch.zeros_like(head.weight) if getattr(head.weight, "zero_out_wgrad", False) else torch.empty_like(head.weight)
+
+
+def _over_ranks(
+    group: dist.ProcessGroup, highest: Tensor, total: Tensor, weighted: Tensor, picked: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the statistics over the vocabulary of all ranks."""
+    whole = highest.clone()
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+    lower = highest - whole  # -inf on a rank that has padding only
+    factor = lower.exp()
+    weighted = torch.where(factor > 0, factor * (weighted + lower * total), 0.0)
+    sums = torch.cat([torch.stack([total * factor, weighted], 1), picked], 1)
+    dist.all_reduce(sums, group=group)
+    return whole, sums[:, 0], sums[:, 1], sums[:, 2:]
+
+
+def row_statistics(logits: Tensor, temperature: float, need_entropy: bool) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Returns for each row of logits [n, width], with x = logits / temperature: the highest x, Σ exp(x - highest), and, if asked for,
+    Σ exp(x - highest) (x - highest); float32 [n]. One pass of a kernel on a GPU."""
+    if logits.is_cuda:
+        from services.trainer.megatron import likelihood_kernel
+
+        return likelihood_kernel.row_statistics(logits, temperature)
+    shifted = _scaled(logits, temperature)
+    highest = shifted.amax(1)
+    shifted.sub_(highest[:, None])
+    if not need_entropy:
+        return highest, shifted.exp_().sum(1), 0.0
+    exponentials = shifted.exp()
+    return highest, exponentials.sum(1), (exponentials * shifted).sum(1)
+
+
+def to_gradient(
+    logits: Tensor, local: Tensor, normalizer: Tensor, for_log_probs: Tensor, entropies: tuple[Tensor, Tensor] | None, temperature: float
+) -> None:
+    """Overwrites logits [n, width] with their gradient, computed in float32.
+
+    Args:
+        local: int64 [n, K], columns of the tokens; -1 for those of other ranks. normalizer: float32 [n], z.
+        for_log_probs: [n, K], upstream. entropies: the entropies and their upstream gradients, [n] each; None for none.
+    """
+    total = for_log_probs.sum(1)
+    if logits.is_cuda:
+        from services.trainer.megatron import likelihood_kernel
+
+        likelihood_kernel.to_gradient(logits, local, normalizer, for_log_probs, total, entropies, temperature)
+        return
+    log_p = _scaled(logits, temperature).sub_(normalizer[:, None])
+    p = log_p.exp()
+    gradient = p * -total[:, None]
+    gradient.scatter_add_(1, local.clamp(min=0), torch.where(local >= 0, for_log_probs, 0.0))
+    if entropies is not None:
+        entropy, upstream = entropies
+        gradient.addcmul_(p.mul_(log_p.add_(entropy[:, None])), upstream[:, None], value=-1)
+    logits.copy_(gradient.div_(temperature))
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -104,58 +222,24 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 
-class _VocabParallelLikelihood(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: VocabularySlice, temperature: float, need_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        real = logits[:, : vocabulary.width]
-        tokens, split = logits.size(0), vocabulary.group.size() > 1
-        if vocabulary.width:
-            highest = real.amax(1).float() / temperature
-        else:
-            highest = torch.full((tokens,), -torch.inf, device=logits.device)
-        if split:
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=vocabulary.group)
-        local = labels - vocabulary.start
-        mine = (local >= 0) & (local < vocabulary.width)
-        local = local.clamp(0, max(0, vocabulary.width - 1))
-        # rows: Σ exp(x - highest), x_label - highest, Σ exp(x - highest) (x - highest)
-        sums = torch.zeros(3 if need_entropy else 2, tokens, device=logits.device)
-        for rows in _chunks(real) if vocabulary.width else ():
-            shifted = _scaled(real[rows], temperature).sub_(highest[rows, None])
-            picked = shifted.gather(1, local[rows, None]).squeeze(1)
-            sums[1, rows] = torch.where(mine[rows], picked, 0.0)
-            if need_entropy:
-                exponentials = shifted.exp()
-                sums[2, rows] = (exponentials * shifted).sum(1)
-            else:
-                exponentials = shifted.exp_()
-            sums[0, rows] = exponentials.sum(1)
-        if split:
-            dist.all_reduce(sums, group=vocabulary.group)
-        log_sum = sums[0].log()
-        log_probs = sums[1] - log_sum
-        entropy = log_sum - sums[2] / sums[0] if need_entropy else log_probs.new_empty(0)
-        ctx.save_for_backward(logits, local, mine, highest + log_sum, entropy)
-        ctx.vocabulary, ctx.temperature, ctx.need_entropy = vocabulary, temperature, need_entropy
-        return log_probs, entropy
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds a matrix product to a float32 matrix, in place; the product of bfloat16 matrices is not rounded before where the GPU can."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda and _adds_wide():
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    elif left.is_cuda:
+        total.add_(left @ right)
+    else:
+        total.addmm_(left.float(), right.float())
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        logits, local, mine, normalizer, entropy = ctx.saved_tensors
-        for_log_probs, for_entropy = gradients
-        result = torch.zeros_like(logits)
-        real = logits[:, : ctx.vocabulary.width]
-        for rows in _chunks(real) if ctx.vocabulary.width else ():
-            log_p = _scaled(real[rows], ctx.temperature).sub_(normalizer[rows, None])
-            p = log_p.exp()
-            chunk = torch.zeros_like(p)
-            if for_log_probs is not None:
-                weight = for_log_probs[rows]
-                chunk.addcmul_(p, weight[:, None], value=-1)
-                chunk.scatter_add_(1, local[rows, None], torch.where(mine[rows], weight, 0.0)[:, None])
-            if ctx.need_entropy and for_entropy is not None:
-                chunk.addcmul_(p.mul_(log_p.add_(entropy[rows, None])), for_entropy[rows, None], value=-1)
-            result[rows, : ctx.vocabulary.width] = chunk.div_(ctx.temperature)
-        return result, None, None, None, None
+
+@cache
+def _adds_wide() -> bool:
+    """Returns whether this torch adds products of bfloat16 matrices to float32 ones, as cuBLAS can."""
+    total, factor = torch.ones(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())

@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from services.trainer.megatron.gpt_model import MegatronModel, laid_over
+from services.trainer.megatron.precision_adam import PrecisionAdam, arm, precision_adam, without_keeping
 from services.trainer.megatron.runtime import anywhere
+from shared.config import optimizer_state
 from shared.config.learning_rate import LearningRateSchedule
+from shared.config.optimizer_state import OptimizerState
 from shared.config.trainer_section import TrainerSection
 
 
@@ -103,7 +106,10 @@ class Optimizer:
         register_adam()
         self.trainer, self.schedule, self.updates = trainer, schedule, 0
         bfloat16 = model.config.params_dtype == torch.bfloat16
-        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+        for problem in optimizer_state.problems(overrides, trainer.train_dtype, trainer.use_distributed_optimizer):
+            raise problem
+        keeping = OptimizerState.of(overrides)
+        config = arm(
             laid_over(
                 OptimizerConfig,
                 {
@@ -119,13 +125,16 @@ class Optimizer:
                     "use_distributed_optimizer": trainer.use_distributed_optimizer,
                     "log_num_zeros_in_grad": False,
                 },
-                overrides,
+                without_keeping(overrides),
                 "optimizer",
             ),
-            list(model.chunks),
-            use_gloo_process_groups=False,
+            keeping,
         )
+        with precision_adam(keeping):
+            self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(model.chunks), use_gloo_process_groups=False)
         for part in self.parts().values():
+            if isinstance(part.optimizer, PrecisionAdam):
+                part._copy_model_params_to_main_params = part.optimizer.renew_main
             part.init_state_fn(part.optimizer, part.config)  # saving before the first update needs moments, as loading does
 
     @property
@@ -167,7 +176,8 @@ class Optimizer:
         for part in optimizer.chained_optimizers:
             parameters = part.get_parameters()
             if parameters and self.trainer.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, grad_norm)
+                decoupled = isinstance(part.optimizer, PrecisionAdam)
+                clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, grad_norm, use_decoupled_grad=decoupled)
         for group in optimizer.param_groups:
             group["lr"] = self.lr
             group["weight_decay"] = self.trainer.weight_decay * group["wd_mult"]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.likelihood import VocabularySlice, candidate_log_probs, log_probs_and_entropy
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
 from services.trainer.megatron.routing_replay import stage_routing
 from services.trainer.megatron.runtime import anywhere, device, gather_json, round_up
@@ -61,7 +60,7 @@ def log_probs(
     Args:
         recorded: gets the choices of this rank's routers, by the index of the micro-batch.
     """
-    return _read(model, batches, lambda logits, given: _likelihood(model, logits, given, temperature, need_entropy=False)[0], recorded)
+    return _read(model, batches, lambda hidden, given: _likelihood(model, hidden, given, temperature, need_entropy=False)[0], recorded)
 
 
 def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -104,10 +103,10 @@ def _loss(
         if model.value_head:
             loss, metrics = apply(given.whole(output.squeeze(1)), None, batch)
         elif getattr(loss_fn, "takes_logits", False):
-            loss, metrics = apply(given.whole(output) / temperature, batch)
+            loss, metrics = apply(given.whole(model.head.logits(model.head.inputs(output))) / temperature, batch)
         elif (field := getattr(loss_fn, "candidates", None)) is not None:
-            likelihood, entropy = _likelihood(model, output, given, temperature, need_entropy)
-            loss, metrics = apply(likelihood, entropy, batch, _candidates(model, output, given, batch, likelihood, field, temperature))
+            likelihood, entropy, found = _with_candidates(model, output, given, batch, field, temperature, need_entropy)
+            loss, metrics = apply(likelihood, entropy, batch, found)
         else:
             loss, metrics = apply(*_likelihood(model, output, given, temperature, need_entropy), batch)
         if loss.dim() or not loss.requires_grad:
@@ -239,22 +238,26 @@ def _pass(
 
 
 def _likelihood(
-    model: MegatronModel, logits: Tensor, given: ModelInput, temperature: float, need_entropy: bool
+    model: MegatronModel, hidden: Tensor, given: ModelInput, temperature: float, need_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns log-probs and entropy of the whole pack, [T], from logits [U, rows of this rank]."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    vocabulary = VocabularySlice.of(group, logits.size(1), model.architecture.vocab_size)
-    likelihood, entropy = log_probs_and_entropy(logits, given.labels, vocabulary, temperature, need_entropy)
-    return given.whole(likelihood), None if entropy is None else given.whole(entropy)
+    """Returns log-probs and entropy of the whole pack, [T], from this rank's hidden states."""
+    head = model.head
+    likelihood, entropy = head.likelihood(head.inputs(hidden), given.labels[:, None], temperature, need_entropy)
+    return given.whole(likelihood.squeeze(1)), None if entropy is None else given.whole(entropy)
 
 
-def _candidates(
-    model: MegatronModel, output: Tensor, given: ModelInput, batch: PackedBatch, likelihood: Tensor, field: str, temperature: float
-) -> Tensor:
-    """Returns the log-probs of the ids in a field [T, C] of the micro-batch: [T, C]."""
-    logits, group = given.whole(output), parallel_state.get_tensor_model_parallel_group()
-    vocabulary = VocabularySlice.of(group, logits.size(1), model.architecture.vocab_size)
-    return candidate_log_probs(logits, batch.labels, likelihood, batch.fields[field], vocabulary, temperature)
+def _with_candidates(
+    model: MegatronModel, hidden: Tensor, given: ModelInput, batch: PackedBatch, field: str, temperature: float, need_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns what `_likelihood` does, and the log-probs of the ids in a field [T, C] of the micro-batch: [T, C]."""
+    inputs, ids, whole = model.head.inputs(hidden), torch.cat([batch.labels[:, None], batch.fields[field]], 1), given.whole
+    if given.back is None:
+        ids = given.own(ids, 0)
+    else:  # sequences that share a place may ask for other tokens there
+        inputs, whole = given.whole(inputs), lambda per_token: per_token
+    found, entropy = model.head.likelihood(inputs, ids, temperature, need_entropy)
+    found = whole(found)
+    return found[:, 0], None if entropy is None else whole(entropy), found[:, 1:]
 
 
 def _reduce(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:

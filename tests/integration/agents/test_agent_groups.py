@@ -1,17 +1,21 @@
 """Groups that agents play, over a real store and real processes; the turns are written by the agents themselves."""
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
 
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
-from tests.integration.agents.conftest import NewAgentBench
+from tests.integration.agents.conftest import AgentBench, NewAgentBench
 from tests.support.agents import ASKED, SAID, SAID_THEN, TOOL, opens
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
+
+SHORT_S = 4
+"""Of an agent that has little time: it is up while its engine sleeps."""
 
 
 async def test_each_rollout_is_a_session_and_its_turns_are_a_sample(bench: NewAgentBench) -> None:
@@ -167,6 +171,34 @@ async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(b
     assert [(sample.rollout, sample.finish) for sample in samples] == [(0, "stop")]
     await until((desk.directory / "cancelled-1").exists, "the agent's cancellation")
     assert await desk.left_open() == []
+
+
+@pytest.mark.parametrize("command", [False, True])
+async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentBench, command: bool) -> None:
+    """The trainer computes on the engine's GPUs for longer than an agent has; the agent goes on then, and its session with it."""
+    agent = {"agent_command": [sys.executable, "-m", "tests.support.command_agent"]} if command else {}
+    desk = await bench(
+        "" if command else "until_told", rollout={**agent, "agent_timeout": SHORT_S, "agent_tries": 1}, trainer={"colocate": True}
+    )
+    playing = asyncio.create_task(desk.play(metadata={"bad": ["until_told", [0, 1]]}))
+    await until(lambda: opened(desk, 2), "sessions of both rollouts")
+    desk.replica.served.asleep = True
+
+    async def put_off() -> bool:
+        sessions = [await desk.groups.sessions.find(call["api_key"]) for call in desk.calls()]
+        return len(sessions) == 2 and all(one.deadline > one.session.deadline for one in sessions)
+
+    await until(put_off, "later deadlines of both sessions, so that a gateway goes on, too")
+    await asyncio.sleep(1.5 * SHORT_S)
+    assert not playing.done()
+    (desk.directory / "go-on").touch()
+    samples, stopped = await playing
+    assert stopped is None and [one.rollout for one in samples] == [0, 1]
+
+
+async def opened(desk: AgentBench, count: int) -> bool:
+    names = desk.service.subjects.session_keys
+    return len([key async for key in desk.service.store._client.scan_iter(names)]) == count
 
 
 async def test_a_replica_that_leaves_hands_on_whole_rollouts_and_the_others_begin_anew(bench: NewAgentBench) -> None:

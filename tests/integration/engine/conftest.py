@@ -32,6 +32,8 @@ from tests.support.tiny_model import TinyModelShape, write_tiny_model
 START_SECONDS = 280.0
 """An engine starts in 15 s on two idle cores, and in minutes where a dozen processes share them."""
 
+SMALL_TOKENS = 2000
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -96,10 +98,39 @@ def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
         yield process
 
 
+@pytest.fixture(scope="session")
+def plain_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine with the flags that a run gets by default on a CPU: it keeps no prefixes, as runs with ``retract`` do not."""
+    with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("plain"), {}) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def small_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine with room for the keys and values of `SMALL_TOKENS` alone."""
+    flags: dict[str, FlagValue] = {"max-total-tokens": SMALL_TOKENS}
+    with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("small"), flags) as process:
+        yield process
+
+
 @pytest.fixture
-async def client(engine: EngineProcess, checkpoint: Checkpoints) -> AsyncIterator[EngineClient]:
-    """A client of ``engine``, which serves ``checkpoint(0)``."""
-    async with fresh_client(engine, checkpoint(0)) as client:
+def engine_name() -> str:
+    """The fixture with the engine of ``client``, and so of benches and halls; a test that takes another one is parametrized with it."""
+    return "engine"
+
+
+@pytest.fixture
+def chosen_engine(engine_name: str, request: pytest.FixtureRequest) -> EngineProcess:
+    """The engine of that name."""
+    found = request.getfixturevalue(engine_name)
+    assert isinstance(found, EngineProcess)
+    return found
+
+
+@pytest.fixture
+async def client(chosen_engine: EngineProcess, checkpoint: Checkpoints) -> AsyncIterator[EngineClient]:
+    """A client of an engine, which serves ``checkpoint(0)``."""
+    async with fresh_client(chosen_engine, checkpoint(0)) as client:
         yield client
 
 

@@ -156,6 +156,43 @@ async def test_the_run_that_admits_nothing_holds_producers_back_and_takes_them_a
     assert (await player.audit()).ok
 
 
+async def test_samples_of_roles_keep_them_to_the_batch(door: NewDoor) -> None:
+    player, client = await door(rollout={"num_rollout": 1, "n_samples_per_prompt": 2})
+    four = {name: value * 2 for name, value in group("x").items() if name in ("tokens", "masks", "log_probs")}
+    body = group("duel", **four, scores=[1.0, -1.0, 0.5, -0.5], rollouts=[0, 0, 1, 1], roles=["white", "black"] * 2)
+    taken = await post(client, body)
+    assert taken.status_code == 200, taken.text
+    await post(client, group("other"))
+    batch = await player.batch(0)
+    assert isinstance(batch, Batch)
+    [duel] = [one for one in batch.groups if one.group == taken.json()["group"]]
+    stored = sample.decode(await player.store.read(duel.payload))
+    assert [(one.rollout, one.role) for one in stored] == [(0, "white"), (0, "black"), (1, "white"), (1, "black")]
+    assert duel.rewards == [1.0, -1.0, 0.5, -0.5]
+
+
+async def test_a_producer_that_waits_is_told_when_its_gateway_stops(door: NewDoor, valkey: EmbeddedValkey, tmp_path: Path) -> None:
+    """It is sent away with a status that says to come again, and nothing of its group is left behind."""
+    player, other = await door(rollout={"num_rollout": 2, "max_staleness": 0}, ingest={"ingest_wait": 600.0})
+    for name in ("a", "b"):
+        assert (await post(other, group(name))).status_code == 200
+    environment = {**player.environment("gateway-0"), "REDIS_URL": valkey.url, KEY_VARIABLE: KEY}
+    with started_gateway(0, tmp_path, environment) as process:
+        url = await ready_gateway(Registry(player.bus, player.config.run.name), 0, process)
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=600) as client:
+            both = [asyncio.create_task(post(client, group("c"))) for _ in range(2)]
+            [refused], [waiting] = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            assert refused.result().json()["error"]["code"] == "in_hand", "the other one waits for room"
+            process.process.terminate()
+            told = await waiting
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "gateway_stopping")
+        assert int(told.headers["Retry-After"]) >= 1
+        assert process.process.wait(60) == 0, process.words()
+    await player.batch(0)
+    await player.trained(0)
+    assert (await post(other, group("c", versions=1))).status_code == 200, "nothing of it was bound"
+
+
 async def test_an_id_stands_for_one_group(door: NewDoor) -> None:
     player, client = await door(rollout={"num_rollout": 4, "max_staleness": 3})
     answers = await asyncio.gather(*(post(client, group("same")) for _ in range(4)))
@@ -208,6 +245,8 @@ async def test_what_does_not_fit_is_refused_by_its_field_and_takes_no_task(door:
         "environment": group("x", environment="nowhere"),
         "finish[0]": group("x", finish=["abort", "stop"]),
         "rollouts": group("x", rollouts=[0, 2]),
+        "roles": group("x", roles=["white"]),
+        "roles[1]": group("x", roles=["white", "b l"]),
         "advantages": group("x", advantages=[1, 2]),
     }
     for field, body in wrong.items():

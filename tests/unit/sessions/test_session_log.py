@@ -9,6 +9,7 @@ from shared.sessions.session import (
     Session,
     SessionEnded,
     SessionLog,
+    SessionProlonged,
     SessionUnknown,
     TurnBegun,
     TurnDrawn,
@@ -80,6 +81,13 @@ def test_a_turn_belongs_to_who_began_it_until_its_lease_runs_out() -> None:
     assert state.pending["r1"].prompt.tolist() == [1] and state.pending["r1"].completion.tolist() == [3], "it goes on from there"
     state.apply([drawn("r1", 1, 5, holder="a"), ended("r1", 3, 5, holder="a"), ended("r1", 3, 4, holder="b")])
     assert state.turns["r1"].completion.tolist() == [3, 4]
+
+
+def test_a_deadline_is_only_put_off() -> None:
+    found = log()
+    first = found.session.deadline
+    found.apply([SessionProlonged(deadline=first + 20), SessionProlonged(deadline=first + 10)])
+    assert found.deadline == first + 20
 
 
 def test_nothing_counts_after_the_end_and_the_first_end_counts() -> None:

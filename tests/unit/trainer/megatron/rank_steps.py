@@ -17,7 +17,7 @@ from services.trainer.actor import Actor, SaveFailed, StepResult
 from services.trainer.megatron import checkpoint, runtime
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
-from services.trainer.megatron.likelihood import VocabularySlice, log_probs_and_entropy
+from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.staged_shards import StagedShards
 from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
@@ -288,14 +288,21 @@ def load_and_save(hf_dir: Path, config: dict[str, Any], target: Path) -> None:
     actor(hf_dir, **config).save_hf(target)
 
 
-def likelihood_of(
-    logits: Tensor, labels: Tensor, vocab: int, temperature: float, need_entropy: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """``logits``: this rank's slice [T, rows]; the parallel groups are formed already."""
+def head_of(weight: Tensor, vocab: int, chunk_size: int = -1) -> OutputHead:
+    """``weight``: this rank's rows; the parallel groups are formed already."""
     from megatron.core import parallel_state
 
-    slice_ = VocabularySlice.of(parallel_state.get_tensor_model_parallel_group(), logits.size(1), vocab)
-    return log_probs_and_entropy(logits, labels, slice_, temperature, need_entropy)
+    vocabulary = VocabularySlice.of(parallel_state.get_tensor_model_parallel_group(), weight.size(0), vocab)
+    return OutputHead(weight, vocabulary, chunk_size=chunk_size)
+
+
+def likelihood_of(
+    logits: Tensor, labels: Tensor, vocab: int, temperature: float, need_entropy: bool = True, chunk_size: int = -1
+) -> tuple[Tensor, Tensor | None]:
+    """``logits``: this rank's slice [T, rows], which an output layer of ones and zeros gives as they are."""
+    head = head_of(torch.eye(logits.size(1), dtype=logits.dtype), vocab, chunk_size)
+    log_probs, entropy = head.likelihood(logits, labels[:, None], temperature, need_entropy)
+    return log_probs.squeeze(1), entropy
 
 
 def split_likelihood(
@@ -304,7 +311,7 @@ def split_likelihood(
     actor(hf_dir, tensor_model_parallel_size=2)
     rank = torch.distributed.get_rank()
     mine = logits.chunk(2, 1)[rank].clone().requires_grad_()
-    log_probs, entropy = likelihood_of(mine, labels, vocab, temperature)
+    log_probs, entropy = likelihood_of(mine, labels, vocab, temperature, chunk_size=16)
     assert entropy is not None
     values = torch.stack([log_probs, entropy])
     (gradient,) = torch.autograd.grad((values * weights).sum(), mine)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.megatron import likelihood, runtime
+from services.trainer.megatron import runtime
 from shared.model.parallel_layout import ParallelLayout
 from tests.unit.trainer.megatron import rank_steps
 
@@ -32,16 +32,14 @@ def example(rows, vocab, dtype=torch.float32, tokens=37):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("chunk", [None, 100])
-def test_one_rank_equals_plain_torch(temperature, padding, chunk, world_of_one, monkeypatch):
-    if chunk:
-        monkeypatch.setattr(likelihood, "_CHUNK_ELEMENTS", chunk)
+@pytest.mark.parametrize("chunk", [-1, 10])
+def test_one_rank_equals_plain_torch(temperature, padding, chunk, world_of_one):
     vocab = 23
     logits, labels, weights = example(vocab + padding, vocab)
     untouched = logits.detach().clone()
     expected = torch.stack(reference(logits, labels, vocab, temperature))
     (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
-    log_probs, entropy = rank_steps.likelihood_of(logits, labels, vocab, temperature)
+    log_probs, entropy = rank_steps.likelihood_of(logits, labels, vocab, temperature, chunk_size=chunk)
     (gradient,) = torch.autograd.grad((torch.stack([log_probs, entropy]) * weights).sum(), logits)
     torch.testing.assert_close(torch.stack([log_probs, entropy]), expected.detach(), atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, atol=2e-6, rtol=1e-5)
@@ -78,6 +76,59 @@ def test_bfloat16_logits_are_worked_on_in_float32(world_of_one):
     (gradient,) = torch.autograd.grad((torch.stack([log_probs, entropy]) * weights).sum(), logits)
     assert gradient.dtype == torch.bfloat16
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("chunk", [-1, 5])
+def test_several_tokens_a_place_with_the_gradients_of_the_layer(chunk, world_of_one):
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(17, 8, generator=generator), torch.randn(23, 8, generator=generator)
+    ids, for_ids = torch.randint(0, 21, (17, 3), generator=generator), torch.randn(17, 3, generator=generator)
+    ids[0] = ids[0, 0]  # the same token thrice
+    for_entropy = torch.randn(17, generator=generator)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    distribution = ((hidden @ weight.t())[:, :21] / 0.7).log_softmax(-1)
+    expected = distribution.gather(1, ids), -(distribution.exp() * distribution).sum(1)
+    wanted = torch.autograd.grad((expected[0] * for_ids).sum() + (expected[1] * for_entropy).sum(), [hidden, weight])
+    found = rank_steps.head_of(weight, 21, chunk).likelihood(hidden, ids, 0.7, True)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
+    gradients = torch.autograd.grad((found[0] * for_ids).sum() + (found[1] * for_entropy).sum(), [hidden, weight])
+    torch.testing.assert_close(gradients, wanted, atol=5e-6, rtol=1e-5)
+
+
+def test_the_layers_gradient_goes_to_megatrons_buffer_and_frozen_ones_get_none(world_of_one):
+    hidden, weight = torch.randn(9, 4).requires_grad_(), torch.randn(11, 4).requires_grad_()
+    labels = torch.arange(9)[:, None]
+    log_probs, _ = rank_steps.head_of(weight, 11, 4).likelihood(hidden, labels, 1.0, False)
+    wanted, for_hidden = torch.autograd.grad(log_probs.sum(), [weight, hidden])
+    weight.main_grad = torch.ones(11, 4)
+    rank_steps.head_of(weight, 11, 4).likelihood(hidden, labels, 1.0, False)[0].sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, wanted + 1)
+    weight.main_grad.fill_(1)
+    rank_steps.head_of(weight.requires_grad_(False), 11, 4).likelihood(hidden, labels, 1.0, False)[0].sum().backward()
+    assert (weight.main_grad == 1).all()
+    torch.testing.assert_close(hidden.grad, 2 * for_hidden)
+
+
+def test_no_more_logits_than_a_chunks_exist(world_of_one):
+    """In the sizes of the tensors that are made, forward and backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            for tensor in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(tensor, torch.Tensor):
+                    self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
+            return made
+
+    hidden, weight = torch.randn(64, 8).requires_grad_(), torch.randn(500, 8).requires_grad_()
+    with Sizes() as sizes:
+        found = rank_steps.head_of(weight, 500, 16).likelihood(hidden, torch.arange(64)[:, None], 1.0, True)
+        (found[0].sum() + found[1].sum()).backward()
+    assert sizes.most == 16 * 500
 
 
 def test_huge_logits_neither_overflow_nor_lose_the_label(world_of_one):

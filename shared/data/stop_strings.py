@@ -1,0 +1,39 @@
+"""Finds the end of a text that is drawn in several requests, where a stop string begins in one of them and ends in the next. Pure.
+
+An engine looks for stop strings in what the request at hand has drawn. Where it aborts one, or a turn is drawn in parts, the tokens before
+are input to the next request, and a stop string that lies across the edge would be passed over.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHARACTER_TOKENS = 4
+"""The most tokens that make one character, in a vocabulary of bytes."""
+
+CONTEXT = 8
+"""Tokens before those of a stop string that are decoded with them: the text of a token may depend on its neighbours."""
+
+Tokens = NDArray[np.int32] | Sequence[int]
+
+
+def end_across(before: Tokens, drawn: Tokens, stops: Sequence[str], decode: Callable[[list[int]], str], since: int = 0) -> int | None:
+    """Returns how many tokens of ``drawn`` the text ends with: the last one completes a stop string that begins in ``before``.
+
+    Args:
+        before, drawn: int32 [B], [T]; what earlier requests drew, and the last one. decode: tokens to text, special tokens included.
+        since: tokens of ``drawn`` that are known not to end it.
+
+    Returns None where no stop string lies across the edge.
+    """
+    reach = max((len(stop) for stop in stops), default=0) * CHARACTER_TOKENS
+    if not reach or not len(before):
+        return None
+    context = [int(token) for token in before[-(reach + CONTEXT) :]]
+    known = len(decode(context).rstrip("\ufffd"))  # the edge may lie in a character
+    for count in range(since + 1, min(len(drawn), reach) + 1):
+        text = decode([*context, *(int(token) for token in drawn[:count])])
+        if any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops if stop):
+            return count
+    return None

@@ -1,0 +1,266 @@
+"""The GPU memory that a rank of the trainer needs, worked out from the model's shape, the layout and the settings; without torch.
+
+Static memory is exact: weights, gradient buffers, the optimizer's state. Activations are what the layers of `services.trainer.megatron`
+save for the backward pass, tensor by tensor; experts are taken to get equal numbers of tokens. The plan is of torch's allocations
+(``torch.cuda.max_memory_allocated``); what CUDA and NCCL take beside them is a constant.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shared.config.optimizer_state import OptimizerState
+from shared.config.trainer_section import TrainerSection
+from shared.model.architecture import Architecture
+from shared.model.lora_targets import Lora
+from shared.model.parallel_layout import ParallelLayout
+
+OUTSIDE_BYTES = 2_000_000_000
+"""CUDA's context, the libraries' workspaces and NCCL's buffers: what a GPU has less for torch; measured at 1.2 to 2 GB."""
+
+SLICE_BYTES = 12 * (32 << 20)
+"""A slice of offloaded state on the device (`services.trainer.megatron.precision_adam`)."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The memory of one pipeline stage's rank, in bytes.
+
+    Args:
+        stage: its index. layers: transformer layers. parameters: of this rank; experts among them: expert_parameters.
+        likelihood: logits of a chunk, their statistics. working: what the backward pass of a layer needs for a moment, or what a
+            recomputed layer saves. host: the optimizer's state in host memory.
+    """
+
+    stage: int
+    layers: int
+    parameters: int
+    expert_parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    likelihood: int
+    working: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """Returns the most that torch allocates at a time."""
+        return self.weights + self.gradients + self.optimizer + self.activations + max(self.likelihood, self.working)
+
+    def as_json(self) -> dict[str, int]:
+        return {**asdict(self), "peak": self.peak}
+
+
+def plan_trainer(architecture: Architecture, trainer: TrainerSection, ranks: int, value_head: bool = False) -> list[StagePlan]:
+    """Returns the plan of each pipeline stage. ``ranks``: of the role, over all nodes."""
+    layout = ParallelLayout.of(trainer)
+    counts = stage_layers(architecture, layout, trainer.megatron)
+    first, plans = 0, []
+    for stage, count in enumerate(counts):
+        plans.append(_stage(architecture, trainer, layout, ranks, stage, range(first, first + count), value_head))
+        first += count
+    return plans
+
+
+def stage_layers(a: Architecture, layout: ParallelLayout, given: Mapping[str, Any]) -> list[int]:
+    """Returns the layers of each pipeline stage, also where the first or last one is given its own number."""
+    first, last = (
+        given.get(f"decoder_{end}_pipeline_num_layers") or given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")
+    )
+    counts = [first] if first and layout.pipeline > 1 else []
+    ending = [last] if last and layout.pipeline > 1 else []
+    between = layout.pipeline - len(counts) - len(ending)
+    left = a.num_layers - sum(counts) - sum(ending)
+    even, more = divmod(left, between) if between else (0, 0)
+    return [*counts, *(even + (index < more) for index in range(between)), *ending]
+
+
+def _stage(
+    a: Architecture, trainer: TrainerSection, layout: ParallelLayout, ranks: int, stage: int, layers: range, value_head: bool
+) -> StagePlan:
+    ends = stage == 0, stage == layout.pipeline - 1
+    dense, experts = stage_parameters(a, layout, layers, *ends, value_head)
+    wide = trainer.train_dtype == "float32"
+    keeping = OptimizerState.of(trainer.megatron) or OptimizerState()
+    replicas = max(ranks // (layout.tensor * layout.pipeline), 1) if trainer.use_distributed_optimizer else 1
+    expert_replicas = max(ranks // (layout.expert_tensor_size * layout.expert * layout.pipeline), 1)
+    expert_replicas = expert_replicas if trainer.use_distributed_optimizer else 1
+    trained = dense, experts
+    adapters = 0
+    if not value_head and (lora := Lora.of(trainer)) is not None:
+        adapters = lora.rank * len(layers) * 4 * (a.hidden_size + a.ffn_hidden_size // layout.tensor)  # of about four matrices a layer
+        trained = adapters, 0
+    state = -(-trained[0] // replicas) + -(-trained[1] // expert_replicas)
+    state_bytes = 8 if wide else keeping.state_bytes
+    width = 4 if wide else 2
+    tokens, chunk = trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size
+    rows = -(-a.vocab_size // layout.tensor)
+    at_once = tokens if chunk < 0 else min(chunk, tokens)
+    saved, working = activation_bytes(a, trainer, layout, layers, stage, width)
+    inputs = tokens * a.hidden_size * width * 2  # the head's whole input, and its gradient
+    likelihood = (at_once * rows * width + inputs + 16 * tokens) if ends[1] and not value_head else 0
+    offloaded = int(state * state_bytes * keeping.offload_fraction)
+    return StagePlan(
+        stage=stage,
+        layers=len(layers),
+        parameters=dense + experts + adapters,
+        expert_parameters=experts,
+        weights=(dense + experts + adapters) * width,
+        gradients=sum(trained) * (2 if keeping.main_grads == "bf16" else 4),
+        optimizer=state * state_bytes - offloaded,
+        activations=saved,
+        likelihood=likelihood,
+        working=max(working, (3 if keeping.overlap else 1) * SLICE_BYTES - saved if offloaded else 0),
+        host=offloaded,
+    )
+
+
+def stage_parameters(
+    a: Architecture, layout: ParallelLayout, layers: range, first: bool, last: bool, value_head: bool = False
+) -> tuple[int, int]:
+    """Returns the parameters of a rank, without and of experts. ``first``, ``last``: whether it has the embedding, the output layer."""
+    tensor, hidden = layout.tensor, a.hidden_size
+    rows = -(-a.vocab_size // tensor) * hidden
+    dense = rows if first else 0
+    if last:
+        dense += hidden + (hidden if value_head else 0 if first and a.tied_embeddings else rows)
+    experts = 0
+    for layer in layers:
+        dense += _attention_parameters(a, tensor) + (4 if a.post_norms else 2) * hidden
+        if a.experts is not None and a.is_moe_layer(layer):
+            e = a.experts
+            dense += e.count * hidden + (e.count if e.score == "sigmoid" else 0) + 3 * hidden * e.shared_ffn_hidden_size // tensor
+            experts += e.count // layout.expert * 3 * hidden * e.ffn_hidden_size // layout.expert_tensor_size
+        else:
+            dense += 3 * hidden * a.ffn_hidden_size // tensor
+    return dense, experts
+
+
+def _attention_parameters(a: Architecture, tensor: int) -> int:
+    hidden, heads = a.hidden_size, a.num_attention_heads
+    if a.latent is None:
+        width = (heads + 2 * a.num_key_value_heads) * a.head_dim
+        norms = 2 * a.head_dim if a.qk_norm else 0
+        return (hidden * width + (width if a.qkv_bias else 0) + heads * a.head_dim * hidden) // tensor + norms
+    m = a.latent
+    query = m.qk_head_dim + m.qk_pos_emb_head_dim
+    if m.q_lora_rank:
+        count = hidden * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * heads * query // tensor
+    else:
+        count = hidden * heads * query // tensor
+    count += hidden * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank
+    return count + m.kv_lora_rank * heads * (m.qk_head_dim + m.v_head_dim) // tensor + heads * m.v_head_dim * hidden // tensor
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes that a layer saves for its backward pass, by what saves them."""
+
+    attention: int
+    core: int
+    norms: int
+    mlp: int
+    act: int
+    input: int
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.core + self.norms + self.mlp + self.act + self.input
+
+
+def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, tokens: int, width: int) -> LayerActivations:
+    """Returns what one layer saves of a micro-batch. ``tokens``: of this rank. ``width``: bytes of an element."""
+    tensor, h = layout.tensor, a.hidden_size
+    whole = tokens // tensor if layout.sequence_parallel else tokens  # tokens of what the ranks do not divide by channels
+    if a.latent is None:
+        queries, keys = a.num_attention_heads * a.head_dim // tensor, a.num_key_value_heads * a.head_dim // tensor
+        attention = tokens * width * ((queries + 2 * keys) + queries + 2 * keys + 4 * a.head_dim)  # projected; rotated; cosines
+        core = tokens * (width * queries + 4 * a.num_attention_heads // tensor)
+    else:
+        m = a.latent
+        heads, query = a.num_attention_heads // tensor, m.qk_head_dim + m.qk_pos_emb_head_dim
+        low = (m.q_lora_rank or 0) + m.kv_lora_rank + m.qk_pos_emb_head_dim
+        attention = tokens * width * heads * (4 * query + m.qk_head_dim + 2 * m.v_head_dim) + whole * width * 2 * low
+        core = tokens * (width * heads * m.v_head_dim + 4 * heads)
+    norms = whole * width * h * (4 if a.post_norms else 2)  # of what the norms return, and the norms behind the blocks keep
+    if a.experts is not None and a.is_moe_layer(layer):
+        e = a.experts
+        routed = (tokens // tensor if layout.sequence_parallel else tokens) * e.per_token
+        shared = e.shared_ffn_hidden_size // tensor
+        mlp = routed * width * (4 * h + 2 * e.ffn_hidden_size) + tokens * width * 2 * shared + whole * 12 * e.count
+        act = routed * width * e.ffn_hidden_size + tokens * width * shared
+    else:
+        mlp, act = (tokens * width * parts * a.ffn_hidden_size // tensor for parts in (2, 1))
+    return LayerActivations(attention, core, norms, mlp, act, 2 * whole * width * h)
+
+
+def activation_bytes(
+    a: Architecture, trainer: TrainerSection, layout: ParallelLayout, layers: range, stage: int, width: int
+) -> tuple[int, int]:
+    """Returns the bytes that a stage holds for the backward passes, and what the pass through one layer needs beside."""
+    tokens = trainer.max_tokens_per_gpu
+    found = [layer_activations(a, layout, layer, tokens, width) for layer in layers]
+    widest = max((each.mlp + each.act for each in found), default=0)
+    if trainer.recomputes_layers:
+        whole = tokens // layout.tensor if layout.sequence_parallel else tokens
+        saved, working = _with_layers_recomputed(trainer, found, whole * width * a.hidden_size, widest)
+    else:
+        modules = (trainer.recompute_modules or ["core_attn"]) if trainer.recompute_granularity == "selective" else []
+        dropped = [_dropped(each, modules) for each in found]
+        saved, working = sum(each.total for each in found) - sum(dropped), widest + max(dropped, default=0)
+    held, parts = micro_batches(layout, stage)
+    return saved * held // parts, working
+
+
+def _with_layers_recomputed(trainer: TrainerSection, found: list[LayerActivations], kept: int, widest: int) -> tuple[int, int]:
+    """Returns the same where whole layers are recomputed. ``kept``: bytes of a layer's input."""
+    if trainer.recompute_method == "block":
+        again = min(trainer.recompute_num_layers or 1, len(found))
+        working = found[again - 1].total if again == len(found) else 0
+        return again * kept + sum(each.total for each in found[again:]), max(widest, working)
+    unit = trainer.recompute_num_layers or 1
+    largest = max((each.total for each in found), default=0)
+    return -(-len(found) // unit) * kept, unit * largest + widest
+
+
+def _dropped(each: LayerActivations, modules: list[str]) -> int:
+    """Returns what recomputation of modules saves of a layer."""
+    parts = {
+        "core_attn": each.core,
+        "layernorm": each.norms,
+        "moe_act": each.act,
+        "mlp": each.mlp + each.act,
+        "moe": each.mlp + each.act,
+        "mla_up_proj": each.attention // 2,
+        "shared_experts": 0,
+    }
+    if {"mlp", "moe"} & set(modules):
+        parts["moe_act"] = 0
+    if "mlp" in modules:
+        parts["moe"] = 0
+    return sum(parts[module] for module in set(modules))
+
+
+def micro_batches(layout: ParallelLayout, stage: int) -> tuple[int, int]:
+    """Returns how many micro-batches a stage holds at most, in chunks, and its chunks.
+
+    One forward, one backward in turn (Narayanan et al. 2021, sections 2.2.1 and 2.2.2).
+    """
+    behind = layout.pipeline - stage - 1
+    if layout.chunks == 1:
+        return behind + 1, 1
+    return 2 * behind + (layout.chunks - 1) * layout.pipeline + 1, layout.chunks
+
+
+def kv_bytes(a: Architecture, ranks: int, width: int = 2) -> int:
+    """Returns the bytes of a token in an engine's cache, on each of the ``ranks`` that share its model by heads."""
+    if a.latent is not None:
+        return a.num_layers * width * (a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim)
+    return a.num_layers * width * 2 * a.head_dim * max(a.num_key_value_heads // ranks, 1)
+
+
+def total_parameters(a: Architecture) -> int:
+    """Returns the parameters of the whole model."""
+    return sum(stage_parameters(a, ParallelLayout(), range(a.num_layers), True, True))

@@ -1,0 +1,96 @@
+"""A stop string ends what is drawn also where it lies across two draws: of a turn that is recorded in parts, or that a push interrupts."""
+
+import asyncio
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engine.engine_client import EngineClient
+from shared.schema.messages import Sampling
+from shared.sessions.session import Turn
+from tests.integration.engine.bench import NewBench
+from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.hall import NewHall
+from tests.integration.engine.reference import log_probs
+from tests.support.gateways import Played
+
+pytestmark = pytest.mark.timeout(600)
+
+TOKENS, TURNS = 120, 12
+MOST_STOPS = 32
+"""More an engine does not take."""
+
+
+def likely(text: str) -> list[str]:
+    """The pairs of characters that are most frequent in what a model wrote: each is two tokens."""
+    pairs = Counter(first + second for first, second in itertools.pairwise(text))
+    return [pair for pair, _ in pairs.most_common(MOST_STOPS)]
+
+
+def ends_rightly(text: str, finish: str, stops: list[str]) -> None:
+    """Asserts that a text ends with the first stop string in it, or has none."""
+    first = min((text.find(stop) + len(stop) for stop in stops if stop in text), default=None)
+    assert (finish, first) in (("stop", len(text)), ("stop", None), ("length", None)), (finish, first, text)
+
+
+async def told(played: Played, url: str, stream: bool) -> str:
+    """What an unmodified client is told of one turn, at once or streamed."""
+    asked: dict[str, Any] = {"model": "0", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    async with played.client(url, max_retries=0) as client:
+        answer: Any = await client.chat.completions.create(**asked)
+        if not stream:
+            return answer.choices[0].message.content or ""
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in answer if chunk.choices])
+
+
+async def test_a_turn_that_is_recorded_in_parts(hall: NewHall, checkpoint: Checkpoints) -> None:
+    """Every second stop string lies across two draws, and none of them is passed over, told, doubled or lost."""
+    room = await hall(gateway={"gateway_checkpoint_tokens": 2})
+    long = Sampling(temperature=1.0, max_new_tokens=400, min_new_tokens=400)
+    stops = likely(await told(await room.session(sampling=long), room.urls[0], stream=False))
+    sampling = Sampling(temperature=1.0, max_new_tokens=TOKENS, stop=stops)
+    sessions = [await room.session(sampling=sampling) for _ in range(TURNS)]
+    texts = await asyncio.gather(*(told(one, room.urls[0], number % 2 == 0) for number, one in enumerate(sessions)))
+    across = 0
+    for one, text in zip(sessions, texts, strict=True):
+        [turn] = (await one.log()).turns.values()
+        whole = room.desk.rollout._tokenizer.decode(turn.completion)
+        ends_rightly(whole, turn.finish, stops)
+        stopped = next((stop for stop in stops if whole.endswith(stop)), "")
+        assert text == (whole.removesuffix(stopped) if turn.finish == "stop" else whole)
+        exact(turn, checkpoint)
+        across += bool(stopped) and len(turn.completion) % 2 == 1
+    print(f"{across} of {TURNS} turns ended with a stop string across two draws")
+
+
+def exact(turn: Turn, checkpoint: Checkpoints) -> None:
+    assert turn.spans == ((0, len(turn.completion), 0),)
+    expected = log_probs(checkpoint(0).model, turn.prompt, turn.completion)
+    np.testing.assert_allclose(turn.log_probs, expected, atol=1e-4)
+
+
+async def test_samples_that_a_push_interrupts(new_bench: NewBench, client: EngineClient, checkpoint: Checkpoints) -> None:
+    """The engine aborts them again and again, as pushes do that abort; each goes on from its tokens."""
+    desk = await new_bench()
+    await desk.task("g00000001", n=4, sampling=Sampling(temperature=1.0, max_new_tokens=TOKENS))
+    stops = likely("".join([one.text for one in (await desk.generated())[1]]))
+    await desk.task("g00000002", n=TURNS, sampling=Sampling(temperature=1.0, max_new_tokens=TOKENS, stop=stops))
+
+    async def interrupting() -> None:
+        while True:
+            await client.abort_all()
+            await asyncio.sleep(0.02)
+
+    aborting = asyncio.create_task(interrupting())
+    try:
+        _, samples = await asyncio.wait_for(desk.generated(), 240)
+    finally:
+        aborting.cancel()
+    for one in samples:
+        ends_rightly(one.text, one.finish, stops)
+        assert one.text == desk.rollout._tokenizer.decode(one.response)
+        expected = log_probs(checkpoint(0).model, one.prompt, one.response)
+        np.testing.assert_allclose(one.log_probs, expected, atol=1e-4)

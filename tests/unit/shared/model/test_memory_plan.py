@@ -1,0 +1,58 @@
+"""The plan of a rank's memory: parameters by the published numbers, the figures of a measured run, and the ready configs on their GPUs."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from shared.config import megatron_flags
+from shared.config.trainer_section import TrainerSection
+from shared.model.described_shape import described_shape
+from shared.model.memory_plan import OUTSIDE_BYTES, plan_trainer, total_parameters
+from shared.model.parallel_layout import ParallelLayout, division_problems
+
+READY = sorted((Path(__file__).parents[4] / "configs" / "models").glob("*.toml"))
+
+
+def ready(path):
+    """The section, the shape, the published parameters and the GPUs of a ready config."""
+    text = path.read_text()
+    given = tomllib.loads(text)["trainer"]
+    trainer = TrainerSection(**{**given, "megatron": megatron_flags.canonical(given["megatron"])})
+    parameters = int(re.search(r"([\d,]+) parameters", text)[1].replace(",", ""))
+    return trainer, described_shape(trainer.megatron), parameters, int(re.search(r"(\d+) GPUs? of 80 GB", text)[1])
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_a_ready_config_is_divided_and_fits_80_gb(path):
+    trainer, shape, parameters, gpus = ready(path)
+    layout = ParallelLayout.of(trainer)
+    assert total_parameters(shape) == parameters
+    assert [str(problem) for problem in [*layout.world_problems(gpus), *division_problems(shape, layout, trainer.megatron)]] == []
+    plans = plan_trainer(shape, trainer, gpus)
+    assert sum(plan.layers for plan in plans) == shape.num_layers
+    assert all(plan.peak + OUTSIDE_BYTES < 80e9 for plan in plans)
+
+
+def test_offload_and_fewer_bits_take_what_they_say():
+    trainer, shape, parameters, _ = ready(next(path for path in READY if path.stem == "qwen3-4b"))
+
+    def plan(**flags):
+        return plan_trainer(shape, trainer.model_copy(update={"megatron": {**trainer.megatron, **flags}}), 1)[0]
+
+    assert (plan().weights, plan().gradients, plan().optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
+    away = plan(optimizer_cpu_offload=True)
+    assert (away.optimizer, away.host) == (0, 12 * parameters)
+    narrow = plan(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_grads_dtype="bf16")
+    assert (narrow.gradients, narrow.optimizer) == (2 * parameters, 8 * parameters)
+
+
+def test_recomputation_saves_activations():
+    trainer, shape, _, _ = ready(next(path for path in READY if path.stem == "qwen3-4b"))
+    plain = trainer.model_copy(update={"recompute": False})
+    half = plain.model_copy(update={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 18})
+    saved = [plan_trainer(shape, section, 2)[0].activations for section in (trainer, half, plain)]
+    assert saved == sorted(saved) and saved[0] < saved[2] / 10
+    chunked, whole = (plan_trainer(shape, plain.model_copy(update={"log_probs_chunk_size": size}), 2)[0].likelihood for size in (2048, -1))
+    assert chunked < whole / 3

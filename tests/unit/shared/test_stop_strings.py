@@ -1,0 +1,61 @@
+"""Stop strings that lie across the edge of two draws are found where an engine that saw the whole text would have stopped."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.data.stop_strings import end_across
+
+TEXT = st.text(alphabet="abc", max_size=12)
+
+
+def decode(tokens: list[int]) -> str:
+    """A vocabulary of bytes: é is two tokens."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def first_end(text: str, stops: list[str]) -> int | None:
+    """The number of characters up to the end of the stop string that ends first."""
+    return min((text.find(stop) + len(stop) for stop in stops if stop in text), default=None)
+
+
+@given(TEXT, TEXT, st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
+def test_a_text_drawn_in_two_parts_ends_where_it_ends_as_a_whole(before: str, drawn: str, stops: list[str]) -> None:
+    whole = first_end(before + drawn, stops)
+    if first_end(before, stops) is not None:
+        return  # the engine has ended it
+    engine = first_end(drawn, stops)  # what it sees of the second part
+    found = end_across(before.encode(), drawn.encode(), stops, decode)
+    seen = min((end for end in (engine, found) if end is not None), default=None)
+    expected = None if whole is None else whole - len(before)
+    assert seen == (engine if not before else expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "drawn", "count"),
+    [
+        ("ab", "cd", 1),
+        ("xa", "bcd", 2),
+        ("abc", "", None),
+        ("", "abc", None),
+        ("é", "abc", 3),
+        ("ab", "xabc", 4),
+        ("ab" + "x" * 40, "c", None),
+    ],
+)
+def test_the_edge(before: str, drawn: str, count: int | None) -> None:
+    assert end_across(before.encode(), drawn.encode(), ["abc"], decode) == count
+
+
+def test_an_edge_in_the_middle_of_a_character() -> None:
+    text = "né!".encode()
+    for edge in range(1, len(text)):
+        assert end_across(text[:edge], text[edge:], ["é!"], decode) == len(text) - edge
+
+
+def test_of_no_stops_nothing_is_decoded() -> None:
+    def never(tokens: list[int]) -> str:
+        raise AssertionError(tokens)
+
+    assert end_across([1, 2], [3], [], never) is None and end_across([1, 2], [3], [""], never) is None
+    assert end_across([], [3], ["x"], never) is None

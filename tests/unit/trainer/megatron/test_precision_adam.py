@@ -1,0 +1,120 @@
+"""Adam with its state in host memory or in fewer bits, against the plain one."""
+
+import pytest
+import torch
+
+from services.trainer.megatron import precision_adam
+from services.trainer.megatron.precision_adam import PrecisionAdam
+from shared.config.optimizer_state import OptimizerState, problems
+from shared.runtime.errors import ConfigError
+from tests.unit.trainer.megatron import rank_steps
+
+PLAIN = {"train_dtype": "bfloat16"}
+OFFLOADED = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+NARROW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}
+
+
+def weights_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.model.modules[0].named_parameters()}
+
+
+def after_steps(hf_dir, count=3, **megatron):
+    model = rank_steps.actor(hf_dir, **PLAIN, megatron=megatron)
+    results = rank_steps.steps(model, count)
+    return model, [result.grad_norm for result in results], weights_of(model)
+
+
+@pytest.mark.parametrize("flags", [OFFLOADED, {**OFFLOADED, "optimizer_offload_fraction": 0.5}, {"use_precision_aware_optimizer": True}])
+def test_float32_state_gives_the_plain_adams_bits(flags, hf, monkeypatch):
+    monkeypatch.setattr(precision_adam, "SLICE_ELEMENTS", 100)
+    plain, norms, weights = after_steps(hf("qwen3"))
+    plain.close()
+    model, found, other = after_steps(hf("qwen3"), **flags)
+    inner = model.optimizer.parts()["dense"].optimizer
+    model.close()
+    assert isinstance(inner, PrecisionAdam)
+    assert found == norms
+    assert all(torch.equal(other[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("flags", [OFFLOADED, NARROW, {**NARROW, "exp_avg_dtype": "fp8", "main_params_dtype": "fp16"}])
+def test_a_checkpoint_goes_on_as_the_run_that_never_stopped(flags, hf, tmp_path, monkeypatch):
+    monkeypatch.setattr(precision_adam, "SLICE_ELEMENTS", 1000)
+    model, _, _ = after_steps(hf("qwen3"), 2, **flags)
+    model.save_checkpoint(tmp_path, 2)
+    rank_steps.steps(model, 2, first=2)
+    weights = weights_of(model)
+    model.close()
+    resumed = rank_steps.actor(hf("qwen3"), **PLAIN, megatron=flags)
+    resumed.load_checkpoint(tmp_path)
+    rank_steps.steps(resumed, 2, first=2)
+    other = weights_of(resumed)
+    resumed.close()
+    assert all(torch.equal(other[name], weight) for name, weight in weights.items())
+
+
+def test_fewer_bits_stay_close_and_save_memory():
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(5000, generator=generator)
+    gradients = [torch.randn(5000, generator=generator) for _ in range(30)]
+
+    def run(*dtypes, main_grads="fp32"):
+        shard = start.clone()
+        adam = PrecisionAdam([{"params": [shard]}], keeping=OptimizerState(dtypes, main_grads), lr=1e-2)
+        for gradient in gradients:
+            shard.decoupled_grad = gradient.bfloat16() if main_grads == "bf16" else gradient.clone()
+            adam.step()
+        return shard, sum(adam.state[shard][name].nbytes for name in precision_adam.STATES)
+
+    expected, most = run("fp32", "fp32", "fp32")
+    moved = (expected - start).abs().mean()
+    for dtypes, tolerance in [
+        (("fp32", "bf16", "bf16"), 0.02),
+        (("fp32", "fp16", "fp16"), 0.002),
+        (("fp16", "fp32", "fp32"), 0.02),
+        (("fp32", "fp8", "fp32"), 0.1),
+    ]:
+        found, size = run(*dtypes)
+        assert size < most
+        assert (found - expected).abs().mean() < tolerance * moved, dtypes
+    found, _ = run("fp32", "fp32", "fp32", main_grads="bf16")
+    assert (found - expected).abs().mean() < 0.01 * moved
+
+
+def test_what_is_kept_in_fewer_bits_is_read_and_set_without_a_change():
+    shard = torch.randn(3000)
+    adam = PrecisionAdam([{"params": [shard]}], keeping=OptimizerState(("fp16", "fp8", "bf16")), lr=1e-2)
+    for _ in range(3):
+        shard.decoupled_grad = torch.randn(3000)
+        adam.step()
+    for name in precision_adam.STATES:
+        before = adam.get_unscaled_state(shard, name).clone()
+        adam.set_scaled_state(shard, name, before)
+        assert torch.equal(adam.get_unscaled_state(shard, name), before), name
+
+
+def test_bfloat16_gradient_buffers_train(hf):
+    model, norms, _ = after_steps(hf("qwen3"), 1)
+    model.close()
+    narrow, found, _ = after_steps(hf("qwen3"), 1, use_precision_aware_optimizer=True, main_grads_dtype="bf16")
+    dtypes = {buffer.grad_data.dtype for buffer in narrow.model.chunks[0].buffers}
+    narrow.close()
+    assert dtypes == {torch.bfloat16}
+    assert found == pytest.approx(norms, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "trainer", "field"),
+    [
+        ({"exp_avg_dtype": "bf16"}, {}, "exp_avg_dtype"),
+        ({"optimizer_offload_fraction": 0.5}, {}, "optimizer_offload_fraction"),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.5}, {}, "optimizer_offload_fraction"),
+        ({"optimizer_cpu_offload": True}, {"use_distributed_optimizer": False}, "optimizer_cpu_offload"),
+        ({"use_precision_aware_optimizer": True}, {"train_dtype": "float32"}, "use_precision_aware_optimizer"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(flags, trainer, field):
+    settings = {"train_dtype": "bfloat16", "use_distributed_optimizer": True} | trainer
+    found = list(problems(flags, settings["train_dtype"], settings["use_distributed_optimizer"]))
+    assert [error.field for error in found] == [f"trainer.megatron.{field}"]
+    assert all(isinstance(error, ConfigError) for error in found)
