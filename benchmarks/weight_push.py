@@ -76,7 +76,7 @@ def main() -> int:
     if "RANK" in os.environ:
         Bench(arguments).run()
         return 0
-    from services.trainer.__main__ import run_ranks
+    from services.trainer.torchrun import run_ranks
 
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

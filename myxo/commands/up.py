@@ -2,12 +2,14 @@
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 
 from rich.console import Console
 
 from myxo.launch import train_only
 from myxo.launch.launcher import Launch
+from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import Source, checked_config, server_checks
 from myxo.run import config_toml
@@ -21,6 +23,7 @@ from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, server_urls, telemetry
 from shared.runtime.errors import ConfigError
+from shared.runtime.node_rank import NODE_RANK
 
 LAUNCHER = "launcher"
 """The instance under which the launcher's own log lines stand."""
@@ -40,8 +43,12 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     _declare(command, _UP)
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     command.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, start nothing")
+    several = "which of the trainer's nodes this machine is, where it has several (actor_num_nodes); 0: the first"
+    command.add_argument("--node-rank", type=int, metavar="N", help=several)
     command.set_defaults(
-        run_command=lambda parsed, console: up(Source.of(parsed.config, parsed.flags), console, fresh=parsed.fresh, dry_run=parsed.dry_run)
+        run_command=lambda parsed, console: up(
+            Source.of(parsed.config, parsed.flags), console, fresh=parsed.fresh, dry_run=parsed.dry_run, node_rank=parsed.node_rank
+        )
     )
 
 
@@ -65,15 +72,17 @@ def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
     return []
 
 
-def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool = False) -> int:
+def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool = False, node_rank: int | None = None) -> int:
     """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
 
     Args:
-        source: where the config comes from. fresh: forget what the run has done. dry_run: show the resolved config only.
+        source: where the config comes from. fresh: forget what the run has done. dry_run: show the resolved config only. node_rank: which
+            of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts.
 
     Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
-    config = checked_config(source, starts=True, fresh=fresh)
+    further = node_rank or os.environ.get(NODE_RANK, "0") != "0"  # not all services start there
+    config = checked_config(source, starts=not further, fresh=fresh)
     if dry_run:
         console.file.write(config_toml.dump(config))
         return exit_codes.DONE
@@ -81,6 +90,8 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
     if config.debug.trains_only:
         return train_only.run(config, directory, console, fresh=fresh)
     given = server_checks.given_servers()
+    if (rank := settle_node_rank(config, given, node_rank)) > 0:
+        return _up_node(config, directory, given, rank, console)
     if fresh:
         directory.refuse_input_in_state(config)
         RunDirectory(config.trained).refuse_input_in_state(config)
@@ -96,6 +107,19 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
                 return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
             finally:
                 telemetry.silence_logs()
+
+
+def _up_node(config: RunConfig, directory: RunDirectory, given: server_checks.GivenServers, rank: int, console: Console) -> int:
+    """Runs a further node's part of the trainer. The run's directory, which nodes may share, is the first node's to hold."""
+    assert given.nats_url is not None  # or the rank would not be settled
+    asyncio.run(server_checks.check_servers(given, config.run.name))
+    directory.logs.mkdir(parents=True, exist_ok=True)
+    with directory.log(f"node-{rank}").open("a", buffering=1) as log:
+        telemetry.configure_logs(config.run.name, LAUNCHER, f"node-{rank}", stream=log)
+        try:
+            return asyncio.run(NodeLaunch(config, directory, given.nats_url, rank, console).run())
+        finally:
+            telemetry.silence_logs()
 
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:

@@ -146,10 +146,18 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
 
 
 def check_layout_reach(inspection: Inspection) -> Findings:
-    """Yields what a run would need several machines for, or engines that differ: neither is there yet."""
+    """Yields what an engine, or a trainer that shares its GPUs, would need several machines for, and engines that differ: neither is there
+    yet. Tells of tensor parallelism between machines."""
     trainer, rollout = inspection.config.trainer, inspection.config.rollout
-    if trainer.actor_num_nodes > 1:
-        yield ConfigError("trainer.actor_num_nodes", trainer.actor_num_nodes, "1; the ranks of a trainer start on one machine")
+    for role in ("actor", "critic") if inspection.config.algorithm.has_critic else ("actor",):
+        if trainer.nodes(role) == 1:
+            continue
+        if trainer.colocate:
+            expected = "1 with colocate: engines share the GPUs of one machine"
+            yield ConfigError(f"trainer.{role}_num_nodes", trainer.nodes(role), expected)
+        if trainer.tensor_model_parallel_size > (share := trainer.ranks_per_node(role)):
+            words = f"tensor_model_parallel_size {trainer.tensor_model_parallel_size} is more than the {role}'s {share} ranks of a node"
+            yield Note(f"{words}: every layer waits for the network between machines")
     if rollout.rollout_num_gpus_per_engine > MOST_GPUS:
         expected = f"at most {MOST_GPUS}: an engine has its GPUs on one machine"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)

@@ -35,7 +35,12 @@ from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import division_problems
 
-__all__ = ["Actor", "SaveFailed", "StepResult", "latest_step"]
+__all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "latest_step"]
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Returns the steps of the complete checkpoints below ``root``, as this rank sees them, oldest first. Needs no other rank."""
+    return sorted(checkpoint.checkpoints(root))
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,24 @@ A command travels as MessagePack over a gloo group of the trainer's ranks; nothi
 """
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from services.trainer.megatron import runtime
 from shared.schema import codec
 from shared.schema.messages import Batch
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go back to the checkpoint of ``step``, or begin anew where it is None; the first command of all."""
+
+    step: int | None
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,14 @@ class Leave:
     done: bool
 
 
-Command = Train | Value | Push | Snapshot | Wait | Leave
+Command = Resume | Train | Value | Push | Snapshot | Wait | Leave
 
-_FORMS: dict[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in (Train, Value, Push, Snapshot, Wait, Leave)}
+_FORMS: dict[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in (Resume, Train, Value, Push, Snapshot, Wait, Leave)}
+
+
+def newest_of_all(held: Sequence[Sequence[int]]) -> int | None:
+    """Returns the newest step that everyone holds; None where there is none."""
+    return max(set.intersection(*map(set, held)), default=None)
 
 
 class CommandBroadcast:
@@ -96,6 +111,10 @@ class CommandBroadcast:
         payload = self._broadcast(torch.empty(int(size), dtype=torch.uint8))
         kind, fields = codec.unpack(payload.numpy().tobytes())
         return _FORMS[kind].validate_python(fields)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns ``value``, plain data, of every rank, in their order, on every rank."""
+        return [value] if self._alone else runtime.gather_json(value, self._group)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.broadcast(tensor, src=0, group=self._group)

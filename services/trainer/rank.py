@@ -5,12 +5,16 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from services.trainer.torchrun import tell_failure
 from shared.config.run_config import RunConfig
 from shared.runtime import failures
 from shared.runtime.child_process import die_with_parent
+from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.service_base import connect, exit_code
+from shared.runtime.telemetry import last_error
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
 """The name of each role in the registry and the logs."""
@@ -31,7 +35,7 @@ def main(role: str) -> None:
     from shared.store.payload_store import BlockingStore
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        failures.arm(before_exit=kill_siblings)
+        failures.arm(before_exit=end_all)
     control: ControlClient | None = None
     with contextlib.ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -55,12 +59,27 @@ def main(role: str) -> None:
         worker.run()
 
 
+def end_all() -> None:
+    """Tells why this rank is ended by force, and ends the others."""
+    tell_failure(last_error.text, consequence=False)
+    kill_siblings()
+
+
 def kill_siblings() -> None:
     """Ends the other ranks of this process's torchrun, which would otherwise give them half a minute to end in order."""
     parent = os.getppid()
     for pid in map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):
         if pid != os.getpid():
             os.kill(pid, signal.SIGKILL)
+
+
+def told(work: Callable[[], None]) -> None:
+    """Runs a rank's work; torchrun learns why it failed. That another rank went away is no cause of its own."""
+    try:
+        work()
+    except Exception as error:
+        tell_failure(failures.describe(error), isinstance(error, DeadlineExceeded) or type(error).__name__ in ("PeerLost", "PeerFailed"))
+        raise
 
 
 def read_run() -> tuple[RunConfig, str]:
@@ -79,4 +98,4 @@ def read_run() -> tuple[RunConfig, str]:
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.exit(exit_code(SERVICES[sys.argv[1]], lambda: main(sys.argv[1])))
+    sys.exit(exit_code(SERVICES[sys.argv[1]], lambda: told(lambda: main(sys.argv[1]))))

@@ -11,11 +11,11 @@ import structlog
 from torch import Tensor
 
 from services.trainer import batches, flops
-from services.trainer.actor import Actor, StepResult, latest_step
+from services.trainer.actor import Actor, StepResult, complete_steps, latest_step
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
 from services.trainer.attribution import agreed, attributed, refuse_infinite
 from services.trainer.batches import TrainBatch
-from services.trainer.commands import Command, CommandBroadcast
+from services.trainer.commands import Command, CommandBroadcast, Resume, newest_of_all
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.log_hook import RolloutLog
 from services.trainer.loss_inputs import scored
@@ -215,13 +215,30 @@ class RoleWorker:
     # --- checkpoints
 
     def _resume(self) -> None:
-        step = latest_step(self._checkpoints)
+        step = self._resume_step()
         if step is None:
             return
         self._set_state("loading the checkpoint")
         self._progress = Progress(**self._actor.load_checkpoint(self._checkpoints, step))
         self._begun_save = self._saved = self._progress.steps
         self._log.info("resumed", steps=self._progress.steps, version=self._version)
+
+    def _resume_step(self) -> int | None:
+        """Returns the step to go back to, None to begin anew: rank 0 takes the newest that every rank has, and tells the others.
+
+        Ranks on other machines may have disks of their own.
+        """
+        held = self._broadcast.gather(complete_steps(self._checkpoints))
+        if self._scheduler is None:
+            told = self._broadcast.receive()
+            assert isinstance(told, Resume)  # the first command
+            return told.step
+        step = newest_of_all(held)
+        if lacking := [rank for rank, steps in enumerate(held) if max(steps, default=None) != step]:
+            newest = {rank: max(held[rank], default=None) for rank in lacking}
+            self._log.warning("checkpoints_differ", resumes=step, ranks=newest, reason="ranks do not have the same steps on their disks")
+        self._broadcast.send(Resume(step))
+        return step
 
     def _save_if_due(self) -> None:
         steps, rollout = self._progress.steps, self._config.rollout

@@ -211,6 +211,9 @@ def _trainer(names: Subjects) -> BusRights:
     publish = (
         *_service(names, TRAINER),
         f"$KV.{names.services_bucket}.critic.{ANY}",  # the other role of the same account
+        f"$KV.{names.services_bucket}.node.{ANY}",  # the agents of several nodes
+        *_read(names.leases_bucket),
+        f"$KV.{names.leases_bucket}.nodes.{ANY}.{ANY}",
         names.batch,
         names.trained,
         names.durable,

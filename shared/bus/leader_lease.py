@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
 
 import nats.errors
 import structlog
@@ -39,6 +40,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime import liveness
 from shared.runtime.errors import MyxoError
+from shared.schema.node_messages import NodeState
 from shared.schema.service_messages import LeaseStatus
 
 AWAY_SECONDS = 120.0
@@ -96,15 +98,22 @@ class LeaderLease:
     Call `attempt` until it is held; then run `keep` beside all other work, await `held` before every act, and call `release` at the end.
 
     Args:
-        job: the lease's key. instance: the name of this process, for people.
+        job: the lease's key. instance: the name of this process, for people. node: makes what a node of the trainer says of itself.
+
+    Attributes:
+        term: unique to this holder.
     """
 
-    def __init__(self, bus: Bus, run: str, job: str, instance: str, timing: LeaseTiming) -> None:
+    def __init__(
+        self, bus: Bus, run: str, job: str, instance: str, timing: LeaseTiming, node: Callable[[], NodeState | None] = lambda: None
+    ) -> None:
         bucket = Subjects(run).leases_bucket
-        self._bus, self._stream, self._subject = bus, f"KV_{bucket}", f"$KV.{bucket}.{job}"
+        self._bus, self._run, self._job, self._subject = bus, run, job, f"$KV.{bucket}.{job}"
+        self._stream = f"KV_{bucket}"
         self.timing = timing
-        self._name, self._instance = f"the lease {job} of run {run}", instance
-        self._term = secrets.token_hex(8)
+        self._name, self._instance, self._node = f"the lease {job} of run {run}", instance, node
+        self.term = secrets.token_hex(8)
+        self._changed = asyncio.Event()
         self._mark = liveness.mark()
         self._observer = LeaseObserver(self.timing.duration)
         self._revision = 0
@@ -121,7 +130,7 @@ class LeaderLease:
         begun = time.monotonic()
         try:
             revision, status = await self._read()
-            own = status.term == self._term  # an earlier attempt took it, and its confirmation was lost
+            own = status.term == self.term  # an earlier attempt took it, and its confirmation was lost
             expired = self._observer.see(revision, clock())
             if status.term and not own and not expired and not liveness.certainly_dead(status.mark):
                 return False
@@ -136,11 +145,18 @@ class LeaderLease:
         """Renews the lease until cancelled. Raises LeaseLost."""
         try:
             while True:
-                await asyncio.sleep(self.timing.renewal)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.timing.renewal):
+                        await self._changed.wait()
+                self._changed.clear()
                 await self._renew_in_time()
         except LeaseLost as error:
             self._end(error)
             raise
+
+    def renew_soon(self) -> None:
+        """Has `keep` renew at once: the node has something new to say."""
+        self._changed.set()
 
     async def held(self) -> None:
         """Returns once this process may act: at once, or after its next renewal. Raises LeaseLost.
@@ -158,7 +174,7 @@ class LeaderLease:
         """Releases the lease, if it is still held, so that the next process need not wait. Call it when nothing acts any more."""
         if self._ended is None and clock() < self._until:
             with contextlib.suppress(APIError, *TRANSIENT):
-                await self._publish(LeaseStatus(holder=self._instance, term="", mark="", at=time.time()))
+                await self._publish(self._status(""))
         self._end(LeaseLost(f"{self._name} was released"))
 
     # --- renewing
@@ -186,7 +202,7 @@ class LeaderLease:
         if clock() < self._until and await self._swap():
             return True
         revision, status = await self._read()
-        if status.term != self._term:
+        if status.term != self.term:
             who = status.holder if status.term else "nobody"
             raise LeaseLost(f"{self._name} is lost: {who} has it now; this process was stopped or cut off for too long")
         self._revision = revision  # the initial state, or this process's own change whose confirmation was lost
@@ -196,7 +212,7 @@ class LeaderLease:
         """Writes this holder into the lease if it still has the known revision; the holder may act from the time of sending."""
         sent = clock()
         try:
-            self._revision = await self._publish(LeaseStatus(holder=self._instance, term=self._term, mark=self._mark, at=time.time()))
+            self._revision = await self._publish(self._status(self.term))
         except APIError as error:
             if error.err_code in WRONG_LAST_SEQUENCE:
                 return False
@@ -213,21 +229,31 @@ class LeaderLease:
         ack = await self._bus.js.publish(self._subject, status.encode(), timeout=self.timing.attempt, headers=headers)
         return ack.seq
 
+    def _status(self, term: str) -> LeaseStatus:
+        return LeaseStatus(holder=self._instance, term=term, mark=self._mark if term else "", at=time.time(), node=self._node())
+
     async def _read(self) -> tuple[int, LeaseStatus]:
-        """Returns the lease's revision (0 if it was never held) and its status."""
-        try:
-            message = await asyncio.wait_for(self._bus.js.get_last_msg(self._stream, self._subject), self.timing.attempt)
-        except NotFoundError as error:
-            if error.err_code != _NO_MESSAGE:
-                raise MyxoError(f"the bus has no bucket for {self._name}: does the run exist there? (`myxo up` makes it)") from error
-            return 0, LeaseStatus(holder="", term="", mark="", at=0.0)
-        assert message.seq is not None and message.data is not None  # a stored message has both
-        return message.seq, LeaseStatus.decode(message.data)
+        return await read_lease(self._bus, self._run, self._job, self.timing.attempt)
 
     def _end(self, error: LeaseLost) -> None:
         self._ended = self._ended or error
         self._until = float("-inf")
         self._renewed.set()
+
+
+async def read_lease(bus: Bus, run: str, job: str, timeout_s: float) -> tuple[int, LeaseStatus]:
+    """Returns a lease's revision (0 if it was never held) and its status. Raises BadMessage and what TRANSIENT lists."""
+    bucket = Subjects(run).leases_bucket
+    try:
+        message = await asyncio.wait_for(bus.js.get_last_msg(f"KV_{bucket}", f"$KV.{bucket}.{job}"), timeout_s)
+    except NotFoundError as error:
+        if error.err_code != _NO_MESSAGE:
+            raise MyxoError(
+                f"the bus has no bucket for the lease {job} of run {run}: does the run exist there? (`myxo up` makes it)"
+            ) from error
+        return 0, LeaseStatus(holder="", term="", mark="", at=0.0)
+    assert message.seq is not None and message.data is not None  # a stored message has both
+    return message.seq, LeaseStatus.decode(message.data)
 
 
 def clock() -> float:

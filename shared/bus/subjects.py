@@ -73,6 +73,17 @@ class Subjects:
         """Returns the prefix of the reply subjects of one kind of service; no other kind can subscribe to them."""
         return f"_INBOX.{self.run}.{role}"
 
+    # keys in the bucket of leases
+    @staticmethod
+    def node_lease(role: str, rank: int) -> str:
+        """Returns the lease of a node of the trainer (``role``: actor, critic)."""
+        return f"nodes.{role}.{rank}"
+
+    @staticmethod
+    def attempt(role: str) -> str:
+        """Returns the key of the newest attempt of a role's nodes."""
+        return f"nodes.{role}.attempt"
+
     # keys in the store
     @property
     def payload_keys(self) -> str:

@@ -66,8 +66,9 @@ class TrainerSection(Section):
         ),
     )
 
-    actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer; today one")
+    actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer")
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")
+    critic_num_nodes: int | None = Field(default=None, ge=1, description="machines of the critic (ppo); default: the actor's")
     critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
     critic_lr: float | None = Field(default=None, ge=0, description="the critic's learning rate; default: lr")
     critic_load: Annotated[Path | None, AfterValidator(hub_names.checked_model)] = Field(
@@ -174,6 +175,9 @@ class TrainerSection(Section):
         default=True, description="write the final policy in Hugging Face's format to hf in the run's directory", **MUTABLE
     )
     batch_timeout: float = Field(default=1800, gt=0, description="seconds the trainer waits for a batch", **MUTABLE)
+    node_timeout: float = Field(
+        default=1800, gt=0, description="several machines: seconds that one waits for those that are missing", **MUTABLE
+    )
     collective_timeout: float = Field(default=600, gt=0, description="seconds for a collective among trainer ranks", **MUTABLE)
     train_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the trainer runs")
     colocate: bool = Field(default=False, description="trainer and engines share the trainer's GPUs and compute alternately", **MUTABLE)
@@ -227,10 +231,17 @@ class TrainerSection(Section):
             if name not in RECOMPUTABLE:
                 yield f"trainer.recompute_modules: {name!r} is no module of a layer; {nearest(name, list(RECOMPUTABLE))}"
 
+    def nodes(self, role: str) -> int:
+        """Returns how many machines a role of the trainer (actor or critic) has."""
+        return (self.critic_num_nodes if role == "critic" else None) or self.actor_num_nodes
+
+    def ranks_per_node(self, role: str) -> int:
+        """Returns how many processes a role has on each of its machines."""
+        return (self.critic_num_gpus_per_node if role == "critic" else None) or self.actor_num_gpus_per_node
+
     def ranks(self, role: str) -> int:
-        """Returns how many processes a role of the trainer (actor or critic) has."""
-        critic = self.critic_num_gpus_per_node if role == "critic" else None
-        return self.actor_num_nodes * (critic or self.actor_num_gpus_per_node)
+        """Returns how many processes a role has."""
+        return self.nodes(role) * self.ranks_per_node(role)
 
     def warmup_steps(self, steps: int) -> int:
         """Returns the optimizer steps of the warm-up in a run of ``steps``."""

@@ -59,6 +59,7 @@ class ChildProcess:
         log_path: standard output and error are appended to it, its directory is made. None: standard input and output are the pipes
             ``stdin`` and ``stdout``, and standard error is this process's.
         watchdog: see the module. scratch: a directory that the watchdog removes when this process dies, and `stop` does otherwise.
+        inherit: standard output and error are this process's, and there is no log.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ChildProcess:
         *,
         watchdog: bool = False,
         scratch: Path | None = None,
+        inherit: bool = False,
     ) -> None:
         self.name, self.log_path = name, log_path
         self._scratch, self._lifeline = scratch, -1
@@ -78,7 +80,7 @@ class ChildProcess:
         self._releasing = threading.Lock()
         self.started_s, self.started_at = time.monotonic(), time.time()
         with contextlib.ExitStack() as files:
-            output, far_end = subprocess.PIPE, -1
+            output, far_end = None if inherit else subprocess.PIPE, -1
             if log_path is not None:
                 log_path.parent.mkdir(parents=True, exist_ok=True)
                 log = files.enter_context(log_path.open("ab"))
@@ -90,7 +92,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 command,
                 env=environment,
-                stdin=subprocess.PIPE if log_path is None else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if log_path is None and not inherit else subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if log_path is None else output,
                 start_new_session=True,

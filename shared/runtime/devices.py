@@ -40,7 +40,7 @@ def engines_back_up(config: RunConfig) -> bool:
 
 
 def assign_gpus(config: RunConfig) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES by instance for a run on one machine: the trainer's ranks come first, then its critic's, then engines.
+    """Returns CUDA_VISIBLE_DEVICES by instance of a run's services on one machine: trainer's ranks first, then critic's, then engines.
 
     Colocated engines have all of the trainer's GPUs, each those first that it computes on: the buffers of a memory channel lie on the
     GPU of the trainer's rank that fills them, and are read from there. Instances on a CPU have no entry.
@@ -68,9 +68,9 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, int]]:
     """Yields how many GPUs of its own each instance has, but for engines that share the trainer's. Half of a run has the others' too."""
     trainer, rollout, debug = config.trainer, config.rollout, config.debug
     if resolve(trainer.train_device) == "cuda" and not debug.debug_rollout_only:
-        yield "trainer-0", trainer.ranks("actor")
+        yield "trainer-0", trainer.ranks_per_node("actor")
         if config.algorithm.has_critic:
-            yield "critic-0", trainer.ranks("critic")
+            yield "critic-0", trainer.ranks_per_node("critic")
     if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate and not debug.trains_only:
         for index in range(rollout.rollout_replicas):
             yield f"rollout-{index}", rollout.rollout_num_gpus_per_engine

@@ -2,6 +2,7 @@
 
 from shared.schema.limits import Count, Gauges, Name, Reason, Timestamp
 from shared.schema.message import Message
+from shared.schema.node_messages import NodeState
 
 
 class WarmStartEnded(Message):
@@ -71,9 +72,10 @@ class ServiceStatus(Message):
 
 class LeaseStatus(Message):
     """KV ``leases/<job>``: the holder of a leader's lease. ``term``: unique to one life of a holder; empty: free. ``mark``:
-    `shared.runtime.liveness`."""
+    `shared.runtime.liveness`. ``node``: what a node of the trainer says of itself."""
 
     holder: str
     term: str
     mark: str
     at: float
+    node: NodeState | None = None

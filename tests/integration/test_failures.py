@@ -135,7 +135,7 @@ def test_a_thread_or_task_that_dies_ends_its_service(script: str, environment: d
 
 def test_all_ranks_of_a_trainer_end_with_the_one_whose_thread_dies(environment: dict[str, str]) -> None:
     """torchrun would give a rank that is busy half a minute."""
-    ranks = 'from services.trainer.__main__ import run_ranks; run_ranks(2, "tests.support.dying_rank")'
+    ranks = 'from services.trainer.torchrun import run_ranks; run_ranks(2, "tests.support.dying_rank")'
     seconds, code, lines = death_of(ranks, environment)
     assert code == 1
     assert seconds < 25, "the ranks end at once; torchrun itself takes seconds on a busy machine"

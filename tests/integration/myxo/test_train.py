@@ -87,13 +87,13 @@ def test_the_reference_policy_may_have_a_checkpoint_of_its_own(
 
 
 def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--balance-dat", "--actor-num-nodes", "2", "--rollout-max-respons", "3", "--use-routing-replay", "--dry-run"]
+    wrong = ["--balance-dat", "--actor-num-nodes", "2", "--colocate", "--rollout-max-respons", "3", "--use-routing-replay", "--dry-run"]
     assert main(["train", *words, *wrong]) == 2
     told = capsys.readouterr().err
     for line in (
         "--balance-dat = '': unknown flag; did you mean --balance-data?",
         "did you mean --rollout-max-response-len?",
         "--use-routing-replay = '': a flag of slime's; the router decides anew",
-        "--actor-num-nodes (trainer.actor_num_nodes) = 2: 1; the ranks of a trainer start on one machine",
+        "--actor-num-nodes (trainer.actor_num_nodes) = 2: 1 with colocate",
     ):
         assert line in told

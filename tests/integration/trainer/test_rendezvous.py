@@ -21,7 +21,7 @@ SECONDS = 180.0
 
 SLEEPER = ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)")
 STANDALONE = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", *SLEEPER)
-OURS = ("-c", f"from services.trainer.__main__ import run_ranks; run_ranks(2, *{SLEEPER!r})")
+OURS = ("-c", f"from services.trainer.torchrun import run_ranks; run_ranks(2, *{SLEEPER!r})")
 
 
 class Touch:

@@ -1,0 +1,162 @@
+"""`myxo up` on a node of the trainer other than the first: its part of the trainer and the critic alone, until the run has ended."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import structlog
+from rich.console import Console
+
+from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS
+from myxo.launch.service_plan import CRITIC, SERVICE_MODULES, ServiceSpec
+from myxo.launch.supervisor import StopReason, Supervisor
+from myxo.preflight.server_checks import GivenServers
+from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
+from shared.bus.bus_errors import BUS_ERRORS
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime import devices, exit_codes
+from shared.runtime.errors import ConfigError, DeadlineExceeded
+from shared.runtime.node_rank import NODE_RANK, RANK_VARIABLES, node_rank
+from shared.runtime.safe_text import say
+
+
+def most_nodes(config: RunConfig) -> int:
+    """Returns how many machines a run's trainer needs, its critic's included."""
+    trainer = config.trainer
+    return max(trainer.nodes("actor"), trainer.nodes("critic") if config.algorithm.has_critic else 1)
+
+
+def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -> int:
+    """Returns the rank of the node that this machine is, and puts it into the environment of the services to start.
+
+    Args:
+        rank: that of ``--node-rank``; None: the environment names it, where the trainer has several nodes.
+
+    Raises ConfigError.
+    """
+    nodes = most_nodes(config)
+    if nodes == 1:
+        if rank:
+            raise ConfigError("--node-rank", rank, "0; the trainer has one node (trainer.actor_num_nodes)")
+        return 0
+    for variable, url in (("NATS_URL", given.nats_url), ("REDIS_URL", given.redis_url)):
+        if url is None:
+            expected = f"required in the environment: a server that all {nodes} nodes of the trainer reach, not one of `myxo up`'s own"
+            raise ConfigError(variable, None, expected)
+    if rank is not None:
+        os.environ[NODE_RANK] = str(rank)
+    elif not any(os.environ.get(variable) for variable in RANK_VARIABLES):
+        raise ConfigError("--node-rank", None, f"0 to {nodes - 1}, on each of the trainer's {nodes} nodes another one")
+    os.environ[NODE_RANK] = str(settled := node_rank(nodes))
+    return settled
+
+
+def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
+    """Returns the services of a node other than the first: its part of each role that has so many."""
+    trainer = config.trainer
+    modules: dict[str, tuple[str, tuple[str, ...]]] = {"actor": ("trainer", (SERVICE_MODULES["trainer"],))}
+    if config.algorithm.has_critic:
+        modules["critic"] = ("critic", CRITIC)
+    specs, gpus = [], 0
+    for role, (service, module) in modules.items():
+        if rank >= trainer.nodes(role):
+            continue
+        instance, share = f"{service}-node-{rank}", trainer.ranks_per_node(role)
+        environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
+        if len(modules) > 1 and devices.resolve(trainer.train_device) == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(gpus, gpus + share)))
+            gpus += share
+        specs.append(ServiceSpec("node", instance, (sys.executable, "-m", *module), environment))
+    return specs
+
+
+class NodeLaunch:
+    """One launch on one node.
+
+    Args:
+        nats_url: of the bus that the run is on, or will be.
+    """
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, nats_url: str, rank: int, console: Console) -> None:
+        self._config, self._directory, self._nats_url, self._rank, self._console = config, directory, nats_url, rank, console
+        self._signals: list[signal.Signals] = []
+        self._away = float("-inf")
+        self._log = structlog.get_logger()
+
+    async def run(self) -> int:
+        """Runs until the run has ended or this node is asked to stop. Returns the exit code. Raises ConfigError, DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._signals.append, signum)
+        run = self._config.run.name
+        bus = await Bus.connect(self._nats_url, name=f"{run}/node-{self._rank}", inbox=Subjects(run).inbox("operator"))
+        try:
+            if not await self._run_is_there(bus):
+                return 128 + self._signals[0]
+            await runs.refuse_differences(bus, self._config)
+            return await self._supervise(bus)
+        finally:
+            await bus.close()
+
+    async def _run_is_there(self, bus: Bus) -> bool:
+        """Waits until the first node has put the run on the bus. Returns False where this node was asked to stop meanwhile."""
+        run, patience = self._config.run.name, self._config.trainer.node_timeout
+        end = time.monotonic() + patience
+        self._console.print(f"Node {self._rank} of run {run} waits for the first node.", soft_wrap=True)
+        while not self._signals:
+            try:
+                if await runs.load(bus, run) and await runs.phase(bus, run) == runs.RUNNING:
+                    return True
+            except runs.NoSuchRun:
+                pass
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"run {run}", "node 0 (`myxo up` there)", patience, "this node stops")
+            await asyncio.sleep(POLL_SECONDS)
+        return False
+
+    async def _supervise(self, bus: Bus) -> int:
+        specs = node_plan(self._config, self._nats_url, self._rank)
+        supervisor = Supervisor(specs, self._directory.log, excused=lambda since: self._away >= since)
+        self._console.print(f"Node {self._rank}: {', '.join(spec.instance for spec in specs)} started.", soft_wrap=True)
+        phase: str | None = runs.RUNNING
+        stopped: StopReason | None = None
+        try:
+            while not self._signals and phase not in runs.ENDS and stopped is None:
+                phase, steps = await self._look(bus, supervisor)
+                stopped = supervisor.tick(time.monotonic(), steps)
+                await asyncio.sleep(POLL_SECONDS)
+            if phase == runs.FINISHED:
+                await self._wait(supervisor, LEAVE_SECONDS)
+        finally:
+            supervisor.terminate()
+            await self._wait(supervisor, TRAINER_STOP_SECONDS + STOP_SECONDS)
+            supervisor.kill()
+        if stopped is not None:
+            say(f"myxo: {stopped.lines[-1] if stopped.bad_input and stopped.lines else stopped.reason}")
+            return exit_codes.BAD_INPUT if stopped.bad_input else exit_codes.RUN_FAILED
+        if self._signals:
+            return 128 + self._signals[0]
+        return exit_codes.DONE if phase == runs.FINISHED else exit_codes.RUN_FAILED
+
+    async def _look(self, bus: Bus, supervisor: Supervisor) -> tuple[str | None, int]:
+        """Returns the run's phase and its trained steps; while the bus is away, that it runs."""
+        run = self._config.run.name
+        try:
+            supervisor.note_ready(await Registry(bus, run).alive("node"))
+            return await runs.phase(bus, run), await runs.trained_steps(bus, run)
+        except BUS_ERRORS as error:
+            self._away = time.monotonic()
+            self._log.warning("servers_away", error=str(error) or type(error).__name__)
+            return runs.RUNNING, 0
+
+    async def _wait(self, supervisor: Supervisor, seconds: float) -> None:
+        """Waits until all services have ended, for so many seconds at most."""
+        end = time.monotonic() + seconds
+        while supervisor.running() and time.monotonic() < end:
+            await asyncio.sleep(TICK_SECONDS)

@@ -1,0 +1,61 @@
+"""What one node of the trainer knows of another from the lease that it reads. Pure: times are arguments."""
+
+from dataclasses import dataclass
+
+from shared.bus.leader_lease import LeaseObserver
+from shared.schema.node_messages import NodeState
+from shared.schema.service_messages import LeaseStatus
+
+
+@dataclass(frozen=True)
+class SeenNode:
+    """A node as its lease shows it. ``term``: of its agent, empty where it has left, or was never there. ``alive``: its lease is being
+    renewed. ``expired``: it has not been for the lease's whole duration."""
+
+    rank: int
+    holder: str = ""
+    term: str = ""
+    state: NodeState | None = None
+    alive: bool = False
+    expired: bool = False
+
+    @property
+    def running(self) -> int:
+        """Returns the attempt that its ranks take part in; 0: they run in none, as far as this can be known."""
+        return self.state.running if self.state is not None and self.term and not self.expired else 0
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether an attempt may begin with it."""
+        return self.alive and self.state is not None and not self.state.stopping
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.holder, self.state.address if self.state else "")))
+        return f"node {self.rank}" + (f" ({where})" if where else "")
+
+
+class NodeObserver:
+    """Follows one node's lease.
+
+    A lease that was found when watching began may be that of a dead agent: the node counts as alive once the lease was renewed, or taken,
+    before the eyes of this process.
+
+    Args:
+        duration: of the lease in seconds.
+    """
+
+    def __init__(self, rank: int, duration: float) -> None:
+        self._rank, self._lease = rank, LeaseObserver(duration)
+        self._first: int | None = None
+
+    def see(self, revision: int, status: LeaseStatus, now: float) -> SeenNode:
+        """Takes the lease that was read by ``now``; ``revision`` 0: there is none."""
+        if self._first is None:
+            self._first = revision
+        expired = self._lease.see(revision, now)
+        alive = bool(status.term) and not expired and revision != self._first
+        return SeenNode(self._rank, status.holder, status.term, status.node, alive, bool(status.term) and expired)
+
+    def unreadable(self) -> None:
+        """Restarts the count: the bus is away, and the node may be unable to renew."""
+        self._lease.unreadable()

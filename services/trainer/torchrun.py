@@ -1,0 +1,103 @@
+"""Runs ranks under torchrun with its static rendezvous: all of one machine, or one node's part of several.
+
+torchrun's other rendezvous, ``c10d`` (also behind ``--standalone``), unpickles what anybody writes to its port. And each TCP store that
+torch opens by itself listens on all addresses. The static one takes the store that this process has already for its port. What ranks and
+torchrun's agents read from it are numbers, JSON, and the raw addresses of gloo and NCCL.
+
+As a program it is a child of a node's agent (`services.trainer.nodes.node_ranks`):
+
+    python -m services.trainer.torchrun DIRECTORY NODE NODES RANKS ADDRESS PORT MODULE ARGUMENT...
+
+The first node (NODE 0) opens the meeting point at ADDRESS and writes its port to DIRECTORY/port; DIRECTORY/failure tells of the first rank
+that failed, if one did.
+"""
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shared.runtime.atomic_files import replace_file
+from shared.runtime.own_address import LOOPBACK
+
+PORT_FILE, FAILURE_FILE = "port", "failure"
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""torchrun's variable for the file in which a rank tells why it fails."""
+
+
+def run_ranks(
+    ranks: int,
+    *module: str,
+    node: int = 0,
+    nodes: int = 1,
+    address: str = LOOPBACK,
+    port: int = 0,
+    job: str = "",
+    opened: Callable[[int], None] = lambda _: None,
+    failed: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> None:
+    """Runs torchrun; the first failed rank's exit code becomes this process's.
+
+    Args:
+        ranks: on this node. module: what each rank runs, and its arguments. node, nodes: this one's index, and how many there are.
+        address, port: of the meeting point, which node 0 opens at any free port. job: the same on all nodes, and new for each attempt.
+        opened: is called with its port. failed: is called with what is known of the first rank that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    from shared.transfer.bound_store import BoundStore
+
+    if node == 0:
+        store = BoundStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        opened(port := store.port)
+    meeting = ["--rdzv-backend", "static", "--master-addr", address, "--master-port", str(port)]
+    meeting += ["--rdzv-id", job or secrets.token_hex(16)]
+    share = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    try:
+        run(get_args_parser().parse_args([*meeting, *share, "-m", *module]))
+    except SignalException:
+        pass  # this process was asked to stop: torchrun has passed the signal on and waited for the ranks
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        told = failure.error_file_data if isinstance(failure.error_file_data.get("message"), str) else {}
+        words = told.get("message") or (f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}")
+        code = failure.exitcode if 0 < failure.exitcode < 128 else 1
+        failed({"rank": rank, "code": code, "reason": words, "consequence": bool(told.get("consequence"))})
+        sys.exit(code)
+
+
+def tell_failure(reason: str, consequence: bool) -> None:
+    """Writes why this rank fails into the file that torchrun has named for it. ``consequence``: another rank went away."""
+    if path := os.environ.get(ERROR_FILE):
+        told = {"message": reason, "timestamp": str(int(time.time())), "consequence": consequence}
+        Path(path).write_text(json.dumps(told))
+
+
+def main(arguments: list[str]) -> None:
+    directory, node, nodes, ranks, address, port, *module = arguments
+    place = Path(directory)
+    run_ranks(
+        int(ranks),
+        *module,
+        node=int(node),
+        nodes=int(nodes),
+        address=address,
+        port=int(port),
+        job="nodes",  # each attempt has a meeting point of its own
+        opened=lambda port: replace_file(place / PORT_FILE, str(port).encode()),
+        failed=lambda failure: replace_file(place / FAILURE_FILE, json.dumps(failure).encode()),
+    )
+
+
+if __name__ == "__main__":
+    from shared.runtime.child_process import die_with_parent
+
+    die_with_parent()
+    main(sys.argv[1:])

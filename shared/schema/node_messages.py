@@ -1,0 +1,42 @@
+"""The wire schema of a trainer's nodes: what each says of itself in its lease, and the attempt that its first node announces."""
+
+from typing import Literal
+
+from shared.schema.limits import Count, Name, Reason, Timestamp
+from shared.schema.message import Message, Part
+
+Over = Literal["", "ending", "stopped", "lost", "failed", "done"]
+"""How an attempt stands: at work, being ended, or why it ended. After ``lost`` and ``stopped`` its nodes begin another one."""
+
+
+class NodeState(Part):
+    """A node of the trainer, as the `LeaseStatus` of its rank says.
+
+    ``address``: where the other nodes reach it. ``running``: the attempt in which its ranks run, 0: none do. ``ended``: the newest attempt
+    whose ranks have ended here, with exit ``code`` and ``reason``; ``consequence``: the reason is that another rank went away.
+    ``stopping``: it was asked to stop.
+    """
+
+    address: Name
+    running: Count = 0
+    ended: Count = 0
+    code: int = 0
+    reason: Reason = ""
+    consequence: bool = False
+    stopping: bool = False
+
+
+class Attempt(Message):
+    """KV ``leases/nodes.<role>.attempt``: an attempt of all nodes to train, which meet at ``address`` and ``port`` of the first one.
+
+    ``terms``: of the nodes' leases, by rank: a node that was started anew is another one. ``code``: the exit code of a failed attempt.
+    """
+
+    number: Count
+    address: Name
+    port: Count
+    terms: list[Name]
+    over: Over = ""
+    code: int = 0
+    reason: Reason = ""
+    at: Timestamp

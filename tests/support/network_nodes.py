@@ -1,0 +1,118 @@
+"""Nodes of a cluster as network namespaces, each with one cable to a bridge of this machine's, where servers listen."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from shared.runtime.child_process import die_with_parent
+from shared.runtime.embedded_servers import EmbeddedNats
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class NodeNetwork:
+    """Nodes 0, 1, …; a bridge at address `head`. Use `node_network`."""
+
+    def __init__(self, nodes: int) -> None:
+        mark = secrets.token_hex(3)
+        self.bridge, self._net = f"mx{mark}", f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
+        self.head = f"{self._net}.254"
+        self.names = [f"myxo-{mark}-{node}" for node in range(nodes)]
+        self._outer = [f"mx{mark}-{node}" for node in range(nodes)]
+        self.addresses = [f"{self._net}.{node + 1}" for node in range(nodes)]
+
+    def make(self) -> None:
+        self._ip("link", "add", self.bridge, "type", "bridge")
+        self._ip("address", "add", f"{self.head}/24", "dev", self.bridge)
+        self._ip("link", "set", self.bridge, "up")
+        for name, outer, address in zip(self.names, self._outer, self.addresses, strict=True):
+            self._ip("netns", "add", name)
+            self._name_addresses(name)
+            self._ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+            self._ip("link", "set", outer, "master", self.bridge, "up")
+            self._ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                self._ip("-n", name, "link", "set", device, "up")
+
+    def _name_addresses(self, namespace: str) -> None:
+        """Lets nodes look up addresses without a name server, which they do not reach (``/etc/netns``, ip-netns(8))."""
+        place = Path("/etc/netns") / namespace
+        place.mkdir(parents=True)
+        hosts = "".join(f"{self._net}.{last} host-{last}\n" for last in range(1, 255))
+        (place / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        (place / "nsswitch.conf").write_text("hosts: files\n")
+
+    def remove(self) -> None:
+        for name in self.names:
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+        for command in (*(("netns", "delete", name) for name in self.names), ("link", "delete", self.bridge)):
+            subprocess.run(["ip", *command], capture_output=True, check=False)
+
+    def cut(self, node: int) -> None:
+        """Takes a node's link down."""
+        self._ip("-n", self.names[node], "link", "set", "eth0", "down")
+
+    def mend(self, node: int) -> None:
+        self._ip("-n", self.names[node], "link", "set", "eth0", "up")
+
+    def readdress(self, node: int) -> None:
+        """Gives a node another address in the place of the one that it has."""
+        old, new = self.addresses[node], f"{self._net}.{100 + node}"
+        self._ip("-n", self.names[node], "address", "add", f"{new}/24", "dev", "eth0")
+        self._ip("-n", self.names[node], "address", "delete", f"{old}/24", "dev", "eth0")
+        self.addresses[node] = new
+
+    def start(self, node: int, log: Path, environment: Mapping[str, str], *words: str) -> subprocess.Popen[bytes]:
+        """Starts ``python WORDS`` on a node; its output is appended to ``log``."""
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.names[node], sys.executable, *words],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+
+    @staticmethod
+    def _ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def node_network(nodes: int) -> Iterator[NodeNetwork]:
+    """Makes a network of so many nodes; skips the test where the system has none."""
+    network = NodeNetwork(nodes)
+    try:
+        network.make()
+        yield network
+    except FileNotFoundError:
+        pytest.skip("no network namespaces here: there is no command ip")
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            network.remove()
+
+
+class HeadNats(EmbeddedNats):
+    """An embedded NATS server at an address of its own."""
+
+    def __init__(self, directory: Path, address: str) -> None:
+        super().__init__(directory)
+        self._at = address
+        self.address = (address, self.port)
+        self.url = self.guest_url = self.url.replace("127.0.0.1", address)
+
+    def _command(self) -> list[str]:
+        command, config = super()._command(), self.directory / "nats.conf"
+        config.write_text(config.read_text().replace("listen: 127.0.0.1", f"listen: {self._at}"))
+        return command
