@@ -83,7 +83,9 @@ SHAPES = {"qwen3-4b": SHAPE, "qwen3-30b-a3b": MIXTURE, "tiny-moe": MIXTURE | SMA
 CASES = ("8192:none", "16384:layers-14")
 MIXTURE_CASES = ("8192:none", "32768:none")
 MICRO_BATCHES = 4
-RESULTS = Path(__file__).parent / "results" / "trainer_mfu.json"
+RESULTS = Path(__file__).parent / "results"
+WRITTEN = ("trainer_mfu", "trainer_moe", "trainer_memory")
+"""Tables of the page, each of the file of that name in `RESULTS`."""
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
 WARM_UP = 2
 
@@ -94,7 +96,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--case", action="append", metavar="TOKENS:RECOMPUTE", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
-    parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
+    parser.add_argument("--write", action="store_true", help="put the figures of benchmarks/results into the docs; nothing is measured")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="of the model")
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="GPUs that share the experts")
@@ -108,7 +110,8 @@ def main() -> int:
             print(json.dumps(measured))
         return 0
     if arguments.write:
-        put_table(PAGE, "trainer_mfu", table(json.loads(RESULTS.read_text())))
+        for name in WRITTEN:
+            put_table(PAGE, "trainer_mfu", table(json.loads((RESULTS / f"{name}.json").read_text())), name)
         return 0
     rows = []
     mixture = "num_experts" in SHAPES[arguments.shape]
@@ -296,8 +299,12 @@ def line(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as a table."""
+    planned = any("plan_gb" in row for row in rows)
     head = ["| tokens a micro-batch | recomputed | tokens/s | TFLOP/s | MFU | peak memory |", "|---|---|---|---|---|---|"]
-    return "\n".join([*head, *map(line, rows)])
+    if not planned:
+        return "\n".join([*head, *map(line, rows)])
+    wider = [f"{head[0]} planned |", f"{head[1]}---|"]
+    return "\n".join([*wider, *(f"{line(row)} {row['plan_gb']:.0f} GB |" for row in rows)])
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from torch import Tensor
 from services.trainer import flops
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
-from services.trainer.megatron.checkpoint_writer import Save, SaveFailed
 from services.trainer.megatron.freezing import freeze
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
+from services.trainer.megatron.joint_write import JointWrite, SaveFailed
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.packed_sequences import StageRouting, prefixes_of
 from services.trainer.megatron.passes import LossFunction
@@ -66,7 +66,7 @@ class Actor:
     def __init__(self, settings: TrainerSettings, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
         self.settings, self.hf_dir = settings, hf_dir
         self.model, self.optimizer = model, optimizer
-        self._saving: Save | None = None
+        self._saving: JointWrite | None = None
 
     @classmethod
     def create(
@@ -233,9 +233,9 @@ class Actor:
         """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""
         export.save_hf(self._gather_plan, self.hf_dir, Path(directory))
 
-    def copy_hf(self, directory: str | Path) -> Callable[[], None] | None:
-        """Copies the weights to rank 0's host memory. Returns there a function that does the rest of `save_hf` on any thread."""
-        return export.copy_hf(self._gather_plan, self.hf_dir, Path(directory))
+    def start_export(self, directory: str | Path) -> JointWrite:
+        """Begins `save_hf`: copies each rank's share of the weights to its host memory, to be written while training goes on."""
+        return export.start_export(self._gather_plan, self.hf_dir, Path(directory))
 
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True

@@ -165,6 +165,12 @@ class TrainerSection(Section):
         description="directory, with {rollout_id} for the step, of the policy in Hugging Face's format, written with every checkpoint",
         **MUTABLE,
     )
+    save_hf_interval: int | None = Field(
+        default=None,
+        gt=0,
+        description="of the checkpoints, those after a multiple of so many steps are exported to save_hf, and the last; default: all",
+        **MUTABLE,
+    )
     save_final_hf: bool = Field(
         default=True, description="write the final policy in Hugging Face's format to hf in the run's directory", **MUTABLE
     )

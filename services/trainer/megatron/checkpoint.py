@@ -1,9 +1,10 @@
-"""Training checkpoints: Megatron's distributed format, published atomically, resumed exactly.
+"""Training checkpoints: Megatron's distributed format, written by every rank for itself, published atomically, resumed exactly.
 
 ``ROOT/step_00000012/`` holds one checkpoint: the shards of model and optimizer (torch_dist), every rank's random state, and
-``checkpoint.json`` with the step, the model's architecture, the layout, the schedule's position and the caller's own data.
-The directory is written under another name and renamed when all of it is on the disk, so whatever bears the final name is
-complete (see :mod:`.directory`).
+``checkpoint.json`` with the step, the model's architecture, the layout, the schedule's position, the caller's own data, and which ranks'
+files lie where. The directory is written under another name and renamed when all of it is on the disk, so whatever bears the final name
+is complete (see :mod:`.joint_write`). ``ROOT`` may be on a disk that all ranks see, or on one of each node: then each node has the files
+of its ranks, which are enough for the same layout on the same nodes.
 
 Megatron and PyTorch unpickle parts of it when they read it back; :mod:`.checkpoint_pickles` sees to it that those run no code.
 """
@@ -12,7 +13,9 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +25,53 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.checkpoint_pickles import check_checkpoint_files, weights_only
-from services.trainer.megatron.checkpoint_writer import Save, StagedShards
+from services.trainer.megatron.checkpoint_parts import MARKER, CheckpointParts
+from services.trainer.megatron.checkpoint_pickles import check_checkpoint_files, shard_files, weights_only
+from services.trainer.megatron.checkpoint_places import find_places
 from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.megatron.joint_write import JointWrite
 from services.trainer.megatron.optimizer import Optimizer
-from services.trainer.megatron.runtime import deadline, timeout_seconds, together
+from services.trainer.megatron.optimizer_shards import LiveState
+from services.trainer.megatron.runtime import deadline, gather_json, timeout_seconds, together
+from services.trainer.megatron.staged_shards import StagedShards
 from shared.config.learning_rate import LearningRateSchedule
 from shared.model.architecture import Architecture
-from shared.runtime.atomic_files import fsync_tree, publish, replaced_by, scratch, settle
+from shared.runtime.atomic_files import publish, replaced_by, scratch, settle
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.untrusted_files import parse_json, read_regular
 
-FORMAT = 2
+FORMAT = 3
+READABLE_FORMATS = (2, 3)
+"""Format 2 has no directories in its marker: all files lie in one."""
+
 MAX_MARKER = 16 * 1024**2
 """The most bytes of a ``checkpoint.json``."""
 
-MARKER = "checkpoint.json"
+RESTART = "the checkpoint is not there; the run goes on from the one before it"
 _NAME = re.compile(r"step_(\d{8,})")
+_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class CheckpointMissing(MyxoError):
     """No complete checkpoint was found in the directory (or of the step) that was asked for."""
 
 
+class CheckpointElsewhere(MyxoError):
+    """A part of a checkpoint that is needed lies on another node's disk."""
+
+
 def start_saving(
     model: MegatronModel, optimizer: Optimizer, root: Path, step: int, extra: dict[str, Any], keep: int | None = None, copied: bool = True
-) -> Save:
-    """Begins to write a checkpoint. A collective of all ranks; ``root`` must be the same directory for all.
+) -> JointWrite:
+    """Begins to write a checkpoint. A collective of all ranks; ``root`` may be one directory for all, or one on each node.
 
     Args:
         step: names the checkpoint; an older one of the same step is replaced. extra: JSON data handed back by the load.
         keep: how many of the newest checkpoints stay, this one included; None for all.
-        copied: whether training may go on before :meth:`Save.finish`. One save at a time: finish it before the next.
+        copied: whether training may go on before :meth:`JointWrite.finish`. One save at a time: finish it before the next.
 
     Raises:
         ConfigError: ``extra`` is no JSON.
@@ -64,20 +80,16 @@ def start_saving(
     marker = _describe(model, optimizer, step, extra)
     target = root / f"step_{step:08d}"
     partial = target.with_name(f".{target.name}.partial")
+    places = find_places(root)
     with together(f"the preparation of checkpoint {target}"):
-        if dist.get_rank() == 0:
-            partial = scratch(target)
-    shards = StagedShards(copied)
+        if places.leaders[dist.get_rank()] == dist.get_rank():
+            scratch(target)
+    shards = StagedShards(copied, places)
     with deadline(f"staging checkpoint {target}"):
-        dist_checkpointing.save(_sharded_state(model, optimizer, loading=False), str(partial), shards)
-
-    def appear() -> None:
-        (partial / MARKER).write_text(marker)
-        fsync_tree(partial)
-        publish(partial, target)
-        _remove_old(root, keep)
-
-    return Save(target, partial, shards, appear, timeout_seconds())
+        state, _ = _sharded_state(model, optimizer, loading=False)
+        dist_checkpointing.save(state, str(partial), shards, validate_access_integrity=False)  # DCP checks the plan as a whole
+    parts = CheckpointParts(target, partial, shards, marker, lambda: publish(partial, target), lambda: _remove_old(root, keep))
+    return JointWrite(f"checkpoint {target}", parts, places, RESTART, timeout_seconds())
 
 
 def load_checkpoint(
@@ -97,9 +109,11 @@ def load_checkpoint(
     Raises:
         CheckpointMissing: there is none (of this step). ConfigError: it is of another model, dtype or optimizer.
     """
-    path, marker = find_checkpoint(root, step)
+    path, marker = _agreed(root, step)
+    same_layout = marker.get("layout") == _layout(model)
     if reset_optimizer or marker.get("weights_only"):  # a converted checkpoint has nothing else
         _check(path, marker, model)
+        _check_within_reach(path, marker, same_layout)
         with deadline(f"reading the weights of checkpoint {path}"), weights_only():
             loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
         _load_modules(loaded, model)
@@ -107,17 +121,63 @@ def load_checkpoint(
         optimizer.reset(optimizer.schedule)
         return dict(marker["extra"])
     _check(path, marker, model, optimizer)
-    same_layout = marker["layout"] == _layout(model)
-    state = _sharded_state(model, optimizer, loading=True, with_random=same_layout, updates=marker["updates"])
+    _check_within_reach(path, marker, same_layout)
+    state, take_loaded = _sharded_state(model, optimizer, loading=True, with_random=same_layout, updates=marker["updates"])
     with deadline(f"reading checkpoint {path}"), weights_only():
         loaded = dist_checkpointing.load(state, str(path), strict="raise_all" if same_layout else "assume_ok_unexpected")
     _load_modules(loaded, model)
-    for role, part in optimizer.parts().items():
-        part.load_state_dict(loaded["optimizer"][role])
+    for role, take in take_loaded.items():
+        take(loaded["optimizer"][role])
     optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"])
     if same_layout:
         _set_random_state(loaded["random"])
     return dict(marker["extra"])
+
+
+def _agreed(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """Returns what `find_checkpoint` does, of the step that rank 0 chose. A collective of all ranks."""
+    with deadline(f"the choice of a checkpoint in {root}"):
+        chosen = gather_json(latest_step(root) if step is None else step)[0]
+    with together(f"finding a checkpoint in {root}"):
+        return find_checkpoint(root, chosen)
+
+
+def _check_within_reach(path: Path, marker: Mapping[str, Any], same_layout: bool) -> None:
+    """Raises CheckpointElsewhere, on all ranks alike, if one of them needs files that its directory lacks. A collective of all ranks.
+
+    In the layout that saved, a rank needs the files of the ranks that wrote to the same directory; in another one, all of them.
+    """
+    missing = missing_ranks(path)
+    rank, directories = dist.get_rank(), marker.get("directories", [])
+    own: list[int] = next((each["ranks"] for each in directories if rank in each["ranks"]), [])
+    needed = [other for other in missing if other in own or not own] if same_layout else missing
+    with deadline(f"the look at {path}"):
+        everyone = gather_json(needed)
+    for reader, lacking in enumerate(everyone):
+        if lacking:
+            raise CheckpointElsewhere(_elsewhere(path, directories, reader, lacking, same_layout))
+
+
+def missing_ranks(path: Path) -> list[int]:
+    """Returns the ranks whose files a checkpoint's index names and its directory lacks."""
+    found = {name: _SHARD.fullmatch(name) for name in shard_files(path) if not (path / name).is_file()}
+    return sorted({int(match[1]) if match else -1 for match in found.values()})
+
+
+def check_complete(path: Path, marker: Mapping[str, Any]) -> None:
+    """Raises CheckpointElsewhere if a directory holds only a part of a checkpoint, for whoever needs all of it."""
+    if lacking := missing_ranks(path):
+        raise CheckpointElsewhere(_elsewhere(path, marker.get("directories", []), 0, lacking, same_layout=False))
+
+
+def _elsewhere(path: Path, directories: list[Any], reader: int, lacking: list[int], same_layout: bool) -> str:
+    where = [f"ranks {sorted({*each['ranks']} & {*lacking})} on {each['host']}" for each in directories if {*each["ranks"]} & {*lacking}]
+    why = "this rank was on another node when it saved" if same_layout else "another layout than the one that saved needs all files"
+    return (
+        f"{path} lacks, for rank {reader}, the files of {'; '.join(where) or f'ranks {lacking}'}: {why}. Copy the files __*.distcp of "
+        f"this step from every node to a directory that all ranks see, with the rest of rank 0's; or start with the saved layout, its "
+        f"ranks on the nodes that hold their files"
+    )
 
 
 def _load_modules(loaded: dict[str, Any], model: MegatronModel) -> None:
@@ -145,7 +205,7 @@ def read_marker(path: Path) -> dict[str, Any]:
         version = marker.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(str(path), MARKER, f"a readable JSON object ({error})") from error
-    if version != FORMAT:
+    if version not in READABLE_FORMATS:
         raise ConfigError(f"{path}:format", version, f"{FORMAT}; written by another version of Myxo")
     check_checkpoint_files(path)
     return marker
@@ -169,7 +229,7 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return found
 
 
-def _describe(model: MegatronModel, optimizer: Optimizer, step: int, extra: dict[str, Any]) -> str:
+def _describe(model: MegatronModel, optimizer: Optimizer, step: int, extra: dict[str, Any]) -> dict[str, Any]:
     marker = {
         "format": FORMAT,
         "step": step,
@@ -181,9 +241,10 @@ def _describe(model: MegatronModel, optimizer: Optimizer, step: int, extra: dict
         "extra": extra,
     }
     try:
-        return json.dumps(marker, indent=2, allow_nan=False) + "\n"
+        json.dumps(marker, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError("extra", type(extra).__name__, f"JSON data without NaN or infinities ({error})") from error
+    return marker
 
 
 def model_entries(model: MegatronModel) -> dict[str, Any]:
@@ -231,25 +292,39 @@ def sharded_modules(model: MegatronModel, layers_apart: bool = False) -> dict[st
 
 def _metadata() -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 
 
-def _sharded_state(model: MegatronModel, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0) -> dict[str, Any]:
-    """Returns the sharded state of model and optimizer. ``updates``: the count of updates in the checkpoint that is loaded."""
+def _sharded_state(
+    model: MegatronModel, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0
+) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
+    """Returns the sharded state of model and optimizer, and by role what takes over the optimizer's when it is loaded.
+
+    Args:
+        updates: the count of updates in the checkpoint that is loaded.
+    """
     state = sharded_modules(model)
     # a stack of layers of which some are frozen would have moments for a part only
     apart = dict(state) if model.freezing.nothing else sharded_modules(model, layers_apart=True)
     source = apart["model0"] if len(apart) == 1 else apart
-    state["optimizer"] = {
-        role: _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=_metadata()), updates)
-        for role, part in optimizer.parts().items()
-    }
+    state["optimizer"], take_loaded = {}, dict[str, Callable[[Any], None]]()
+    for role, part in optimizer.parts().items():
+        if isinstance(part, DistributedOptimizer):
+            live = LiveState(part, source)
+            state["optimizer"][role] = live.sharded()
+            take_loaded[role] = partial(_take_slices, live, updates)
+        else:
+            state["optimizer"][role] = _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=_metadata()), updates)
+            take_loaded[role] = part.load_state_dict
     if with_random:
         state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
-    return state
+    return state, take_loaded
+
+
+def _take_slices(live: LiveState, updates: int, loaded: Any) -> None:
+    """Takes over an optimizer's slices, which were read to where they belong: what the load returned of them is not needed."""
+    live.take_loaded(updates)
 
 
 def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:

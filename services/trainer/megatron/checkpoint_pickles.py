@@ -59,12 +59,18 @@ def check_checkpoint_files(path: Path) -> None:
     for entry in os.scandir(path):
         if not (stat.S_ISREG(mode := entry.stat(follow_symlinks=False).st_mode) or stat.S_ISDIR(mode)):
             raise ConfigError(str(path), entry.name, "a plain file; a checkpoint holds no links, pipes or devices")
+    shard_files(path)
+
+
+def shard_files(path: Path) -> set[str]:
+    """Returns the names of the files that the ``.metadata`` of a checkpoint refers to. Raises ConfigError."""
     try:
         with open_regular(path / METADATA, links=True) as file:  # the operator may have linked the directory
             metadata = _MetadataUnpickler(file).load()
         for info in metadata.storage_data.values():
             if not is_plain_name(info.relative_path) or info.transform_descriptors:
                 raise ValueError(f"its tensors lie in {info.relative_path!r}")
+        return {info.relative_path for info in metadata.storage_data.values()}
     except Exception as error:  # whatever bytes make an unpickler raise
         expected = f"readable metadata of a checkpoint ({type(error).__name__}: {error})"
         raise ConfigError(str(path), METADATA, expected) from error

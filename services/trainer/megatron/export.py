@@ -1,8 +1,14 @@
-"""A checkpoint directory of the model in Hugging Face's format, gathered and written file by file."""
+"""A checkpoint directory of the model in Hugging Face's format, to which the ranks write files side by side.
+
+Each rank gathers and writes its share of the parameters, those that it holds a part of. No rank has more than its share in host memory, and
+at most two files of it where training waits. The directory appears when all files are on the disk (:mod:`.joint_write`).
+"""
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +17,32 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.checkpoint_places import Places, find_places
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
+from services.trainer.megatron.joint_write import JointWrite
 from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, peft_config
-from services.trainer.megatron.runtime import host_copy, together
+from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
+from services.trainer.megatron.writer_election import HeldPart, elect
 from shared.model.hf_checkpoint import INDEX
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 
-FILE_BYTES = 4 * 1024**3
+FILE_BYTES = 1024**3
+"""The bytes of a file, and of a bucket: a rank gathers the next one while it writes the one before."""
+
+
+@dataclass(frozen=True)
+class HfFile:
+    """One file of a checkpoint, and the rank that writes it."""
+
+    name: str
+    writer: int
+    units: Sequence[GatherUnit]
 
 
 def save_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES) -> None:
-    """Writes a Hugging Face checkpoint directory, file by file. A collective; rank 0 writes.
+    """Writes a Hugging Face checkpoint directory. A collective of all ranks, each of which writes files.
 
     ``target`` appears complete or not at all, and replaces an older one. For a model with adapters it holds the merged weights and, in
     a directory ``adapter``, the adapters alone.
@@ -31,95 +50,130 @@ def save_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE
     Args:
         source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied.
         file_bytes: the most bytes of a file, unless a single parameter is larger.
+
+    Raises:
+        SaveFailed: it could not be written, on whichever rank.
     """
-    first, draft = dist.get_rank() == 0, HfDraft(plan, source, target)
+    start_export(plan, source, target, file_bytes, copied=False).finish()
+
+
+def start_export(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES, copied: bool = True) -> JointWrite:
+    """Begins what `save_hf` does. A collective of all ranks.
+
+    Args:
+        copied: whether each rank copies its share to host memory, so that training may go on while it is written. Else it is written here.
+    """
+    places = find_places(target.parent)
+    rank, parts = dist.get_rank(), HfParts(plan, source, target)
     with together(f"the preparation of {target}"):
-        if first:
-            draft.begin()
-    for name, units in _files(plan, file_bytes):
-        bucket = plan.bucket(units)
-        with together(f"writing to {target}"):
-            if first:
-                draft.write(name, bucket)
+        if rank == 0:
+            scratch(target)
+    with ThreadPoolExecutor(1, thread_name_prefix="hf-file") as thread:
+        for file in files_of(plan, file_bytes, places):
+            bucket = plan.bucket(file.units, destination=file.writer)
+            if file.writer == rank:
+                parts.add(file.name, _on_host(bucket, copied), None if copied else thread)
     if plan.model.lora is not None:
         bucket = plan.bucket(plan.adapter_units)
-        with together(f"writing the adapters of {target}"):
-            if first:
-                draft.write_adapters(bucket)
-    with together(f"publishing {target}"):
-        if first:
-            draft.publish()
-
-
-def copy_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES) -> Callable[[], None] | None:
-    """Copies the present weights to rank 0's host memory. A collective.
-
-    Returns there what `save_hf` does with them, to be called from any thread while training goes on; it raises OSError. None elsewhere.
-    """
-    first = dist.get_rank() == 0
-
-    def copied(units: Sequence[GatherUnit]) -> Bucket:
-        return [(name, host_copy(tensor) if tensor is not None and first else None) for name, tensor in plan.bucket(units)]
-
-    buckets = [(name, copied(units)) for name, units in _files(plan, file_bytes)]
-    adapters = None if plan.model.lora is None else copied(plan.adapter_units)
+        if rank == 0:
+            parts.adapters = _on_host(bucket, copied=True)
     if DEVICE_TYPE != "cpu":
         torch.cuda.current_stream().synchronize()  # the copies are asynchronous
-
-    def write() -> None:
-        draft = HfDraft(plan, source, target)
-        draft.begin()
-        for name, bucket in buckets:
-            draft.write(name, bucket)
-        if adapters is not None:
-            draft.write_adapters(adapters)
-        draft.publish()
-
-    return write if first else None
+    one = Places((0,) * len(places.leaders), places.hosts)  # rank 0's directory is the only one
+    return JointWrite(f"the export {target}", parts, one, "training goes on without it", timeout_seconds())
 
 
-def _files(plan: GatherPlan, file_bytes: int) -> list[tuple[str, Sequence[GatherUnit]]]:
-    """Returns the names of a checkpoint's files, each with the parameters that it holds."""
-    files = plan.divided(file_bytes)
-    if len(files) == 1:
-        return [("model.safetensors", files[0])]
-    return [(f"model-{number:05d}-of-{len(files):05d}.safetensors", units) for number, units in enumerate(files, start=1)]
+def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:
+    """Returns a checkpoint's files, the same on all ranks, in the order in which they are gathered.
+
+    Only ranks that see rank 0's directory write. Each of them gets what it holds a part of, about as much as the others.
+    """
+    dtype, writers = plan.model.config.params_dtype, places.directories[0]
+    held: list[dict[str, HeldPart]] = [{} for _ in places.leaders]
+    for unit in plan.units:
+        for rank in [rank for rank in plan.holders[unit.name] if rank in writers] or writers:
+            held[rank][unit.name] = HeldPart(unit.nbytes(dtype))
+    elected = elect(held, [writers])
+    divided = [(rank, units) for rank in writers for units in plan.divided(file_bytes, elected[rank].main)]
+    if len(divided) == 1:
+        return [HfFile("model.safetensors", *divided[0])]
+    rounds: dict[int, int] = {}
+    order = []
+    for number, (rank, units) in enumerate(divided, start=1):
+        rounds[rank] = rounds.get(rank, 0) + 1
+        order.append((rounds[rank], HfFile(f"model-{number:05d}-of-{len(divided):05d}.safetensors", rank, units)))
+    return [file for _, file in sorted(order, key=lambda item: (item[0], item[1].writer))]  # each rank's first, then each one's second
 
 
-class HfDraft:
-    """A checkpoint directory that is being written beside its ``target``, and appears there when it is complete."""
+class HfParts:
+    """One rank's files of a checkpoint directory that is written beside its ``target``."""
 
     def __init__(self, plan: GatherPlan, source: Path, target: Path) -> None:
-        self._plan, self._source, self._target = plan, source, target
-        self._directory, self._weight_map = target, dict[str, str]()
+        self._plan, self._source, self.target = plan, source, target
+        self.partial = target.with_name(f".{target.name}.partial")
+        self.adapters: Bucket | None = None
+        self._files: list[tuple[str, Bucket]] = []
+        self._names: dict[str, str] = {}
+        self._writing: Future[None] | None = None
+        self._error: Exception | None = None
 
-    def begin(self) -> None:
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        self._directory = scratch(self._target)
+    def add(self, name: str, bucket: Bucket, thread: ThreadPoolExecutor | None) -> None:
+        """Takes a file's tensors, to be written by `write`, or on the thread at once. An error of the disk is raised by `write`: the other
+        ranks gather on."""
+        self._names |= dict.fromkeys((tensor for tensor, _ in bucket), name)
+        if thread is None:
+            self._files.append((name, bucket))
+            return
+        self._await()
+        if self._error is None:
+            self._writing = thread.submit(_write, self.partial / name, bucket)
 
-    def write(self, name: str, bucket: Bucket) -> None:
-        self._weight_map.update((tensor, name) for tensor, _ in bucket)
-        _write(self._directory / name, bucket)
+    def _await(self) -> None:
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except Exception as error:
+            self._error = error
 
-    def write_adapters(self, bucket: Bucket) -> None:
-        assert self._plan.model.lora is not None  # or there were no adapters
-        config = peft_config([name for name, _ in bucket], self._plan.model.lora, self._source)
-        _write_adapters(self._directory / ADAPTER_DIRECTORY, bucket, config)
+    def write(self) -> dict[str, str]:
+        self._await()
+        if self._error is not None:
+            raise self._error
+        while self._files:
+            name, bucket = self._files.pop(0)
+            _write(self.partial / name, bucket)
+        if self.adapters is not None:
+            assert self._plan.model.lora is not None  # or there were no adapters
+            config = peft_config([name for name, _ in self.adapters], self._plan.model.lora, self._source)
+            _write_adapters(self.partial / ADAPTER_DIRECTORY, self.adapters, config)
+        return self._names
 
-    def publish(self) -> None:
+    def beside(self, everyone: list[dict[str, str]]) -> list[bytes]:
+        return [json.dumps({name: file for names in everyone for name, file in names.items()}).encode()]
+
+    def publish(self, content: bytes) -> None:
         """Writes what stands beside the weights, and puts the directory into its place."""
-        draft, dtype = self._directory, self._plan.model.config.params_dtype
-        if len(set(self._weight_map.values())) > 1:
+        found, draft, dtype = json.loads(content), self.partial, self._plan.model.config.params_dtype
+        weight_map = {name: found[name] for unit in self._plan.units for name, _ in unit.tensors}
+        if len(set(weight_map.values())) > 1:
             size = sum(unit.nbytes(dtype) for unit in self._plan.units)
-            write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": self._weight_map})
+            write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         copy_beside_weights(self._source, draft)
         write_config(draft, str(dtype).removeprefix("torch."))
         fsync_tree(draft)
-        publish(draft, self._target)
+        publish(draft, self.target)
+
+    def tidy(self) -> None:
+        """Does nothing: the new directory replaces the older one by its name."""
+
+
+def _on_host(bucket: Bucket, copied: bool) -> Bucket:
+    return [(name, None if tensor is None else host_copy(tensor) if copied else tensor.cpu()) for name, tensor in bucket]
 
 
 def _write(path: Path, bucket: Bucket) -> None:
-    save_file({name: tensor.cpu().contiguous() for name, tensor in bucket if tensor is not None}, path, metadata={"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in bucket if tensor is not None}, path, metadata={"format": "pt"})
 
 
 def _write_adapters(directory: Path, bucket: Bucket, config: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """The plan of gathering: which rank sends which parameter, and how it is made whole. Every export of the model uses it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ class GatherPlan:
     Attributes:
         stage: this rank's pipeline stage. source: the global rank that sends this stage's weights to the engines. units: of the whole
             model, with adapters merged into it. adapter_units: LoRA's adapters alone. frozen: names of the parameters that no
-            optimizer updates. local: what this rank holds, by the names of the units.
+            optimizer updates. local: what this rank holds, by the names of the units. holders: by unit, the ranks that hold it or a part.
     """
 
     def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
@@ -117,6 +118,7 @@ class GatherPlan:
         with deadline("the exchange of parameter names"):
             reported = gather_json([self.stage, [local.name for local in held], _frozen(held), shapes])
         self._stage_of = [stage for stage, _, _, _ in reported]
+        self.holders = _holders(reported)
         self.source = self._stage_of.index(self.stage)
         self.units = gather_units(parameter_sources(model.architecture), [names for _, names, _, _ in reported])
         adapter_sources = {name: TensorSource(((name, tuple(shape)),)) for *_, each in reported for name, shape in each.items()}
@@ -145,11 +147,11 @@ class GatherPlan:
         for units in self.divided(bucket_bytes):
             yield self.bucket(units, dtype)
 
-    def divided(self, bucket_bytes: int) -> list[list[GatherUnit]]:
-        """Returns the units of each bucket."""
+    def divided(self, bucket_bytes: int, of: Container[str] | None = None) -> list[list[GatherUnit]]:
+        """Returns the units of each bucket. ``of``: names of the units that are wanted; all if None."""
         buckets: list[list[GatherUnit]] = []
         size = 0
-        for unit in self.units:
+        for unit in self.units if of is None else [unit for unit in self.units if unit.name in of]:
             nbytes = unit.nbytes(self.model.config.params_dtype)
             if not buckets or size + nbytes > bucket_bytes:
                 buckets.append([])
@@ -158,32 +160,34 @@ class GatherPlan:
             size += nbytes
         return buckets
 
-    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None) -> Bucket:
-        """Returns one bucket as `buckets` does. A collective."""
+    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0) -> Bucket:
+        """Returns one bucket as `buckets` does, with the tensors on ``destination``. A collective of that rank and those that hold them."""
         bucket: Bucket = []
         for unit in units:
             sent = unit.dtype(dtype or self.model.config.params_dtype)
             with deadline(f"the export of {unit.name}"), torch.no_grad():
-                tensors = self.deliver(unit, 0, [sent] * len(unit.tensors))
+                tensors = self.deliver(unit, destination, [sent] * len(unit.tensors))
             bucket += [(name, tensors[index] if tensors else None) for index, (name, _) in enumerate(unit.tensors)]
         return bucket
 
     def deliver(
         self, unit: GatherUnit, destination: int, dtypes: Sequence[torch.dtype], targets: list[Tensor] | None = None
     ) -> list[Tensor] | None:
-        """Hands a parameter's Hugging Face tensors to one rank. A collective of that rank and those that share the parameter.
+        """Hands a parameter's Hugging Face tensors to one rank. A collective of that rank and those that share the parameter with it, or
+        where it holds no part of it with the unit's owner.
 
         Args:
             destination: global rank. dtypes: in which the tensors travel. targets: on the destination, where they are put.
 
         Returns them on the destination, None elsewhere. Without ``targets`` they may be views of the live parameter.
         """
-        parts, is_destination = self.parts(unit), dist.get_rank() == destination
+        owner = destination if destination in self.holders[unit.name] else unit.owner
+        parts, is_destination = self.parts(unit, owner), dist.get_rank() == destination
         if parts is None and is_destination:
             if targets is None:
                 targets = [torch.empty(shape, dtype=dtype, device=device()) for (_, shape), dtype in zip(unit.tensors, dtypes, strict=True)]
             for target in targets:
-                dist.recv(target, src=unit.owner, group=self.groups.world)
+                dist.recv(target, src=owner, group=self.groups.world)
         elif parts is not None and is_destination:
             if targets is None:
                 return [part.reshape(shape).to(dtype) for part, (_, shape), dtype in zip(parts, unit.tensors, dtypes, strict=True)]
@@ -194,20 +198,23 @@ class GatherPlan:
                 dist.send(part.to(dtype).contiguous(), dst=destination, group=self.groups.world)
         return targets
 
-    def parts(self, unit: GatherUnit) -> list[Tensor] | None:
+    def parts(self, unit: GatherUnit, owner: int | None = None) -> list[Tensor] | None:
         """Returns a parameter's Hugging Face tensors on its owner, with adapters laid over them, and None elsewhere.
+
+        Args:
+            owner: a rank that holds it, in the place of the unit's.
 
         A collective of the ranks that share the parameter. The tensors may be views of the live parameter, in other than row-major order
         and of more dimensions than the tensors have; their elements come in the tensors' order.
         """
-        local = self.local.get(unit.name)
-        if local is None or dist.get_global_rank(local.group, 0) != unit.owner:
+        local, owner = self.local.get(unit.name), unit.owner if owner is None else owner
+        if local is None or owner not in dist.get_process_group_ranks(local.group):
             return None
-        whole = self._whole(local)
+        whole = self._whole(local, owner)
         parts = None if whole is None else local.recipe.parts(whole, self.model.architecture)
         for index, (name, shape) in enumerate(unit.tensors):
             if name in self._adapters:
-                a, b = map(self._whole, self._adapters[name])
+                a, b = (self._whole(part, owner) for part in self._adapters[name])
                 if parts is not None and a is not None and b is not None:  # all on the same rank; computed in float32, rounded once
                     weight, scale = parts[index].reshape(shape), self.model.lora.scale if self.model.lora else 0.0
                     parts[index] = torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
@@ -220,16 +227,24 @@ class GatherPlan:
             return False
         return unit.owner == dist.get_rank() and local.split_dimension is None
 
-    def _whole(self, local: LocalParameter) -> Tensor | None:
-        """Returns the unsplit parameter on the first rank of its group, None on the others."""
+    def _whole(self, local: LocalParameter, owner: int) -> Tensor | None:
+        """Returns the unsplit parameter on one rank of its group, None on the others."""
         shard, dimension = local.parameter.detach(), local.split_dimension
-        first = local.group.rank() == 0
+        is_owner = dist.get_rank() == owner
         if dimension is None:
-            return shard if first else None
+            return shard if is_owner else None
         group = self.groups.sharing(local)
-        shards = [torch.empty_like(shard) for _ in range(group.size())] if first else None
-        dist.gather(shard.contiguous(), shards, group=group, group_dst=0)
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if is_owner else None
+        dist.gather(shard.contiguous(), shards, group=group, group_dst=dist.get_group_rank(group, owner))
         return local.recipe.unshard(shards, dimension) if shards is not None else None
+
+
+def _holders(reported: Sequence[Sequence[Any]]) -> dict[str, list[int]]:
+    holders: dict[str, list[int]] = {}
+    for rank, (_, names, _, adapters) in enumerate(reported):
+        for name in dict.fromkeys([*names, *adapters]):
+            holders.setdefault(name, []).append(rank)
+    return holders
 
 
 def _frozen(held: Sequence[LocalParameter]) -> list[str]:

@@ -65,6 +65,19 @@ class GroupedExperts(SequentialMLP):
             gated = (F.silu(gate) * linear * permuted_probs.unsqueeze(-1)).to(wide.dtype)
         return _GroupedProduct.apply(gated, ends, *down), None
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Returns Megatron's sharded state. Megatron numbers experts as it finds them, and would save each under another's name."""
+        modules = self.local_experts._modules
+        found = list(modules.items())
+        try:
+            modules.clear()
+            modules.update(reversed(found))
+            sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            return sharded
+        finally:
+            modules.clear()
+            modules.update(found)
+
     def _looped(self, hidden: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
         sizes = counts.tolist()
         pieces = zip(self._experts, hidden.split(sizes), probs.split(sizes), strict=True)

@@ -30,19 +30,22 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from services.trainer.megatron import runtime
 from services.trainer.megatron.checkpoint import (
     FORMAT,
-    MARKER,
     check_architecture,
+    check_complete,
     find_checkpoint,
     model_entries,
     read_marker,
     sharded_modules,
 )
-from services.trainer.megatron.checkpoint_writer import StagedShards
+from services.trainer.megatron.checkpoint_parts import MARKER
+from services.trainer.megatron.checkpoint_pickles import METADATA
+from services.trainer.megatron.checkpoint_places import alone
 from services.trainer.megatron.export import copy_beside_weights, save_hf, write_json
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
 from services.trainer.megatron.lora import attach
+from services.trainer.megatron.staged_shards import StagedShards
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora
@@ -89,8 +92,8 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
         step = partial / "step_00000000"
         step.mkdir()
         shards = _StreamedShards(model, reader, progress)
-        dist_checkpointing.save(sharded_modules(model), str(step), shards)
-        shards.finish([shards.write()])
+        dist_checkpointing.save(sharded_modules(model), str(step), shards, validate_access_integrity=False)
+        (step / METADATA).write_bytes(shards.index([shards.write()], 0))
         kept = step / _HF_FILES
         kept.mkdir()
         copy_beside_weights(source, kept)
@@ -117,6 +120,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
         CheckpointMissing: there is none. ConfigError: it is a critic's, or of another model than ``hf``; or the target exists.
     """
     path, marker = (source, read_marker(source)) if (source / MARKER).is_file() else find_checkpoint(source, step)
+    check_complete(path, marker)
     if marker["value_head"]:
         raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
     if hf is None and not (path / _HF_FILES).is_dir():
@@ -187,12 +191,12 @@ class StoredModel(GatherPlan):
         self._path, self._progress, self._done = path, progress, 0
         self._sharded = sharded_modules(model)["model0"]
 
-    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None) -> Bucket:
+    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0) -> Bucket:
         base = [unit for unit in units if unit.name in self._sharded]  # the adapters have been read
         read = _read_tensors(self._path, {unit.name: self._sharded[unit.name] for unit in base}) if base else {}
         for name, tensor in read.items():
             self.local[name].parameter.data = tensor
-        bucket = super().bucket(units, dtype)
+        bucket = super().bucket(units, dtype, destination)
         for name, tensor in read.items():
             self.local[name].parameter.data = tensor.new_empty(0)
         model_dtype = self.model.config.params_dtype
@@ -205,7 +209,7 @@ class _StreamedShards(StagedShards):
     """Shards that are read from a Hugging Face checkpoint as they are written, in the place of parameters that hold nothing."""
 
     def __init__(self, model: MegatronModel, reader: SafetensorsReader, progress: Progress) -> None:
-        super().__init__(copied=False)
+        super().__init__(copied=False, places=alone())
         self._reader, self._architecture, self._progress, self._done = reader, model.architecture, progress, 0
         held = parameters(model.modules, model.config, model.architecture)
         self._by_storage = {local.parameter.untyped_storage().data_ptr(): local for local in held}

@@ -2,16 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -98,40 +95,6 @@ def register_adam() -> None:
     distributed_optimizer.USING_APEX_OPTIMIZER = True
 
 
-@torch.no_grad()
-def gather_state(optimizer: DistributedOptimizer, empty_data: bool = False, **_: object) -> dict[Any, Any]:
-    """Returns the main weights and moments of whole parameter buffers, for ``DistributedOptimizer.sharded_state_dict``.
-
-    In place of ``get_parameter_state_dp_zero`` (0.16), whose result leaves out the padding between buckets while its reader
-    counts it: with several buckets (a tied embedding under pipeline parallelism has its own) all parameters behind the first
-    padding are saved shifted. Here every element stands where the buffer has it.
-
-    Args:
-        optimizer: of this rank. empty_data: whether to allocate without filling, as for a load. The method's other arguments are always
-            the same here: all ranks gather, over the data-parallel group itself.
-
-    Returns:
-        By buffer index and dtype: ``param``, ``exp_avg`` and ``exp_avg_sq``, float32 [elements of the buffer] on the CPU.
-    """
-    group = optimizer.data_parallel_group
-    state: dict[Any, Any] = {"buckets_coalesced": True}
-    for index, (buffer, by_dtype) in enumerate(zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True)):
-        ((dtype, ranges),) = by_dtype.items()
-        whole = {key: torch.zeros(buffer.numel, dtype=torch.float32) for key in ("param", "exp_avg", "exp_avg_sq")}
-        state[index] = {dtype: whole}
-        for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True) if not empty_data else ():
-            size = bucket.grad_data.numel()
-            for key, target in whole.items():
-                mine = torch.zeros(size // group.size(), dtype=torch.float32, device=bucket.grad_data.device)
-                for parameter, spans in bucket_ranges["param_map"].items():
-                    held = optimizer._get_main_param_and_optimizer_states(parameter)[key]
-                    mine[spans["gbuf_local"].start : spans["gbuf_local"].end] = held
-                gathered = torch.empty(size, dtype=torch.float32, device=mine.device)
-                dist.all_gather_into_tensor(gathered, mine, group=group)
-                target[bucket.offset : bucket.offset + size] = gathered.cpu()
-    return state
-
-
 class Optimizer:
     """Adam over float32 main weights, its moments split over the data-parallel ranks if so configured.
 
@@ -173,8 +136,6 @@ class Optimizer:
             if isinstance(part.optimizer, PrecisionAdam):
                 part._copy_model_params_to_main_params = part.optimizer.renew_main
             part.init_state_fn(part.optimizer, part.config)  # saving before the first update needs moments, as loading does
-            if isinstance(part, DistributedOptimizer):
-                part.get_parameter_state_dp_zero = partial(gather_state, part)
 
     @property
     def lr(self) -> float:

@@ -100,6 +100,7 @@ MUTABLE = {
     "async_save",
     "keep_checkpoints",
     "save_hf",
+    "save_hf_interval",
     "save_final_hf",
     "batch_timeout",
     "collective_timeout",

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from services.trainer.actor import Actor, SaveFailed, StepResult
 from services.trainer.megatron import checkpoint, runtime
-from services.trainer.megatron.checkpoint_writer import StagedShards
 from services.trainer.megatron.frozen_weights import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
+from services.trainer.megatron.staged_shards import StagedShards
 from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import TrainerSettings

@@ -13,7 +13,7 @@ from services.trainer.megatron import export
 from services.trainer.megatron.gather_plan import GatherPlan
 from services.trainer.policy_exporter import PolicyExporter
 from tests.support.run_config import run_config
-from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron import rank_steps, save_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed"]
@@ -120,11 +120,36 @@ def test_a_large_model_is_saved_in_several_files(hf, make_actor, tmp_path):
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in reloaded.items())
 
 
-def test_saving_from_two_ranks(hf, two_ranks, tmp_path):
-    two_ranks.run(rank_steps.load_and_save, hf("qwen3"), {"tensor_model_parallel_size": 2}, tmp_path / "out")
-    loaded, saved = (load_file(d / "model.safetensors") for d in (hf("qwen3"), tmp_path / "out"))
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3", {"tensor_model_parallel_size": 2}),
+        ("qwen3_tied", {"pipeline_model_parallel_size": 2}),
+        pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
+        pytest.param("qwen3", {}, marks=pytest.mark.extra),
+    ],
+)
+def test_two_ranks_write_their_shares_side_by_side(kind, config, hf, two_ranks, tmp_path):
+    two_ranks.run(rank_steps.load_and_save, hf(kind), config, tmp_path / "out")
+    files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    assert len(files) == 2, "each rank writes a file"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    saved = {name: tensor for held in files.values() for name, tensor in held.items()}
+    assert index == {name: file for file, held in files.items() for name in held}
+    loaded = load_file(hf(kind) / "model.safetensors")
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
+    small, large = sorted(sum(tensor.nbytes for tensor in held.values()) for held in files.values())
+    assert large < 2 * small
+
+
+def test_ranks_without_rank_0s_disk_send_their_parts(hf, four_ranks, tmp_path):
+    config = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    four_ranks.run(save_steps.export_to_own_disks, hf("qwen3"), config, tmp_path, 2)
+    assert [path.name for path in tmp_path.glob("node*/out")] == ["out"] and (tmp_path / "node0" / "out").is_dir()
+    saved = {name: tensor for path in (tmp_path / "node0" / "out").glob("*.safetensors") for name, tensor in load_file(path).items()}
+    loaded = load_file(hf("qwen3") / "model.safetensors")
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], tensor) for name, tensor in loaded.items())
 
 
 # --- exports at intervals, beside the training
@@ -153,12 +178,17 @@ def test_an_export_holds_the_weights_of_its_step_though_training_goes_on(make_ac
     assert (actor.log_probs([pack([seq])])[0][:-1] - theirs).abs().max() > 1e-4  # the live weights are others by now
 
 
+def test_exports_have_an_interval_of_their_own(make_actor, tmp_path):
+    exports = exporter(make_actor("qwen3"), tmp_path, async_save=False, save_hf_interval=4)
+    for steps in (2, 4, 6, 8):
+        exports.begin(steps)
+    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["3", "7"]
+
+
 def test_a_copied_export_is_the_same_as_one_that_is_written_at_once(hf, make_actor, tmp_path):
     plan = GatherPlan(make_actor("qwen3").model)
     export.save_hf(plan, hf("qwen3"), tmp_path / "at-once", file_bytes=20_000)
-    write = export.copy_hf(plan, hf("qwen3"), tmp_path / "deep" / "copied", file_bytes=20_000)
-    assert write is not None and not (tmp_path / "deep").exists()
-    write()
+    export.start_export(plan, hf("qwen3"), tmp_path / "deep" / "copied", file_bytes=20_000).finish()
     once, copied = (
         {path.name: path.read_bytes() for path in directory.iterdir()} for directory in (tmp_path / "at-once", tmp_path / "deep" / "copied")
     )
