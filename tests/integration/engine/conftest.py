@@ -107,8 +107,8 @@ def plain_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def small_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """An engine with room for the keys and values of `SMALL_TOKENS` alone."""
-    flags: dict[str, FlagValue] = {"max-total-tokens": SMALL_TOKENS}
+    """An engine with room for the keys and values of `SMALL_TOKENS` alone, which takes requests as if they were short."""
+    flags: dict[str, FlagValue] = {"max-total-tokens": SMALL_TOKENS, "schedule-conservativeness": 0.1}
     with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("small"), flags) as process:
         yield process
 

@@ -57,7 +57,7 @@ async def test_draws_are_fewer_while_an_engine_lacks_memory_and_come_back(hall: 
     low = await limit(room)
     assert low < MOST
     put_back.append(await wave(room, second, LONG))
-    assert put_back[1] < put_back[0] <= 2 * SESSIONS, "it is no storm, and less than before the gateway knew"
+    assert max(put_back) <= SESSIONS, "it is no storm"
     low = min(low, await limit(room))
 
     waves = 0
