@@ -127,7 +127,7 @@ def load_checkpoint(
         loaded = dist_checkpointing.load(state, str(path), strict="raise_all" if same_layout else "assume_ok_unexpected")
     _load_modules(loaded, model)
     for role, take in take_loaded.items():
-        take(loaded["optimizer"][role])
+        take(loaded.get("optimizer", {}).get(role))  # nothing where this rank updates nothing
     optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"])
     if same_layout:
         _set_random_state(loaded["random"])

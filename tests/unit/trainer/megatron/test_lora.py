@@ -198,7 +198,8 @@ def test_a_saved_model_is_merged_and_beside_it_lie_the_adapters(config, hf, two_
     import transformers
 
     live = two_ranks.run(lora_steps.saved_policies, hf("qwen3"), {**LORA, **config}, tmp_path)[0]["live"]
-    merged, base = load_file(tmp_path / "2" / "model.safetensors"), load_file(hf("qwen3") / "model.safetensors")
+    merged = {name: tensor for file in (tmp_path / "2").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    base = load_file(hf("qwen3") / "model.safetensors")
     adapter = load_file(tmp_path / "2" / "adapter" / "adapter_model.safetensors")
     entries = json.loads((tmp_path / "2" / "adapter" / "adapter_config.json").read_text())
     assert (entries["peft_type"], entries["r"], entries["lora_alpha"]) == ("LORA", 4, 6.0)
