@@ -64,7 +64,7 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
     events.Reload()
     computed, tokens = ([event.value for event in events.Scalars(tag)] for tag in ("perf/actor_train_computed_tokens", "rollout/tokens"))
     assert len(tokens) == steps and all(map(operator.lt, computed, tokens)), "the samples of a group share their prompt"
-    assert (root / "hf" / "model.safetensors").is_file()
+    assert len(list((root / "hf").glob("model-*-of-00002.safetensors"))) == 2, "each rank writes its share"
     lines = [json.loads(line) for line in (root / "groups.jsonl").read_text().splitlines()]
     assert len(lines) >= steps * GROUP
     assert all(len(line["rewards"]) == GROUP and set(line["rewards"]) <= {1.0, 0.9, 0.0, -0.1} for line in lines)

@@ -111,7 +111,10 @@ def test_a_shrunk_script_trains(script: str, tmp_path: Path) -> None:
     assert (summary["steps"], summary["audit"]) == (STEPS, "ok")
     assert summary["mean_abs_logprob_diff"] < 1e-3
     assert summary["trained_tokens"] > 0
-    before, after = (load_file(weights / "model.safetensors") for weights in (tmp_path / "model", root / "hf"))
+    before, after = (
+        {name: tensor for file in weights.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for weights in (tmp_path / "model", root / "hf")
+    )
     assert before.keys() == after.keys()
     assert any((before[name] != after[name]).any() for name in before), "no weight moved"
     events = EventAccumulator(str(root / "tensorboard"))
