@@ -65,8 +65,8 @@ class NodeNetwork:
     def readdress(self, node: int) -> None:
         """Gives a node another address in the place of the one that it has."""
         old, new = self.addresses[node], f"{self._net}.{100 + node}"
-        self._ip("-n", self.names[node], "address", "add", f"{new}/24", "dev", "eth0")
         self._ip("-n", self.names[node], "address", "delete", f"{old}/24", "dev", "eth0")
+        self._ip("-n", self.names[node], "address", "add", f"{new}/24", "dev", "eth0")
         self.addresses[node] = new
 
     def start(self, node: int, log: Path, environment: Mapping[str, str], *words: str) -> subprocess.Popen[bytes]:

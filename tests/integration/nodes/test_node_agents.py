@@ -34,10 +34,16 @@ def meetings(run: Cluster) -> int:
     return sum(run.log(node).read_text().count("met ") for node in range(2) if run.log(node).exists())
 
 
-async def lost(run: Cluster, by: int, victim: int) -> None:
-    began = time.monotonic()
-    await run.until(f"the name of node {victim}", lambda: any(f"node {victim} (" in told["detail"] for told in run.said(by, "node_lost")))
-    print(f"node {victim} named by node {by} after {time.monotonic() - began:.1f} s")
+async def lost(run: Cluster, by: int, victim: int, fault: Callable[[int], None]) -> None:
+    """Does ``fault`` to a node, and waits until another has named it."""
+
+    def named() -> int:
+        return sum(f"node {victim} (" in told["detail"] for told in run.said(by, "node_lost"))
+
+    before, began = named(), time.monotonic()
+    fault(victim)
+    await run.until(f"the name of node {victim}", lambda: named() > before)
+    print(f"{fault.__name__} of node {victim}, named by node {by} after {time.monotonic() - began:.1f} s")
 
 
 @pytest.mark.timeout(3 * RUN_SECONDS)
@@ -48,19 +54,16 @@ async def test_a_cut_link_a_death_and_another_address(met: Cluster) -> None:
     await met.until("a meeting point", lambda: bool(addresses(met, 0)))
     assert addresses(met, 0) == {met.network.addresses[0]}, "a store listens elsewhere"
 
-    met.network.cut(1)
-    await lost(met, 0, 1)
+    await lost(met, 0, 1, met.network.cut)
     met.network.mend(1)
     await met.until("a second meeting", lambda: meetings(met) == 4)
 
-    met.kill(1)
-    await lost(met, 0, 1)
+    await lost(met, 0, 1, met.kill)
     met.network.readdress(1)
     met.start(1)
     await met.until("a third meeting, with another address", lambda: meetings(met) == 6)
 
-    met.kill(0)
-    await lost(met, 1, 0)
+    await lost(met, 1, 0, met.kill)
     met.network.readdress(0)
     met.start(0)
     await met.until("a fourth meeting, at another address", lambda: meetings(met) == 8)
