@@ -48,8 +48,12 @@ def program(source: str) -> AgentProgram:
     return AgentProgram("rollout.agent_command", "", ("python", "-c", source), None, {})
 
 
+def awake() -> bool:
+    return False
+
+
 async def played(directory: Path, section: dict[str, Any], source: str, instance: str = "rollout-1") -> object:
-    runner = AgentRunner(run_config(directory, rollout=section), instance)
+    runner = AgentRunner(run_config(directory, rollout=section), instance, awake)
     return await runner.run(program(source), DATA, URL, KEY)
 
 
@@ -91,7 +95,7 @@ async def test_it_is_given_what_a_command_is_given_and_held_to_what_it_needs(
     monkeypatch.setenv("NATS_URL", "nats://operator:secret@nats")
     monkeypatch.setenv("MYXO_TEST_NAMED", "1")
     config = run_config(tmp_path, rollout=section, reward={"worker_environment": ["MYXO_TEST_NAMED"]})
-    runner = AgentRunner(config, "rollout-1")
+    runner = AgentRunner(config, "rollout-1", awake)
     await runner.start()
     given = await runner.run(program(GIVEN), DATA, URL, KEY)
     assert given == {"reward": 1.0, "data": True, **dict.fromkeys(given, True), "NATS_URL": False}  # type: ignore[call-overload]
@@ -131,11 +135,11 @@ async def test_what_is_missing_is_named_at_the_start(
     if "agent_runtime" in changes:
         monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=field):
-        await AgentRunner(run_config(tmp_path, rollout=section | changes), "rollout-1").start()
+        await AgentRunner(run_config(tmp_path, rollout=section | changes), "rollout-1", awake).start()
 
 
 async def test_a_program_that_the_image_lacks_is_told(tmp_path: Path, section: dict[str, Any]) -> None:
-    runner = AgentRunner(run_config(tmp_path, rollout=section), "rollout-1")
+    runner = AgentRunner(run_config(tmp_path, rollout=section), "rollout-1", awake)
     with pytest.raises(HookFailed, match="has no such command, or no `timeout`"):
         await runner.run(AgentProgram("rollout.agent_command", "", ("no-such-program",), None, {}), DATA, URL, KEY)
 
@@ -162,7 +166,7 @@ from services.rollout.agents.agent_runner import AgentRunner
 from services.rollout.agents.agent_program import AgentProgram
 from shared.config.run_config import RunConfig
 async def main():
-    runner = AgentRunner(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2])
+    runner = AgentRunner(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], lambda: False)
     await runner.start()
     print("started", flush=True)
     if len(sys.argv) > 3:
@@ -202,7 +206,7 @@ async def test_a_container_that_nobody_removes_ends_by_itself(
 ) -> None:
     """Its lease, which the container itself keeps: here its client is killed, and nobody comes after it."""
     monkeypatch.setattr("services.rollout.agents.agent_containers.LEASE_BEYOND_S", -55)
-    runner = AgentRunner(run_config(tmp_path, rollout=section), "rollout-1")
+    runner = AgentRunner(run_config(tmp_path, rollout=section), "rollout-1", awake)
     assert runner._containers is not None
     line = runner._containers.command_line("myxo-test-lease", "g1/0", ["python", "-c", WAITS], ())
     with subprocess.Popen(line, stdin=subprocess.DEVNULL) as client:

@@ -81,6 +81,7 @@ class AgentBench:
         keys = [key.decode() async for key in client.scan_iter(names.session_keys)]
         assert keys, "sessions are there for a while after their end"
         ids = {key: key.removeprefix(names.session_key("")) for key in keys}
+        keys = [key for key in keys if not ids[key].startswith(".")]  # lists of those that were opened, for the console
         open_ones = [key for key in keys if (await self.groups.sessions.read(ids[key])).ended is None]
         return open_ones + [key for key in keys if await client.ttl(key) > LATE_SECONDS]
 
