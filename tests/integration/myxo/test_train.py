@@ -39,7 +39,6 @@ def test_it_prints_the_config_that_it_stands_for_and_tells_what_became_of_each_f
     assert (values["trainer"]["num_steps_per_rollout"], values["trainer"]["lr"]) == (2, 1e-5)
     for line in (
         "--balance-data changes nothing: batches are always balanced",
-        "--optimizer-cpu-offload changes nothing: Adam's moments are float32",
         "--ref-load",
         "--lr is given twice: 1e-5 counts, the last",
         "--wandb-key is WANDB_API_KEY",
@@ -87,7 +86,7 @@ def test_the_reference_policy_may_have_a_checkpoint_of_its_own(
 
 
 def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--balance-dat", "--actor-num-nodes", "2", "--colocate", "--rollout-max-respons", "3", "--use-routing-replay", "--dry-run"]
+    wrong = ["--balance-dat", "--actor-num-nodes", "2", "--colocate", "--rollout-max-respons", "3", "--dry-run"]
     assert main(["train", *words, *wrong]) == 2
     told = capsys.readouterr().err
     for line in (
