@@ -221,7 +221,7 @@ class RolloutSection(Section):
         default=None,
         description="leave special tokens out of responses' text; default: yes, but for functions of one's own, as slime has it",
     )
-    rollout_stop: list[str] = Field(default=[], description="stop strings")
+    rollout_stop: list[str] = Field(default=[], max_length=32, description="stop strings; SGLang takes 32")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
     rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
     rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")

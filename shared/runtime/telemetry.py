@@ -74,7 +74,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
     structlog.configure(
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
-        logger_factory=structlog.PrintLoggerFactory(stream),
+        logger_factory=structlog.WriteLoggerFactory(stream),  # a line in one write: several processes share a log
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(stream)
