@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from myxo.launch.placement import PlacedService, place
+from myxo.launch.node_placement import PlacedService, place
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
@@ -89,5 +89,5 @@ def test_what_does_not_fit_is_refused_by_its_field(
 
 
 def test_a_trainer_larger_than_its_nodes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"4 GPUs are left on node 0 of 4"):
+    with pytest.raises(ConfigError, match=r"4 GPUs are left on node 0"):
         placed(tmp_path, 1, 4, {"actor_num_gpus_per_node": 8})

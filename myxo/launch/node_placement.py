@@ -3,7 +3,7 @@
 The trainer's ranks come first: node N has the Nth share of the actor's, then of the critic's. Engines take the GPUs that are left, node
 by node. Everything else runs on node 0.
 
-``python -m myxo.launch.placement CONFIG --nodes N --gpus-per-node N [flags]`` checks a config and prints ``run NAME ROOT``, then a line for
+``python -m myxo.launch.node_placement CONFIG --nodes N --gpus-per-node N [flags]`` checks a config and prints ``run NAME ROOT``, then a line for
 each service, ``NODE ROLE INSTANCE GPUS MODULE…``, with ``-`` for no GPUs. ROLE is the account that it takes (docs/accounts.md).
 `deploy/slurm` starts what it prints.
 """
@@ -47,25 +47,30 @@ def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedServi
     placed = [PlacedService(0, role, instance, (module,)) for role, instance, module in _first_node(config)]
     trains = not config.debug.debug_rollout_only  # else the trainer's service records what comes in, without model and GPU
     for role in ("actor", "critic") if config.algorithm.has_critic and trains else ("actor",):
-        name, module = ("trainer", (SERVICE_MODULES["trainer"],)) if role == "actor" else ("critic", CRITIC)
-        if trainer.nodes(role) > nodes:
-            raise ConfigError(f"trainer.{role}_num_nodes", trainer.nodes(role), f"at most {nodes}, the nodes of this job")
-        share = trainer.ranks_per_node(role) if trains and devices.resolve(trainer.train_device) == "cuda" else 0
-        for node in range(trainer.nodes(role)):
-            if share > len(free[node]):
-                left = f"{len(free[node])} GPUs are left on node {node} of {gpus_per_node}"
-                raise ConfigError(f"trainer.{role}_num_gpus_per_node", share, left)
-            own, free[node] = tuple(free[node][:share]), free[node][share:]
-            placed.append(PlacedService(node, "trainer", f"{name}-node-{node}" if node else f"{name}-0", module, own))
+        on_gpus = trains and devices.resolve(trainer.train_device) == "cuda"
+        placed += _trainer_nodes(config, role, free, trainer.ranks_per_node(role) if on_gpus else 0)
     if trainer.colocate:
         placed += _colocated(config, next(service.gpus for service in placed if service.instance == "trainer-0"))
     elif devices.resolve(rollout.rollout_device) == "cuda":
         placed += _engines(config, free)
     else:  # on nodes without a share of the trainer, where there are such
-        first = min(trainer.nodes("actor"), nodes - 1)
-        turns = itertools.cycle(range(first, nodes))
+        turns = itertools.cycle(range(min(trainer.nodes("actor"), nodes - 1), nodes))
         placed += [_engine(next(turns), index) for index in range(rollout.rollout_replicas)]
     return sorted(placed, key=lambda service: service.node)
+
+
+def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: int) -> Iterator[PlacedService]:
+    """Yields a role's part on each of its nodes, taking ``share`` GPUs of each out of ``free``."""
+    name, module = ("trainer", (SERVICE_MODULES["trainer"],)) if role == "actor" else ("critic", CRITIC)
+    nodes = config.trainer.nodes(role)
+    if nodes > len(free):
+        raise ConfigError(f"trainer.{role}_num_nodes", nodes, f"at most {len(free)}, the nodes of this job")
+    for node in range(nodes):
+        if share > len(free[node]):
+            left = f"{len(free[node])} GPUs are left on node {node}"
+            raise ConfigError(f"trainer.{role}_num_gpus_per_node", share, left)
+        own, free[node] = tuple(free[node][:share]), free[node][share:]
+        yield PlacedService(node, "trainer", f"{name}-node-{node}" if node else f"{name}-0", module, own)
 
 
 def _first_node(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -103,7 +108,7 @@ def _colocated(config: RunConfig, shared: tuple[int, ...]) -> Iterator[PlacedSer
 
 def main(arguments: Sequence[str]) -> int:
     """The command line. Returns the exit code. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m myxo.launch.placement", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m myxo.launch.node_placement", allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG", type=Path)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
