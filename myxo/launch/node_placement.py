@@ -3,8 +3,8 @@
 The trainer's ranks come first: node N has the Nth share of the actor's, then of the critic's. Engines take the GPUs that are left, node
 by node. Everything else runs on node 0.
 
-``python -m myxo.launch.node_placement CONFIG --nodes N --gpus-per-node N [flags]`` checks a config and prints ``run NAME ROOT``, then a line for
-each service, ``NODE ROLE INSTANCE GPUS MODULE…``, with ``-`` for no GPUs. ROLE is the account that it takes (docs/accounts.md).
+``python -m myxo.launch.node_placement CONFIG --nodes N --gpus-per-node N [flags]`` checks a config and prints ``run NAME ROOT``, then a
+line for each service, ``NODE ROLE INSTANCE GPUS MODULE…``, with ``-`` for no GPUs. ROLE is the account that it takes (docs/accounts.md).
 `deploy/slurm` starts what it prints.
 """
 
