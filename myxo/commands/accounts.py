@@ -40,6 +40,9 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data", metavar="PATH", help="the servers' data lie in PATH/nats and PATH/redis (default: /data of either's container)"
     )
+    command.add_argument(
+        "--nats-monitor", metavar="HOST:PORT", help="where NATS serves its health page, to anybody (default 127.0.0.1:8222)"
+    )
     command.set_defaults(run_command=accounts)
 
 
@@ -55,6 +58,8 @@ def accounts(parsed: argparse.Namespace, console: Console) -> int:
     bus, store = NatsSettings(listen=f"0.0.0.0:{nats.port}"), RedisSettings(port=redis.port, memory=parsed.redis_memory)
     if parsed.listen is not None:
         bus, store = replace(bus, listen=f"{parsed.listen}:{nats.port}"), replace(store, bind=parsed.listen)
+    if parsed.nats_monitor is not None:
+        bus = replace(bus, monitor=str(address("--nats-monitor", parsed.nats_monitor)))
     if parsed.data is not None:
         data = Path(parsed.data).absolute()
         bus, store = replace(bus, store=str(data / "nats")), replace(store, data=str(data / "redis"))
