@@ -38,7 +38,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.model.replayed_choices import replayed_choices
-from shared.nodes.node_agent import NODE
+from shared.nodes.node_agent import ENGINE_NODE
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
@@ -326,4 +326,4 @@ async def serve(service: Service) -> None:
             raise_problems([] if flags is None else list(flags.problems(given)))
         except sglang_flags.NoCatalogue as error:
             service.log.warning("engine_flags_not_checked", error=str(error))
-    await (follow(service) if service.name == NODE else Rollout(service).run())
+    await (follow(service) if service.name == ENGINE_NODE else Rollout(service).run())

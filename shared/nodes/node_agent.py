@@ -38,7 +38,10 @@ from shared.runtime.service_base import Service
 from shared.schema.node_messages import Attempt, NodeState
 
 NODE = "node"
-"""The kind of service that an agent of its own is in the registry: a trainer's rank 0, and an engine's first node, are the services."""
+"""The kind of service that a trainer's agent is in the registry: rank 0's process is the trainer."""
+
+ENGINE_NODE = "engine-node"
+"""The kind of service that a further node of an engine is; the first one is the rollout service."""
 
 POLL_SECONDS = 0.5
 ANNOUNCE_SECONDS = 10.0

@@ -7,7 +7,7 @@ from services.rollout.engine_nodes.rank_door import RankDoor
 from services.rollout.replica_command import engine_log, engine_name, replica_command
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
-from shared.nodes.node_agent import NODE, NodeAgent
+from shared.nodes.node_agent import ENGINE_NODE, NodeAgent
 from shared.runtime.errors import MyxoError
 from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import own_address
@@ -23,7 +23,7 @@ def settle_node(service: Service) -> None:
     if nodes > 1:
         name = engine_name(service.config)
         if rank := node_rank(nodes, of="the engine"):
-            service.name, service.instance = NODE, f"{name}-node-{rank}"
+            service.name, service.instance = ENGINE_NODE, f"{name}-node-{rank}"
 
 
 async def follow(service: Service) -> None:

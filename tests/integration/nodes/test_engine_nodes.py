@@ -83,19 +83,16 @@ class EngineNodes:
     async def until_ready(self, times: int) -> None:
         """Waits until the engine has become ready so many times, and is in the registry with both of its ranks."""
 
-        async def ready() -> bool:
+        def ready() -> bool:
             assert not any(service.poll() for service in self.services.values()), "a service has ended"
-            if len(self.said(0, "engine_ready")) < times:
-                return False
-            found = await Registry(self._bus, self._config.run.name).alive("rollout")
-            return [(status.instance, status.ranks) for status in found if status.state == "ready" or status.state == "no weights"] != []
+            return len(self.said(0, "engine_ready")) >= times
 
         await self.until(f"engine number {times}", ready)
         (status,) = await Registry(self._bus, self._config.run.name).alive("rollout")
         assert (status.instance, status.ranks) == (NAME, 2)
 
     async def ask(self, verb: str, message: Message, kind: type[Message]) -> Any:
-        return await self._bus.request(self._subjects.replica_weights(NAME, verb), message, kind, deadline=SECONDS)
+        return await self._bus.request(self._subjects.replica_weights(NAME, verb), message, kind, deadline=SECONDS, awaited_from=NAME)
 
     async def push(self, model: Qwen3ForCausalLM, version: int) -> None:
         """Pushes to both ranks over one channel, and has them compare what they hold with what was sent."""
