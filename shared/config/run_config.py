@@ -188,9 +188,9 @@ class RunConfig(Section):
         if rollout.rollout_num_gpus_per_engine % nodes:
             yield f"{field}: {nodes} nodes do not share rollout_num_gpus_per_engine = {rollout.rollout_num_gpus_per_engine} GPUs evenly"
         if self.trainer.colocate:
-            yield f"{field}: {nodes}, but with colocate an engine shares the GPUs of one machine; leave it out"
+            yield f"{field}: with colocate an engine shares the GPUs of one machine; leave it out"
         if any(plain_name(name) == "enable-dp-attention" and value is not False for name, value in rollout.sglang.items()):
-            yield f"{field}: {nodes}, but with enable-dp-attention SGLang's processes take pickled messages at open ports between nodes"
+            yield f"{field}: with enable-dp-attention SGLang's processes take pickled messages at open ports between nodes"
 
     def _groups_from_outside(self) -> Iterator[str]:
         """Yields what does not go with groups that come in from outside."""
