@@ -57,7 +57,8 @@ def main() -> None:
     write(options.folder / "documents.jsonl", [{"text": document(*thing)} for thing in asked])
     turns = [turn for thing in shown for turn in demonstrations(*thing, dice.random() < options.searching)]
     write(options.folder / "sft.jsonl", turns)
-    tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
+    parameters = tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
+    print(f"{options.folder}: a model of {parameters:,} parameters, {len(asked)} questions, {len(turns)} demonstrated turns")
 
 
 def write(path: Path, lines: list[dict[str, str]]) -> None:

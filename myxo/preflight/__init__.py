@@ -21,6 +21,7 @@ from myxo.preflight import (
     label_checks,
     length_checks,
     machine_checks,
+    memory_checks,
     model_checks,
     objective_checks,
     package_checks,
@@ -85,6 +86,7 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_directories,
     machine_checks.check_disk,
     machine_checks.check_memory,
+    memory_checks.check_gpu_memory,
     machine_checks.check_limits,
 )
 """Checks that are left out where the run's services start on other machines."""

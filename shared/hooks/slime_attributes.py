@@ -33,7 +33,6 @@ ON = """
 """
 
 OTHERS: dict[str, Any] = {
-    "actor_num_nodes": 1,
     "num_gpus_per_node": 8,
     "train_backend": "megatron",
     "rollout_function_path": EVAL_LOOP,
@@ -43,7 +42,6 @@ OTHERS: dict[str, Any] = {
     "fetch_trajectory_retry_times": -1,
     "min_batch_collection_ratio": 1,
     "loss_mask_type": "qwen",
-    "log_probs_chunk_size": -1,
     "sglang_dp_size": 1,
     "rollout_num_engines": 1,
 }

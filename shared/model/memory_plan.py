@@ -128,7 +128,7 @@ def stage_parameters(
         dense += hidden + (hidden if value_head else 0 if first and a.tied_embeddings else rows)
     experts = 0
     for layer in layers:
-        dense += _attention_parameters(a, tensor) + (4 if a.post_norms else 2) * hidden
+        dense += attention_parameters(a, tensor) + (4 if a.post_norms else 2) * hidden
         if a.experts is not None and a.is_moe_layer(layer):
             e = a.experts
             dense += e.count * hidden + (e.count if e.score == "sigmoid" else 0) + 3 * hidden * e.shared_ffn_hidden_size // tensor
@@ -138,7 +138,8 @@ def stage_parameters(
     return dense, experts
 
 
-def _attention_parameters(a: Architecture, tensor: int) -> int:
+def attention_parameters(a: Architecture, tensor: int) -> int:
+    """Returns the parameters of a layer's attention on each of the ``tensor`` ranks that share its heads."""
     hidden, heads = a.hidden_size, a.num_attention_heads
     if a.latent is None:
         width = (heads + 2 * a.num_key_value_heads) * a.head_dim

@@ -1,11 +1,15 @@
 """The devices that services compute on, resolved without torch, and assigned where several services of a run are on one machine."""
 
 import itertools
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
+
+QUERY_SECONDS = 30.0
+"""The seconds that nvidia-smi may take: on a machine whose driver sleeps, some."""
 
 
 def resolve(wanted: str) -> str:
@@ -18,6 +22,17 @@ def resolve(wanted: str) -> str:
 def gpus() -> int:
     """Returns how many NVIDIA devices this machine shows."""
     return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def gpu_bytes() -> int | None:
+    """Returns the memory of this machine's smallest GPU, in bytes; None where nvidia-smi tells of none."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in told.split() if line.isdigit()]
+    return min(sizes) << 20 if sizes else None
 
 
 def trainer_offloads(config: RunConfig) -> bool:

@@ -25,11 +25,8 @@ class NodeNetwork:
 
     def __init__(self, nodes: int) -> None:
         mark = secrets.token_hex(3)
-        self.switch, self._cable, self._net = (
-            f"myxo-{mark}-switch",
-            f"mx{mark}",
-            f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}",
-        )
+        self.switch, self._cable = f"myxo-{mark}-switch", f"mx{mark}"
+        self._net = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
         self.head = f"{self._net}.254"
         self.names = [f"myxo-{mark}-{node}" for node in range(nodes)]
         self.addresses = [f"{self._net}.{node + 1}" for node in range(nodes)]

@@ -25,7 +25,8 @@ def main() -> None:
     write(options.folder / "train.jsonl", prompts)
     write(options.folder / "heldout.jsonl", prompts)
     write(options.folder / "sft.jsonl", [demonstration(dice, dice.random() < options.halving) for _ in range(options.demonstrations)])
-    tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
+    parameters = tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
+    print(f"{options.folder}: a model of {parameters:,} parameters, {len(prompts)} games, {options.demonstrations} demonstrated guesses")
 
 
 def demonstration(dice: random.Random, halves: bool) -> dict[str, str]:

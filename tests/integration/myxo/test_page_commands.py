@@ -82,7 +82,7 @@ def run_line(place: Path, line: str, *, any_exit: bool = False) -> str:
     A command of ``myxo`` alone runs in this process, for one of its own costs each a second of imports.
     """
     words = shlex.split(line)
-    if words[0] != "myxo" or words[1] == "convert" or {">", "|", "&&"} & set(words):  # the trainer's process converts
+    if words[0] != "myxo" or words[1] in ("convert", "simulate") or {">", "|", "&&"} & set(words):  # others' processes
         return shell(place, line, any_exit=any_exit)
     out, err = io.StringIO(), io.StringIO()
     with (

@@ -68,7 +68,7 @@ function services({ services: all }) {
       el("td", { class: "words" }, [service.held_back, service.error || service.detail].filter(Boolean).join(" · "))));
   return section("health-services", "Services", rows.length
     ? table(["Service", "Kind", "State", "Version", "Restarts", "Newest error, or reason of its state"], rows, [3, 4])
-    : empty("Services appear here as soon as they have joined the run."));
+    : empty("No service is in the run now. Those that join it appear here."));
 }
 
 function dead({ dead: count, reasons }) {

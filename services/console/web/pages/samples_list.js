@@ -152,7 +152,9 @@ function nothing(reading, filtered, evaluation) {
   if (reading.read < reading.of) return "Groups appear as the history is read.";
   if (filtered) return evaluation ? "No held-out prompt that has come back fits these filters." : "No group fits these filters.";
   if (reading.from_directory) return "The run's directory has kept no responses (keep_rollouts says how many are).";
-  return "No group has been admitted yet. The first ones appear when the engines serve weights.";
+  return evaluation
+    ? "No held-out prompt has come back yet."
+    : "No group has been admitted for training. The first ones appear when the engines serve weights; held-out prompts are chosen above.";
 }
 
 function rows(groups, asked, sort) {

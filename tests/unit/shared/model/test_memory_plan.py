@@ -29,6 +29,7 @@ def test_a_ready_config_is_divided_and_fits_80_gb(path):
     trainer, shape, parameters, gpus = ready(path)
     layout = ParallelLayout.of(trainer)
     assert total_parameters(shape) == parameters
+    assert trainer.ranks("actor") == gpus
     assert [str(problem) for problem in [*layout.world_problems(gpus), *division_problems(shape, layout, trainer.megatron)]] == []
     plans = plan_trainer(shape, trainer, gpus)
     assert sum(plan.layers for plan in plans) == shape.num_layers

@@ -1,0 +1,60 @@
+"""What `myxo up` says of GPUs that are too small for a config, by the memory that nvidia-smi tells of."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from myxo.preflight.inspection import Inspection, Note
+from myxo.preflight.memory_checks import check_gpu_memory
+from shared.runtime.errors import BadInput, ConfigError
+from tests.support.run_config import run_config
+from tests.unit.myxo.test_memory_plans import SHAPE
+
+Findings = list[BadInput | Note]
+Fields = dict[str, object]
+
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Findings]:
+    """Returns what the check finds with GPUs of so many MiB and trainer's fields, of which one rank with 8192 tokens is the default."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+
+    def check(
+        mebibytes: int, debug: dict[str, object] | None = None, rollout: dict[str, object] | None = None, **trainer: object
+    ) -> Findings:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho {mebibytes + 512}\necho {mebibytes}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        fields = {"train_device": "cuda", "recompute": True, **trainer}
+        engines = {"rollout_device": "cuda", **(rollout or {})}
+        return list(check_gpu_memory(Inspection(run_config(tmp_path, trainer=fields, rollout=engines, debug=debug or {}), starts=True)))
+
+    return check
+
+
+def test_a_trainer_that_is_surely_too_large_is_refused_with_what_would_help(found: Callable[..., Findings]) -> None:
+    (problem,) = found(46_068)
+    assert isinstance(problem, ConfigError) and problem.field == "trainer.actor_num_gpus_per_node" and problem.value == 1
+    assert "optimizer" in str(problem) and "--optimizer-cpu-offload" in str(problem)
+    (note,) = found(46_068, debug={"ignore_memory_plan": True})
+    assert isinstance(note, Note) and "may fail" in note.text
+
+
+def test_near_the_limit_it_is_told_on_either_side(found: Callable[..., Findings]) -> None:
+    texts = [[type(finding).__name__ for finding in found(size)] for size in (71_000, 76_000, 143_771)]
+    assert texts == [["Note"], ["Note"], []]
+
+
+def test_activations_name_the_tokens_of_a_micro_batch(found: Callable[..., Findings]) -> None:
+    (problem,) = found(81_559, recompute=False, max_tokens_per_gpu=32768, log_probs_chunk_size=-1)
+    assert isinstance(problem, ConfigError) and problem.field == "trainer.max_tokens_per_gpu"
+
+
+def test_an_engine_is_looked_at_too_and_processes_on_cpus_are_not(found: Callable[..., Findings]) -> None:
+    (problem,) = found(143_771, rollout={"sglang": {"mem-fraction-static": 0.04}})
+    assert isinstance(problem, ConfigError) and problem.field == "rollout.rollout_num_gpus_per_engine"
+    assert found(2_000, train_device="cpu", rollout={"rollout_device": "cpu"}) == []

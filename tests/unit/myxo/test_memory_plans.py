@@ -1,0 +1,105 @@
+"""`myxo plan`: what it says of configs that fit and of those that do not, from a model's config.json alone."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from myxo.main import main
+from myxo.plan.planned_config import planned
+from myxo.plan.remedies import remedies
+from myxo.preflight import Source
+
+ROOT = Path(__file__).parents[3]
+READY = sorted((ROOT / "configs" / "models").glob("*.toml"))
+GPU = 80_000_000_000
+
+SHAPE = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+def told(*words: object) -> tuple[int, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = main(["plan", *map(str, words)])
+    return code, out.getvalue()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's config over a model of which only config.json is there."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[run]\nname = "r"\n[model]\nhf_checkpoint = "{tmp_path}/model"\n[data]\nprompt_data = "prompts.jsonl"\n'
+        "[rollout]\nnum_rollout = 1\nrollout_batch_size = 8\nn_samples_per_prompt = 8\n"
+    )
+    return config
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_a_ready_config_is_planned_by_itself_and_fits(path: Path) -> None:
+    plan = planned(Source.of(path, []), GPU).plan
+    assert plan.fits
+    assert sum(need.ranks for need in plan.needs if need.role == "actor") == plan.config.trainer.ranks("actor")
+
+
+def test_a_run_that_fits_and_one_that_does_not(run: Path) -> None:
+    code, out = told(run, "--gpu-memory", 80, "--recompute")
+    assert code == 0 and "It fits." in out and "tokens in the cache" in out
+    code, out = told(run, "--gpu-memory", 80)
+    assert code == 1 and "actor: needs" in out and "optimizer" in out
+    assert "--optimizer-cpu-offload" in out and "which fits" in out
+
+
+def test_every_remedy_does_what_it_says(run: Path) -> None:
+    plan = planned(Source.of(run, ["--max-tokens-per-gpu", "16384", "--log-probs-chunk-size", "-1"]), GPU).plan
+    (need,) = [need for need in plan.needs if not need.fits]
+    found = remedies(plan, need)
+    assert len(found) > 4
+    for remedy in found:
+        again = planned(Source.of(run, ["--max-tokens-per-gpu", "16384", "--log-probs-chunk-size", "-1", *remedy.flags.split()]), GPU).plan
+        (changed,) = [other for other in again.needs if other.role == "actor"]
+        assert (changed.total, changed.fits) == (remedy.total, remedy.fits) and changed.total < need.total, remedy.flags
+
+
+def test_an_engine_that_is_too_small_names_how_many_gpus_it_takes(run: Path) -> None:
+    answer = json.loads(told(run, "--gpu-memory", 10, "--json")[1])
+    (engine,) = [need for need in answer["needs"] if need["role"] == "engine"]
+    assert not engine["fits"] and engine["largest"] == "weights"
+    assert engine["remedies"][0]["flags"] == "--rollout-num-gpus-per-engine 2" and engine["remedies"][0]["fits"]
+    assert answer["fits"] is False and answer["engine"]["tokens"] == 0
+
+
+def test_a_critic_and_colocation_are_counted(run: Path) -> None:
+    plan = planned(Source.of(run, ["--advantage-estimator", "ppo", "--colocate", "--actor-num-gpus-per-node", "2"]), GPU).plan
+    assert [need.of for need in plan.needs] == ["actor", "critic", "engine"]
+    assert "colocated" in plan.needs[0].parts and "colocated" not in plan.needs[1].parts
+    together = planned(Source.of(run, ["--colocate", "--no-offload-rollout", "--actor-num-gpus-per-node", "2"]), GPU).plan
+    assert together.needs[0].total > 80e9 and plan.engine is not None
+    assert together.needs[0].parts["colocated"] > plan.engine.budget
+
+
+def test_a_layout_that_does_not_divide_the_model_is_bad_input(run: Path) -> None:
+    code, out = told(run, "--tensor-model-parallel-size", 3, "--actor-num-gpus-per-node", 3)
+    assert code == 2 and "trainer.tensor_model_parallel_size" in out
+
+
+def test_without_a_shape_the_missing_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[run]\nname = "r"\n')
+    code, out = told(tmp_path / "run.toml")
+    assert code == 2 and "model.hf_checkpoint" in out
