@@ -2,13 +2,14 @@
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from shared.accounts.credentials import Deployment, ServerAddress, make
-from shared.accounts.render import MEMORY
+from shared.accounts.render import MEMORY, NatsSettings, RedisSettings
 from shared.bus.subjects import RUN_ID
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
@@ -30,10 +31,14 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument("--redis", metavar="HOST:PORT", default="redis:6379", help="where services reach Redis (default redis:6379)")
     command.add_argument("--tls", action="store_true", help="encrypt both, with certificates of an authority made for this")
     command.add_argument(
-        "--mounted", metavar="PATH", default="/credentials", help="where each server finds its own directory (default /credentials)"
+        "--mounted", metavar="PATH", help="where each server finds its own directory (default /credentials; with --data where it is made)"
     )
     command.add_argument(
         "--redis-memory", metavar="SIZE", default=MEMORY, help=f"memory for payloads, beyond which writers wait (default {MEMORY})"
+    )
+    command.add_argument("--listen", metavar="ADDRESS", help="where the servers listen (default: at all addresses, as in their containers)")
+    command.add_argument(
+        "--data", metavar="PATH", help="the servers' data lie in PATH/nats and PATH/redis (default: /data of either's container)"
     )
     command.set_defaults(run_command=accounts)
 
@@ -42,12 +47,19 @@ def accounts(parsed: argparse.Namespace, console: Console) -> int:
     """Makes the accounts, or brings them up to date, and tells what was done. Raises ConfigError."""
     if not RUN_ID.match(parsed.run):
         raise ConfigError("--run", parsed.run, "expected lower-case letters, digits, '-' and '_'")
-    if not parsed.mounted.startswith("/"):
+    if parsed.mounted is not None and not parsed.mounted.startswith("/"):
         raise ConfigError("--mounted", parsed.mounted, "expected an absolute path")
     if not _SIZE.fullmatch(parsed.redis_memory):
         raise ConfigError("--redis-memory", parsed.redis_memory, "expected bytes, or a size as 512mb or 4gb; 0 would be without a bound")
     nats, redis = address("--nats", parsed.nats), address("--redis", parsed.redis)
-    deployment = Deployment(parsed.run, nats, redis, tls=parsed.tls, mounted=parsed.mounted.rstrip("/"), redis_memory=parsed.redis_memory)
+    bus, store = NatsSettings(listen=f"0.0.0.0:{nats.port}"), RedisSettings(port=redis.port, memory=parsed.redis_memory)
+    if parsed.listen is not None:
+        bus, store = replace(bus, listen=f"{parsed.listen}:{nats.port}"), replace(store, bind=parsed.listen)
+    if parsed.data is not None:
+        data = Path(parsed.data).absolute()
+        bus, store = replace(bus, store=str(data / "nats")), replace(store, data=str(data / "redis"))
+    mounted = parsed.mounted.rstrip("/") if parsed.mounted else "/credentials" if parsed.data is None else ""
+    deployment = Deployment(parsed.run, nats, redis, parsed.tls, bus, store, mounted)
     for line in make(parsed.directory, deployment):
         console.print(line, soft_wrap=True)
     return exit_codes.DONE

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.accounts.permissions import CONSOLE, HEALTH, ROLES, ROLLOUT, Rights, rights
-from shared.accounts.render import CERTIFICATE, KEY, MEMORY, NatsSettings, RedisSettings, nats_conf, redis_conf
+from shared.accounts.render import CERTIFICATE, KEY, NatsSettings, RedisSettings, nats_conf, redis_conf
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
 
@@ -58,7 +58,7 @@ class Deployment:
     Args:
         run: the run's id. nats, redis: the addresses at which services reach them. tls: whether both are encrypted.
         nats_settings, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses.
-        mounted: the path at which a server sees its own directory. redis_memory: as `RedisSettings.memory`.
+        mounted: the path at which a server sees its own directory; empty: where it is made.
     """
 
     run: str
@@ -68,7 +68,6 @@ class Deployment:
     nats_settings: NatsSettings | None = None
     redis_settings: RedisSettings | None = None
     mounted: str = "/credentials"
-    redis_memory: str = MEMORY
 
 
 class AuthorityMissing(MyxoError):
@@ -125,11 +124,11 @@ def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], p
         if role.store is not None:
             store[role.role] = passwords[home / REDIS_URL]
             texts[home / REDIS_URL] = f"{store_scheme}://{role.user}:{store[role.role]}@{deployment.redis}/0\n"
-    tls = deployment.mounted if deployment.tls else None
+    tls = {name: deployment.mounted or str((directory / name).absolute()) if deployment.tls else None for name in (NATS, REDIS)}
     nats_settings = deployment.nats_settings or NatsSettings(listen=f"0.0.0.0:{deployment.nats.port}")
-    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port, memory=deployment.redis_memory)
-    texts[directory / NATS / "nats.conf"] = nats_conf(roles, bus, replace(nats_settings, tls=tls))
-    texts[directory / REDIS / "redis.conf"] = redis_conf(roles, store, replace(redis_settings, tls=tls))
+    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port)
+    texts[directory / NATS / "nats.conf"] = nats_conf(roles, bus, replace(nats_settings, tls=tls[NATS]))
+    texts[directory / REDIS / "redis.conf"] = redis_conf(roles, store, replace(redis_settings, tls=tls[REDIS]))
     texts[directory / REDIS / HEALTH] = store[HEALTH]
     texts |= {directory / home / ROUTER_KEY: passwords[directory / ROUTER / ROUTER_KEY] for home in (ROUTER, ROLLOUT)}
     texts[directory / CONSOLE / TOKEN] = passwords[directory / CONSOLE / TOKEN]

@@ -37,6 +37,16 @@ def test_bad_input_is_told_in_a_line(tmp_path: Path, arguments: list[str], field
     assert not (tmp_path / "new").exists()
 
 
+def test_servers_without_containers_listen_and_keep_data_where_it_is_said(tmp_path: Path) -> None:
+    words = ["--tls", "--nats", "10.0.0.10:4333", "--redis", "10.0.0.10:6380", "--listen", "10.0.0.10", "--data", str(tmp_path / "data")]
+    assert main(["accounts", str(tmp_path / "made"), "--run", "r", "--redis-memory", "4gb", *words]) == 0
+    bus, store = ((tmp_path / "made" / name).read_text() for name in ("nats/nats.conf", "redis/redis.conf"))
+    assert 'listen: "10.0.0.10:4333"' in bus and f'"store_dir": "{tmp_path}/data/nats"' in bus
+    assert f'"cert_file": "{tmp_path}/made/nats/certificate.pem"' in bus and f'tls-key-file "{tmp_path}/made/redis/key.pem"' in store
+    expected = ("bind 10.0.0.10", "tls-port 6380", f'dir "{tmp_path}/data/redis"', "maxmemory 4gb")
+    assert all(line in store.splitlines() for line in expected)
+
+
 def test_without_the_library_tls_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,9 @@ WITH_DRAFT_LAYER = {"glm-4.5-air": 110_468_824_832, "glm-4.5": 358_337_791_296}
 WITHOUT_EMBEDDINGS = {"moonlight-16b-a3b": 15.29e9}
 """As published, to four digits."""
 
+SHAPED_AS = {"deepseek-v3.1": "deepseek-v3", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5"}
+"""Later models whose published config.json has the same shape: the contexts differ at most."""
+
 
 def config(name):
     return tomllib.loads((CONFIGS / f"{name}.toml").read_text())["trainer"]
@@ -66,7 +69,7 @@ def parameters(architecture, prefix=""):
 
 
 def test_there_is_a_config_of_every_size():
-    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS, *SHAPED_AS}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -84,13 +87,19 @@ def test_with_a_draft_layer_it_has_them_too(name):
     assert parameters(a) + one_more + rest == WITH_DRAFT_LAYER[name]
 
 
+@pytest.mark.parametrize("name", SHAPED_AS)
+def test_a_later_model_has_the_shape_and_the_layout_of_the_one_before(name):
+    assert config(name) == config(SHAPED_AS[name])
+    assert f"{parameters(shape(name)):,} parameters" in (CONFIGS / f"{name}.toml").read_text()
+
+
 @pytest.mark.parametrize("name", WITHOUT_EMBEDDINGS)
 def test_without_embeddings_it_has_them_too(name):
     a = shape(name)
     assert parameters(a) - 2 * a.vocab_size * a.hidden_size == pytest.approx(WITHOUT_EMBEDDINGS[name], rel=5e-4)
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS])
+@pytest.mark.parametrize("name", [*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS, *SHAPED_AS])
 def test_a_configs_layout_divides_its_model(name):
     from services.trainer.megatron.flag_sorting import resolve
     from shared.config.trainer_section import TrainerSection

@@ -1,0 +1,124 @@
+"""Which node of a cluster runs which service of a run, and on which GPUs.
+
+The trainer's ranks come first: node N has the Nth share of the actor's, then of the critic's. Engines take the GPUs that are left, node
+by node. Everything else runs on node 0.
+
+``python -m myxo.launch.node_placement CONFIG --nodes N --gpus-per-node N [flags]`` checks a config and prints ``run NAME ROOT``, then a
+line for each service, ``NODE ROLE INSTANCE GPUS MODULE…``, with ``-`` for no GPUs. ROLE is the account that it takes (docs/accounts.md).
+`deploy/slurm` starts what it prints.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from myxo.launch.service_plan import CRITIC, SERVICE_MODULES
+from myxo.preflight import Source, checked_config
+from shared.config.run_config import RunConfig
+from shared.runtime import devices, exit_codes
+from shared.runtime.command_line import ended
+from shared.runtime.errors import ConfigError
+
+NO_GPUS = "-"
+
+
+@dataclass(frozen=True)
+class PlacedService:
+    """A service on a node. ``gpus``: their indexes there; empty for a service that has none, or computes on a CPU."""
+
+    node: int
+    role: str
+    instance: str
+    module: tuple[str, ...]
+    gpus: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        gpus = ",".join(map(str, self.gpus)) or NO_GPUS
+        return " ".join((str(self.node), self.role, self.instance, gpus, *self.module))
+
+
+def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedService]:
+    """Returns a run's services, those of node 0 first. Raises ConfigError where nodes or GPUs are too few."""
+    trainer, rollout = config.trainer, config.rollout
+    free = [list(range(gpus_per_node)) for _ in range(nodes)]
+    placed = [PlacedService(0, role, instance, (module,)) for role, instance, module in _first_node(config)]
+    trains = not config.debug.debug_rollout_only  # else the trainer's service records what comes in, without model and GPU
+    for role in ("actor", "critic") if config.algorithm.has_critic and trains else ("actor",):
+        on_gpus = trains and devices.resolve(trainer.train_device) == "cuda"
+        placed += _trainer_nodes(config, role, free, trainer.ranks_per_node(role) if on_gpus else 0)
+    if trainer.colocate:
+        placed += _colocated(config, next(service.gpus for service in placed if service.instance == "trainer-0"))
+    elif devices.resolve(rollout.rollout_device) == "cuda":
+        placed += _engines(config, free)
+    else:  # on nodes without a share of the trainer, where there are such
+        turns = itertools.cycle(range(min(trainer.nodes("actor"), nodes - 1), nodes))
+        placed += [_engine(next(turns), index) for index in range(rollout.rollout_replicas)]
+    return sorted(placed, key=lambda service: service.node)
+
+
+def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: int) -> Iterator[PlacedService]:
+    """Yields a role's part on each of its nodes, taking ``share`` GPUs of each out of ``free``."""
+    name, module = ("trainer", (SERVICE_MODULES["trainer"],)) if role == "actor" else ("critic", CRITIC)
+    nodes = config.trainer.nodes(role)
+    if nodes > len(free):
+        raise ConfigError(f"trainer.{role}_num_nodes", nodes, f"at most {len(free)}, the nodes of this job")
+    for node in range(nodes):
+        if share > len(free[node]):
+            left = f"{len(free[node])} GPUs are left on node {node}"
+            raise ConfigError(f"trainer.{role}_num_gpus_per_node", share, left)
+        own, free[node] = tuple(free[node][:share]), free[node][share:]
+        yield PlacedService(node, "trainer", f"{name}-node-{node}" if node else f"{name}-0", module, own)
+
+
+def _first_node(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yields role, instance and module of the services that have no GPU."""
+    counts = {"buffer": config.run.buffer_replicas, "reward": config.reward.reward_replicas, "gateway": config.gateways}
+    for service, count in counts.items():
+        for index in range(count):
+            yield service, f"{service}-{index}", SERVICE_MODULES[service]
+    if config.console.console:
+        yield "console", "console-0", "services.console"
+
+
+def _engine(node: int, index: int, gpus: Sequence[int] = ()) -> PlacedService:
+    return PlacedService(node, "rollout", f"rollout-{index}", (SERVICE_MODULES["rollout"],), tuple(gpus))
+
+
+def _engines(config: RunConfig, free: list[list[int]]) -> Iterator[PlacedService]:
+    """Yields each engine on the first node that has GPUs for it, taking them out of ``free``."""
+    size, replicas = config.rollout.rollout_num_gpus_per_engine, config.rollout.rollout_replicas
+    for index in range(replicas):
+        node = next((node for node, gpus in enumerate(free) if len(gpus) >= size), None)
+        if node is None:
+            left = f"{index} engines of {size} GPUs fit on what the trainer leaves of {len(free)} nodes"
+            raise ConfigError("rollout.rollout_replicas", replicas, f"at most {index}: {left}")
+        own, free[node] = free[node][:size], free[node][size:]
+        yield _engine(node, index, own)
+
+
+def _colocated(config: RunConfig, shared: tuple[int, ...]) -> Iterator[PlacedService]:
+    """Yields engines that have all of the trainer's GPUs, each those first that it computes on (`devices.assign_gpus`)."""
+    size = config.rollout.rollout_num_gpus_per_engine
+    for index in range(config.rollout.rollout_replicas):
+        yield _engine(0, index, shared[index * size :] + shared[: index * size])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line. Returns the exit code. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m myxo.launch.node_placement", allow_abbrev=False)
+    parser.add_argument("config", metavar="CONFIG", type=Path)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--gpus-per-node", type=int, required=True)
+    parsed, flags = parser.parse_known_args(arguments)
+    config = checked_config(Source.of(parsed.config, flags))
+    print("run", config.run.name, config.run.root)
+    for service in place(config, parsed.nodes, parsed.gpus_per_node):
+        print(service)
+    return exit_codes.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(ended("placement", lambda: main(sys.argv[1:])))
