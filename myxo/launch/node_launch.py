@@ -1,4 +1,4 @@
-"""`myxo up` on a node of the trainer other than the first: its part of the trainer and the critic alone, until the run has ended."""
+"""`myxo up` on a node other than the first: its part of trainer, critic and engines alone, until the run has ended."""
 
 import asyncio
 import os
@@ -20,6 +20,7 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.nodes.node_agent import ENGINE_NODE, NODE
 from shared.runtime import devices, exit_codes
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.node_rank import NODE_RANK, RANK_VARIABLES, node_rank
@@ -27,9 +28,10 @@ from shared.runtime.safe_text import say
 
 
 def most_nodes(config: RunConfig) -> int:
-    """Returns how many machines a run's trainer needs, its critic's included."""
+    """Returns how many machines a run needs: its trainer, its critic, or one of its engines."""
     trainer = config.trainer
-    return max(trainer.nodes("actor"), trainer.nodes("critic") if config.algorithm.has_critic else 1)
+    engines = 1 if config.debug.trains_only else config.rollout.nodes_per_engine
+    return max(trainer.nodes("actor"), trainer.nodes("critic") if config.algorithm.has_critic else 1, engines)
 
 
 def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -> int:
@@ -43,23 +45,23 @@ def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -
     nodes = most_nodes(config)
     if nodes == 1:
         if rank:
-            raise ConfigError("--node-rank", rank, "0; the trainer has one node (trainer.actor_num_nodes)")
+            raise ConfigError("--node-rank", rank, "0; trainer and engines have one node each (trainer.actor_num_nodes, --sglang-nnodes)")
         return 0
     for variable, url in (("NATS_URL", given.nats_url), ("REDIS_URL", given.redis_url)):
         if url is None:
-            expected = f"required in the environment: a server that all {nodes} nodes of the trainer reach, not one of `myxo up`'s own"
+            expected = f"required in the environment: a server that all {nodes} nodes reach, not one of `myxo up`'s own"
             raise ConfigError(variable, None, expected)
     if rank is not None:
         os.environ[NODE_RANK] = str(rank)
     elif not any(os.environ.get(variable) for variable in RANK_VARIABLES):
-        raise ConfigError("--node-rank", None, f"0 to {nodes - 1}, on each of the trainer's {nodes} nodes another one")
-    os.environ[NODE_RANK] = str(settled := node_rank(nodes))
+        raise ConfigError("--node-rank", None, f"0 to {nodes - 1}, on each of the {nodes} nodes another one")
+    os.environ[NODE_RANK] = str(settled := node_rank(nodes, of="the run"))
     return settled
 
 
 def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
-    """Returns the services of a node other than the first: its part of each role that has so many."""
-    trainer = config.trainer
+    """Returns the services of a node other than the first: its part of each role, and of each engine, that has so many."""
+    trainer, rollout = config.trainer, config.rollout
     modules: dict[str, tuple[str, tuple[str, ...]]] = {"actor": ("trainer", (SERVICE_MODULES["trainer"],))}
     if config.algorithm.has_critic:
         modules["critic"] = ("critic", CRITIC)
@@ -69,10 +71,17 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
             continue
         instance, share = f"{service}-node-{rank}", trainer.ranks_per_node(role)
         environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
-        if len(modules) > 1 and devices.resolve(trainer.train_device) == "cuda":
+        if (len(modules) > 1 or rollout.nodes_per_engine > rank) and devices.resolve(trainer.train_device) == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(gpus, gpus + share)))
             gpus += share
-        specs.append(ServiceSpec("node", instance, (sys.executable, "-m", *module), environment))
+        specs.append(ServiceSpec(NODE, instance, (sys.executable, "-m", *module), environment))
+    for index in range(rollout.rollout_replicas if rank < rollout.nodes_per_engine else 0):
+        engine, share = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine
+        environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": engine, "PYTHONUNBUFFERED": "1"}
+        if devices.resolve(rollout.rollout_device) == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(gpus, gpus + share)))
+            gpus += share
+        specs.append(ServiceSpec(ENGINE_NODE, f"{engine}-node-{rank}", (sys.executable, "-m", SERVICE_MODULES["rollout"]), environment))
     return specs
 
 
@@ -148,7 +157,8 @@ class NodeLaunch:
         """Returns the run's phase and its trained steps; while the bus is away, that it runs."""
         run = self._config.run.name
         try:
-            supervisor.note_ready(await Registry(bus, run).alive("node"))
+            for kind in (NODE, ENGINE_NODE):
+                supervisor.note_ready(await Registry(bus, run).alive(kind))
             return await runs.phase(bus, run), await runs.trained_steps(bus, run)
         except BUS_ERRORS as error:
             self._away = time.monotonic()

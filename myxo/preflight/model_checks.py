@@ -158,8 +158,8 @@ def check_layout_reach(inspection: Inspection) -> Findings:
         if trainer.tensor_model_parallel_size > (share := trainer.ranks_per_node(role)):
             words = f"tensor_model_parallel_size {trainer.tensor_model_parallel_size} is more than the {role}'s {share} ranks of a node"
             yield Note(f"{words}: every layer waits for the network between machines")
-    if rollout.rollout_num_gpus_per_engine > MOST_GPUS:
-        expected = f"at most {MOST_GPUS}: an engine has its GPUs on one machine"
+    if rollout.rollout_num_gpus_per_engine > MOST_GPUS * rollout.nodes_per_engine:
+        expected = f"at most {MOST_GPUS} on each of the engine's nodes, which --sglang-nnodes counts"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)
     if rollout.sglang_config is not None:
         expected = "none: the engines of a run are alike; give their flags as --sglang-…"

@@ -6,24 +6,18 @@ engine's death it stays closed (the replica is fenced) until a version has been 
 
 import asyncio
 import contextlib
-import os
-import zlib
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.launch_command import EngineCommand, engine_command
+from services.rollout.engine_nodes.engine_leader import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
-from services.rollout.prefix_cache import keeps_prefixes
+from services.rollout.replica_command import engine_log, replica_command
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
-from shared.config import sglang_flags
-from shared.hooks.loading import agent_paths
 from shared.runtime import devices, failure_summary
-from shared.runtime.embedded_servers import free_port
+from shared.runtime.child_process import ProcessEnded
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import LOOPBACK, own_address
@@ -65,7 +59,9 @@ class Replica:
 
     def __init__(self, service: Service) -> None:
         self._service, self._rollout = service, service.config.rollout
-        if devices.resolve(self._rollout.rollout_device) == "cuda":
+        spans_nodes = self._rollout.nodes_per_engine > 1
+        self._leader = EngineLeader(service) if spans_nodes else None
+        if spans_nodes or devices.resolve(self._rollout.rollout_device) == "cuda":
             service.ranks = self._rollout.rollout_num_gpus_per_engine
         self.client: EngineClient | None = None
         self.served = ServedVersion()
@@ -83,6 +79,7 @@ class Replica:
         self._life = service.incarnation
         self._shown = asyncio.Event()
         self._process: EngineProcess | None = None
+        self._last: EngineProcess | None = None  # of several nodes: the part that was begun last
 
     # --- the served version
 
@@ -158,17 +155,40 @@ class Replica:
         """Starts the engine, watches it, and restarts it when it dies. Runs until cancelled; then it stops the engine."""
         try:
             while True:
-                engine = await self._start()
+                engine = await self._start_on_all_nodes(self._leader) if self._leader is not None else await self._start(None)
                 while engine.running():
                     await asyncio.sleep(WATCH_SECONDS)
                 self.engine_up.clear()
                 self.served.engine_died()
-                await self.fence(f"the engine died: {failure_summary.of_log(engine.last_lines())}")
+                await self.fence(f"the engine died: {self._cause(engine)}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
             await self.proxy.close()
             await self._close()
+
+    async def keep_nodes(self) -> None:
+        """Keeps an engine's nodes together, where it has several. Runs until cancelled. Raises as `EngineLeader.keep`."""
+        if self._leader is not None:
+            await self._leader.keep()
+
+    def _cause(self, engine: EngineProcess) -> str:
+        ended = self._leader.ended if self._leader is not None else ""
+        return ended or failure_summary.of_log(engine.last_lines())
+
+    async def _start_on_all_nodes(self, leader: EngineLeader) -> EngineProcess:
+        """Starts the engine in an attempt of all nodes, or in the next where one ends before the engine is ready."""
+        while True:
+            begun = await leader.begun(self._last)
+            self._last = begun
+            try:
+                return await self._start(begun)
+            except MyxoError as error:
+                if begun.running():
+                    raise
+                self._service.log.warning("engine_not_started", error=leader.ended if isinstance(error, ProcessEnded) else str(error))
+                self.engine_up.clear()
+                await self._close()
 
     async def kill_engine(self, reason: str) -> None:
         """Kills an engine that no longer answers; `keep_engine` restarts it."""
@@ -202,14 +222,16 @@ class Replica:
         self.proxy.public = True
         await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
-    async def _start(self) -> EngineProcess:
+    async def _start(self, begun: EngineProcess | None) -> EngineProcess:
+        """Starts an engine, or takes the one that the nodes have begun, and returns once it serves requests and takes weights."""
         service = self._service
         self.show()
         await self.before_start()
-        command = self._command()
-        self._process = engine = EngineProcess(command, self._log_file())
+        self._process = engine = begun or EngineProcess(replica_command(service, service.instance), engine_log(service))
         seconds = await engine.ready(self._rollout.engine_start_timeout)
         self.client = client = await EngineClient.connect(engine.receiver, deadline=60)
+        if self._leader is not None:
+            await self._leader.reach(engine.receiver)
         await client.freeze_gc(deadline=60)
         await client.open_receivers(deadline=60)
         service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)
@@ -218,38 +240,13 @@ class Replica:
         await self.after_start()
         return engine
 
-    def _command(self) -> EngineCommand:
-        rollout, config = self._rollout, self._service.config
-        device = devices.resolve(rollout.rollout_device)
-        flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine} if device == "cuda" else {}
-        own = hooks.paths(config, "rollout").keys() - agent_paths(config).keys()  # agents ask gateways, and these the replica
-        answers_are_read = not (self._routed or own)
-        flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
-        # others expect SGLang's own way: each part of a stream repeats all tokens before it
-        flags["incremental-streaming-output"] = self._drawn_for_gateways and answers_are_read
-        flags["enable-return-routed-experts"] = config.trainer.use_rollout_routing_replay
-        if devices.engines_release(config):
-            flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
-        # replicas draw different samples
-        seed = config.data.rollout_seed + zlib.crc32(self._service.instance.encode()) % 2**20
-        return engine_command(
-            config.model.hf_checkpoint,
-            free_port(),
-            device=device,
-            random_seed=seed,
-            flags=flags | sglang_flags.present_names(rollout.sglang),
-        )
-
-    def _log_file(self) -> Path:
-        directory = os.environ.get("MYXO_LOG_DIR")
-        root = Path(directory) if directory else self._service.config.run.root / "logs"
-        return root / f"{self._service.instance}-engine.log"
-
     async def _close(self) -> None:
         self._service.engine = ""
         if self.client is not None:
             await self.client.close()
             self.client = None
+        if self._leader is not None:
+            await self._leader.tunnels.close()
         if self._process is not None:
             try:
                 await asyncio.to_thread(self._process.stop, STOP_SECONDS if self._service.stopping.is_set() else 0)

@@ -10,6 +10,7 @@ from services.rollout.agents.agent_groups import AgentGroups
 from services.rollout.agents.gateways import Gateways
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from services.rollout.engine_nodes.engine_follower import follow
 from services.rollout.engine_profiler import EngineProfiler
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.generate import generate_group
@@ -37,6 +38,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.model.replayed_choices import replayed_choices
+from shared.nodes.node_agent import ENGINE_NODE
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
@@ -125,7 +127,8 @@ class Rollout:
         await self.weights.listen()
         await self._catch_up.listen()
         routers = [Router(service, url)] if (url := router_url()) else []
-        work = [self.replica.keep_engine(), self._catch_up.keep(), self.evaluate(), self.measure(), self.stop_stale()]
+        work = [self.replica.keep_engine(), self.replica.keep_nodes(), self._catch_up.keep()]
+        work += [self.evaluate(), self.measure(), self.stop_stale()]
         if self._config.ingest.ingest_groups != "alone":
             work.append(self.produce())
         work += [router.keep() for router in routers]
@@ -315,11 +318,12 @@ class Rollout:
 
 
 async def serve(service: Service) -> None:
-    """Runs the rollout service. Raises ConfigError, or Problems, for flags that the installed SGLang does not take."""
+    """Runs the rollout service, or a further node of its engine. Raises ConfigError, or Problems, for flags that the installed SGLang does
+    not take."""
     if given := service.config.rollout.sglang:
         try:
             flags = await asyncio.to_thread(sglang_flags.of_installed)
             raise_problems([] if flags is None else list(flags.problems(given)))
         except sglang_flags.NoCatalogue as error:
             service.log.warning("engine_flags_not_checked", error=str(error))
-    await Rollout(service).run()
+    await (follow(service) if service.name == ENGINE_NODE else Rollout(service).run())

@@ -6,7 +6,7 @@ Of a trainer over several nodes it is one node's part (`services.trainer.nodes`)
 import os
 import sys
 
-from services.trainer.nodes.node_agent import run_node
+from services.trainer.nodes.trainer_node import run_node
 from services.trainer.rank import SERVICES, read_run
 from services.trainer.torchrun import run_ranks
 from shared.config.run_config import RunConfig

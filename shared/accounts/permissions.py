@@ -189,6 +189,8 @@ def _rollout(names: Subjects) -> BusRights:
         *_read(names.weights_bucket),  # to learn the live version and the newest snapshot
         *_read(names.leases_bucket),
         f"$KV.{names.leases_bucket}.{PRODUCER}",  # to be the one that runs the rollout function
+        f"$KV.{names.leases_bucket}.engines.{ANY}.{ANY}",  # the nodes of engines over several
+        f"$KV.{names.services_bucket}.engine-node.{ANY}",
         names.replica_weights(ANY, "transfer"),
         *(names.environment(ANY, verb) for verb in ("describe", "reset", "step", "close")),  # episodes
     )

@@ -75,14 +75,24 @@ class Subjects:
 
     # keys in the bucket of leases
     @staticmethod
-    def node_lease(role: str, rank: int) -> str:
-        """Returns the lease of a node of the trainer (``role``: actor, critic)."""
-        return f"nodes.{role}.{rank}"
+    def trainer_nodes(role: str) -> str:
+        """Returns what the nodes of the trainer share (``role``: actor, critic)."""
+        return f"nodes.{role}"
 
     @staticmethod
-    def attempt(role: str) -> str:
-        """Returns the key of the newest attempt of a role's nodes."""
-        return f"nodes.{role}.attempt"
+    def engine_nodes(replica: str) -> str:
+        """Returns what the nodes of one engine share; ``replica``: the rollout service that leads them."""
+        return f"engines.{replica}"
+
+    @staticmethod
+    def node_lease(job: str, rank: int) -> str:
+        """Returns the lease of a node; ``job``: what the nodes share."""
+        return f"{job}.{rank}"
+
+    @staticmethod
+    def attempt(job: str) -> str:
+        """Returns the key of the newest attempt of a job's nodes."""
+        return f"{job}.attempt"
 
     # keys in the store
     @property

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
+from shared.config.sglang_flags import plain_name
 from shared.runtime.container_runtime import Runtime
 from shared.schema.limits import MAX_SAMPLES, ROLE
 from shared.schema.overlong import OverlongPolicy
@@ -231,7 +232,7 @@ class RolloutSection(Section):
         description="GPUs of all engines: rollout_replicas x rollout_num_gpus_per_engine; default: what they make it",
         **MUTABLE,
     )
-    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine (its tensor parallel size)")
+    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine on all its nodes (its tensor parallel size)")
     rollout_concurrency: int = Field(default=64, gt=0, description="groups a replica generates at once", **MUTABLE)
     sglang_server_concurrency: int | None = Field(
         default=None, gt=0, description="samples a replica generates at once: sets rollout_concurrency, by n_samples_per_prompt", **MUTABLE
@@ -258,6 +259,12 @@ class RolloutSection(Section):
             self.rollout_concurrency = -(-self.sglang_server_concurrency // self.n_samples_per_prompt)
         if self.rollout_max_context_len is not None and "rollout_max_prompt_len" not in given:
             self.rollout_max_prompt_len = self.rollout_max_context_len - 1
+
+    @property
+    def nodes_per_engine(self) -> int:
+        """Returns the number of nodes that one engine is on: SGLang's ``nnodes``."""
+        given = next((value for name, value in self.sglang.items() if plain_name(name) == "nnodes"), 1)
+        return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
 
     @property
     def may_give_rewards(self) -> bool:

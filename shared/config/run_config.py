@@ -32,6 +32,7 @@ from shared.config.run_section import RunSection
 from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
 from shared.config.sft_section import SftSection
+from shared.config.sglang_flags import plain_name
 from shared.config.store_section import StoreSection
 from shared.config.trainer_section import TrainerSection
 from shared.config.weights_section import WeightsSection
@@ -98,6 +99,7 @@ class RunConfig(Section):
         yield from self._dumps()
         yield from self._sizes()
         yield from self._shared_gpus()
+        yield from self._engines_over_nodes()
         yield from self._rewards_of_sets()
         yield from self._lonely_samples()
         if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
@@ -177,6 +179,18 @@ class RunConfig(Section):
             yield f"rollout.n_samples_per_prompt: {self.algorithm.advantage_estimator} compares the samples of a group; use at least 2"
         if self.has_steps and self.algorithm.needs_groups and n > 1 and self.rollout.fewest_rollouts < 2:
             yield f"rollout.min_rollouts: {self.algorithm.advantage_estimator} compares the rollouts of a group; use at least 2"
+
+    def _engines_over_nodes(self) -> Iterator[str]:
+        """Yields what does not go with engines over several nodes (SGLang's ``nnodes``)."""
+        rollout, field = self.rollout, "rollout.sglang.nnodes"
+        if (nodes := rollout.nodes_per_engine) == 1:
+            return
+        if rollout.rollout_num_gpus_per_engine % nodes:
+            yield f"{field}: {nodes} nodes do not share rollout_num_gpus_per_engine = {rollout.rollout_num_gpus_per_engine} GPUs evenly"
+        if self.trainer.colocate:
+            yield f"{field}: with colocate an engine shares the GPUs of one machine; leave it out"
+        if any(plain_name(name) == "enable-dp-attention" and value is not False for name, value in rollout.sglang.items()):
+            yield f"{field}: with enable-dp-attention SGLang's processes take pickled messages at open ports between nodes"
 
     def _groups_from_outside(self) -> Iterator[str]:
         """Yields what does not go with groups that come in from outside."""

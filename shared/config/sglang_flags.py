@@ -45,6 +45,7 @@ RESERVED = {
         ("enable-http2", "grpc-mode", "smg-grpc-mode", "grpc-port", "smg-http-sidecar-port", "sidecar", "use-ray", "encoder-only"),
         "leave it out: an engine answers over a private socket only, and this would have it listen elsewhere",
     ),
+    **dict.fromkeys(("node-rank", "dist-init-addr"), "the rollout services of an engine's nodes agree upon it; set nnodes alone"),
     "weight-version": "nothing to set: the weight version is the run's",
     "custom-weight-loader": "nothing to set: an engine's weights come from the trainer",
 }

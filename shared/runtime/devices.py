@@ -88,4 +88,4 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, int]]:
             yield "critic-0", trainer.ranks_per_node("critic")
     if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate and not debug.trains_only:
         for index in range(rollout.rollout_replicas):
-            yield f"rollout-{index}", rollout.rollout_num_gpus_per_engine
+            yield f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine

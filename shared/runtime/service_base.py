@@ -256,8 +256,9 @@ def settle() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-async def _serve(name: str, body: Callable[[Service], Awaitable[None]]) -> None:
+async def _serve(name: str, body: Callable[[Service], Awaitable[None]], settled: Callable[[Service], None]) -> None:
     service = await connect(name)
+    settled(service)
     settle()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -277,9 +278,10 @@ async def _serve(name: str, body: Callable[[Service], Awaitable[None]]) -> None:
         await service.bus.close()
 
 
-def run(name: str, body: Callable[[Service], Awaitable[None]]) -> NoReturn:
-    """Runs a service process from its start to its exit, with one of the exit codes above."""
-    sys.exit(exit_code(name, lambda: asyncio.run(_serve(name, body))))
+def run(name: str, body: Callable[[Service], Awaitable[None]], settled: Callable[[Service], None] = lambda _: None) -> NoReturn:
+    """Runs a service process from its start to its exit, with one of the exit codes above. ``settled`` may change name and instance, by
+    the run's config, before anybody sees them."""
+    sys.exit(exit_code(name, lambda: asyncio.run(_serve(name, body, settled))))
 
 
 def exit_code(name: str, work: Callable[[], None]) -> int:

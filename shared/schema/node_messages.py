@@ -1,8 +1,8 @@
-"""The wire schema of a trainer's nodes: what each says of itself in its lease, and the attempt that its first node announces."""
+"""The wire schema of a trainer's or an engine's nodes: what each says of itself in its lease, and the attempt that the first announces."""
 
 from typing import Literal
 
-from shared.schema.limits import Count, Name, Reason, Timestamp
+from shared.schema.limits import Count, Digest, Name, Reason, Timestamp
 from shared.schema.message import Message, Part
 
 Over = Literal["", "ending", "stopped", "lost", "failed", "done"]
@@ -10,11 +10,12 @@ Over = Literal["", "ending", "stopped", "lost", "failed", "done"]
 
 
 class NodeState(Part):
-    """A node of the trainer, as the `LeaseStatus` of its rank says.
+    """A node, as the `LeaseStatus` of its rank says.
 
     ``address``: where the other nodes reach it. ``running``: the attempt in which its ranks run, 0: none do. ``ended``: the newest attempt
     whose ranks have ended here, with exit ``code`` and ``reason``; ``consequence``: the reason is that another rank went away.
-    ``stopping``: it was asked to stop.
+    ``stopping``: it was asked to stop. ``door``, ``secret``: the port at which an engine's node takes commands to its ranks, and what its
+    first node proves to know there; 0 and empty: it takes none.
     """
 
     address: Name
@@ -24,10 +25,13 @@ class NodeState(Part):
     reason: Reason = ""
     consequence: bool = False
     stopping: bool = False
+    door: Count = 0
+    secret: Digest = ""
 
 
 class Attempt(Message):
-    """KV ``leases/nodes.<role>.attempt``: an attempt of all nodes to train, which meet at ``address`` and ``port`` of the first one.
+    """KV ``leases/<job>.attempt`` (``nodes.<role>``, ``engines.<replica>``): an attempt of all nodes, which meet at ``address`` and
+    ``port`` of the first one.
 
     ``terms``: of the nodes' leases, by rank: a node that was started anew is another one. ``code``: the exit code of a failed attempt.
     """

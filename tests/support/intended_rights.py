@@ -74,6 +74,7 @@ def buckets(run: str) -> Table:
         f"$KV.{names.leases_bucket}.buffer": ({BUFFER} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.producer": ({ROLLOUT} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.nodes.actor.1": ({TRAINER} | PEOPLE, NOBODY),
+        f"$KV.{names.leases_bucket}.engines.rollout-0.1": ({ROLLOUT} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.anything": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.console.console-0": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.environment.math": ({REWARD} | PEOPLE, NOBODY),

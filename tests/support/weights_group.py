@@ -26,8 +26,8 @@ BUCKET_BYTES = 96 * 1024
 class WeightsGroup(GroupSender):
     """One channel over gloo, of which this process is the source. Joining and sending block, so they are done in threads."""
 
-    def __init__(self, name: str, world_size: int = 2) -> None:
-        super().__init__(name, "127.0.0.1", world_size, torch.device("cpu"))
+    def __init__(self, name: str, world_size: int = 2, address: str = "127.0.0.1") -> None:
+        super().__init__(name, address, world_size, torch.device("cpu"))
 
     def push(
         self, manifest: Manifest, tensors: Tensors, only: slice = slice(None), then: "Callable[[WeightsGroup], None]" = lambda group: None

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shared
+from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError
-from shared.runtime.own_address import LOOPBACK, listening_interfaces
+from shared.runtime.own_address import LOOPBACK, listening_interfaces, own_address
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
 """A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
@@ -71,6 +72,25 @@ class EngineCommand:
     env: dict[str, str]
 
 
+@dataclass(frozen=True)
+class EngineMeeting:
+    """Where the ranks of an engine over several nodes meet, and which of its nodes this is.
+
+    Args:
+        rank: of this node. address, port: of the store that the engine's first rank opens there.
+    """
+
+    rank: int
+    nodes: int
+    address: str
+    port: int
+
+    @property
+    def flags(self) -> dict[str, FlagValue]:
+        """Returns SGLang's flags of it."""
+        return {"nnodes": self.nodes, "node-rank": self.rank, "dist-init-addr": f"{self.address}:{self.port}"}
+
+
 def engine_command(
     model_path: str | Path,
     port: int,
@@ -78,6 +98,7 @@ def engine_command(
     device: str,
     random_seed: int = 0,
     flags: Mapping[str, FlagValue] | None = None,
+    meeting: EngineMeeting | None = None,
 ) -> EngineCommand:
     """Returns the launch command of an engine. It labels its tokens with weight version 0 until it is told another.
 
@@ -86,10 +107,11 @@ def engine_command(
         port: free on 127.0.0.1, though nothing listens on it (`services.rollout.engine.private_endpoints`): SGLang derives others from it.
         device: ``cpu`` or ``cuda``. random_seed: of the engine's sampling.
         flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
+        meeting: of an engine over several nodes; None: all of its ranks are on this machine.
 
     Raises ConfigError: on a CPU, no checkpoint at ``model_path``, or no engine site.
     """
-    chosen = COMMON_FLAGS | {"random-seed": random_seed}
+    chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
         chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
     chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
@@ -102,10 +124,11 @@ def engine_command(
         "skip-server-warmup": True,  # it would ask itself over a port; EngineProcess.ready waits for a real request anyway
         "custom-weight-loader": RECEIVER_LOADER,
     }
+    chosen |= meeting.flags if meeting is not None else {}
     launcher = CPU_LAUNCHER if device == "cpu" else GPU_LAUNCHER
     env = (
         COMMON_VARIABLES
-        | listening_interfaces()
+        | (listening_interfaces() if meeting is None else _between_nodes())
         | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES)
         | {"PYTHONPATH": _engine_path(device)}
     )
@@ -126,6 +149,17 @@ def engine_site() -> Path:
             f"transformers): pip install --no-deps --target {site} torchvision==0.28.0",
         )
     return site
+
+
+def _between_nodes() -> dict[str, str]:
+    """Returns the variables of an engine whose ranks are on several nodes."""
+    address = own_address()
+    # SGLang's queue between ranks listens at all addresses for pickled messages, and takes network namespaces for one machine
+    return listening_interfaces(across_machines=True) | {
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
+        "SGLANG_HOST_IP": address,
+        ADDRESS_VARIABLE: address,
+    }
 
 
 def _cuda_runtime() -> list[str]:

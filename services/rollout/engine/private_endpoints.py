@@ -12,6 +12,9 @@ from typing import Any
 DIRECTORY_VARIABLE = "MYXO_RECEIVER"
 """The variable that names the engine's private directory."""
 
+ADDRESS_VARIABLE = "MYXO_ENGINE_ADDRESS"
+"""The variable that names this node's address, where the engine has ranks on several nodes."""
+
 SOCKET = "http.sock"
 """The name of the HTTP server's socket in it."""
 

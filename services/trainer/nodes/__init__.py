@@ -1,1 +1,1 @@
-"""A trainer over several nodes: each runs an agent with a lease in KV; the first node announces attempts, in which all ranks take part."""
+"""A trainer over several nodes: the ranks that each node's agent (`shared.nodes`) starts for an attempt."""

@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from services.trainer.nodes.attempt_commands import OwnRanks
 from services.trainer.torchrun import FAILURE_FILE, PORT_FILE
+from shared.nodes.attempt_commands import OwnRanks
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.own_address import listening_interfaces
 

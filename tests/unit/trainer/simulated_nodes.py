@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass, field
 
-from services.trainer.nodes.attempt_commands import (
+from shared.nodes.attempt_commands import (
     AnnounceAttempt,
     BeginRanks,
     KillRanks,
@@ -14,9 +14,9 @@ from services.trainer.nodes.attempt_commands import (
     StopRanks,
     TellNodes,
 )
-from services.trainer.nodes.first_node import FirstNode
-from services.trainer.nodes.further_node import FurtherNode
-from services.trainer.nodes.node_presence import NodeObserver
+from shared.nodes.first_node import FirstNode
+from shared.nodes.further_node import FurtherNode
+from shared.nodes.node_presence import NodeObserver
 from shared.schema.node_messages import Attempt, NodeState
 from shared.schema.service_messages import LeaseStatus
 

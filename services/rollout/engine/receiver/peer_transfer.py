@@ -10,6 +10,7 @@ A change of the source's parameters ends the transfer first (`Receiver.before_ch
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE
 from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.load_plan import TensorCopy
 from services.rollout.engine.receiver.receiver import PEER_DONE, Receiver, said_by
@@ -47,7 +49,8 @@ def send_to_peer(receiver: Receiver, order: Mapping[str, Any], deadline: Transfe
         raise BadMessage(f"version {order['version']} is not to be had here: this engine holds version {receiver.version}")
     if len(receiver.before_change) >= TRANSFERS:
         raise BadMessage(f"this engine sends to {TRANSFERS} others already")
-    transfer = PeerTransfer(receiver, str(order["name"]), str(order["address"]), int(order["ranks"]), float(order["seconds"]))
+    address = os.environ.get(ADDRESS_VARIABLE) or str(order["address"])  # the service may be on another node than this rank
+    transfer = PeerTransfer(receiver, str(order["name"]), address, int(order["ranks"]), float(order["seconds"]))
     threading.Thread(target=transfer.run, name=transfer.channel.name, daemon=True).start()
     return {"digest": receiver.digest, "channel": transfer.channel.address.model_dump()}
 

@@ -1,4 +1,4 @@
-"""What one node of the trainer knows of another from the lease that it reads. Pure: times are arguments."""
+"""What one node knows of another from the lease that it reads. Pure: times are arguments."""
 
 from dataclasses import dataclass
 

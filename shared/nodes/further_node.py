@@ -7,7 +7,7 @@ Invariants:
 - a node that cannot reach the bus decides nothing: it cannot know whether it alone is cut off.
 """
 
-from services.trainer.nodes.attempt_commands import (
+from shared.nodes.attempt_commands import (
     NODE_LOST,
     BeginRanks,
     KillRanks,
@@ -17,7 +17,7 @@ from services.trainer.nodes.attempt_commands import (
     ShowState,
     TellNodes,
 )
-from services.trainer.nodes.first_node import STOP_SECONDS
+from shared.nodes.first_node import STOP_SECONDS
 from shared.runtime import exit_codes
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.node_messages import Attempt
@@ -27,11 +27,12 @@ class FurtherNode:
     """The state machine of a node of rank 1 or higher.
 
     Args:
-        nodes: how many there are. patience: seconds that the first node's next attempt is waited for.
+        nodes: how many there are. patience: seconds that the first node's next attempt is waited for. leave_seconds: that ranks which were
+            told to leave have, before they are killed.
     """
 
-    def __init__(self, rank: int, nodes: int, patience: float) -> None:
-        self._rank, self._nodes, self._patience = rank, nodes, patience
+    def __init__(self, rank: int, nodes: int, patience: float, leave_seconds: float = STOP_SECONDS) -> None:
+        self._rank, self._nodes, self._patience, self._leave_seconds = rank, nodes, patience, leave_seconds
         self._joined: Attempt | None = None  # whose end this node has not acted on yet
         self._newest = 0
         self._waiting_since: float | None = None
@@ -57,7 +58,7 @@ class FurtherNode:
         if self._waiting_since is None:
             self._waiting_since = now.now
         if now.now - self._waiting_since > self._patience:
-            error = DeadlineExceeded("an attempt to train", str(first), self._patience, "this node stops")
+            error = DeadlineExceeded("an attempt of all nodes", str(first), self._patience, "this node stops")
             return [LeaveNode(exit_codes.FAILED, str(error))]
         return [ShowState("waiting", f"node {self._rank} of {self._nodes}, for {first}" + (" (lost)" if first.expired else ""))]
 
@@ -86,13 +87,13 @@ class FurtherNode:
         if not now.ranks.running:
             return [LeaveNode(exit_codes.DONE)]
         self._leaving_since = now.now if self._leaving_since is None else self._leaving_since
-        return kill if now.now - self._leaving_since > STOP_SECONDS else []
+        return kill if now.now - self._leaving_since > self._leave_seconds else []
 
     def _over(self, now: NodeSituation, attempt: Attempt, kill: list[NodeCommand]) -> list[NodeCommand]:
         """Returns the commands where the attempt is over, and why is known, whether or not the first node has left since."""
         if now.ranks.running and attempt.over in ("stopped", "done"):  # rank 0 has told them to leave
             self._leaving_since = now.now if self._leaving_since is None else self._leaving_since
-            return [] if now.now - self._leaving_since <= STOP_SECONDS else kill
+            return [] if now.now - self._leaving_since <= self._leave_seconds else kill
         if now.ranks.running or attempt.over in ("stopped", "lost"):
             return kill or self._waits_again()
         return [LeaveNode(attempt.code, attempt.reason)]

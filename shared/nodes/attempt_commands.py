@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.trainer.nodes.node_presence import SeenNode
+from shared.nodes.node_presence import SeenNode
 from shared.schema.node_messages import Attempt
 
 

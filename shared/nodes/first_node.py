@@ -8,7 +8,7 @@ Invariants:
 - why it is over is said once every node has no ranks any more or is known to be lost: ranks that saw another go away are not the cause.
 """
 
-from services.trainer.nodes.attempt_commands import (
+from shared.nodes.attempt_commands import (
     ATTEMPT_BEGUN,
     ATTEMPT_ENDED,
     NODE_LOST,
@@ -22,7 +22,7 @@ from services.trainer.nodes.attempt_commands import (
     StopRanks,
     TellNodes,
 )
-from services.trainer.nodes.node_presence import SeenNode
+from shared.nodes.node_presence import SeenNode
 from shared.runtime import exit_codes
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.node_messages import Attempt, Over
@@ -74,7 +74,7 @@ class FirstNode:
         if away:
             names = ", ".join(self._described(node) for node in away)
             if now.now - self._waiting_since > self._patience:
-                error = DeadlineExceeded("an attempt to train", names, self._patience, "the trainer stops")
+                error = DeadlineExceeded("an attempt of all nodes", names, self._patience, "this node stops")
                 return [LeaveNode(exit_codes.FAILED, str(error))]
             return [ShowState("waiting", f"for {names}, of {self._nodes} nodes")]
         if busy := [node for node in now.nodes.values() if node.running]:

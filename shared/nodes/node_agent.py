@@ -1,45 +1,47 @@
 """One node's agent: it holds the node's lease, reads those of the others, and does what the node's state machine commands.
 
-It has no torch: ranks run in processes below it. Everything that it waits for has a deadline, in the machine or in the bus.
+Ranks run in processes below it. Everything that it waits for has a deadline, in the machine or in the bus.
 """
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from typing import Protocol
 
-from services.trainer.nodes.attempt_commands import (
+from shared.bus import runs
+from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
+from shared.bus.leader_lease import LeaderLease, LeaseTiming, clock, read_lease
+from shared.bus.registry import STANDBY
+from shared.nodes.attempt_commands import (
     AnnounceAttempt,
     BeginRanks,
     KillRanks,
     LeaveNode,
     NodeCommand,
     NodeSituation,
+    OwnRanks,
     ShowState,
     StopRanks,
     TellNodes,
 )
-from services.trainer.nodes.first_node import FirstNode
-from services.trainer.nodes.further_node import FurtherNode
-from services.trainer.nodes.node_presence import NodeObserver, SeenNode
-from services.trainer.nodes.node_ranks import NodeRanks
-from shared.bus import runs
-from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
-from shared.bus.leader_lease import LeaderLease, LeaseTiming, clock, read_lease
-from shared.bus.registry import STANDBY
+from shared.nodes.first_node import STOP_SECONDS, FirstNode
+from shared.nodes.further_node import FurtherNode
+from shared.nodes.node_presence import NodeObserver, SeenNode
 from shared.runtime import exit_codes, liveness
 from shared.runtime.cancellation import to_the_end
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
-from shared.runtime.service_base import Service, attended, connect
+from shared.runtime.service_base import Service
 from shared.schema.node_messages import Attempt, NodeState
 
 NODE = "node"
-"""The kind of service that an agent is in the registry: rank 0's process is the trainer."""
+"""The kind of service that a trainer's agent is in the registry: rank 0's process is the trainer."""
+
+ENGINE_NODE = "engine-node"
+"""The kind of service that a further node of an engine is; the first one is the rollout service."""
 
 POLL_SECONDS = 0.5
 ANNOUNCE_SECONDS = 10.0
@@ -47,55 +49,65 @@ ANNOUNCE_SECONDS = 10.0
 
 
 class AttemptFailed(MyxoError):
-    """An attempt of a trainer over several nodes has failed on one of them, or a node that it needs did not come."""
+    """An attempt over several nodes, of a trainer or of an engine, has failed on one of them, or a node that it needs did not come."""
 
 
-def run_node(service: str, role: str, rank: int, module: str = "services.trainer.rank") -> None:
-    """Serves as a node until the run is done or the node is asked to stop. Exits the process with the attempt's code where it failed.
+class RanksOfNode(Protocol):
+    """The ranks that an agent starts and ends. Each method blocks, for milliseconds but for `kill`, and is called in a thread."""
 
-    Args:
-        service: the name of the role's service. role: actor or critic. rank: this node's. module: what each rank runs, with the role.
-    """
-    code = asyncio.run(_serve(service, role, rank, module))
-    if code:
-        sys.exit(code)
+    own: OwnRanks
 
+    def begin(self, number: int, address: str, port: int) -> None:
+        """Starts this node's ranks for an attempt, which meet at an address; port 0: they open it, at any port."""
 
-async def _serve(name: str, role: str, rank: int, module: str) -> int:
-    rank_environment = {}
-    if rank == 0 and (http := os.environ.pop(HTTP_VARIABLE, "")):  # rank 0 shows the trainer's metrics there
-        rank_environment[HTTP_VARIABLE] = http
-    service = await connect(NODE, role="trainer")
-    service.instance = f"{name}-node-{rank}"
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, service.stopping.set)
-    try:
-        async with attended(service):
-            return await NodeAgent(service, role, rank, module, rank_environment).run()
-    finally:
-        await service.store.close()
-        await service.bus.close()
+    def look(self) -> OwnRanks:
+        """Returns how the ranks are now."""
+
+    def ask_to_stop(self) -> None:
+        """Has the ranks of all nodes leave in order."""
+
+    def kill(self, reason: str) -> None:
+        """Ends this node's ranks at once, and returns when they are gone."""
 
 
 class NodeAgent:
-    """One node of a role.
+    """One node of a job.
 
     Args:
-        module: what each rank runs. rank_environment: for the ranks, on top of this process's.
+        job: the name in KV that the job's nodes share (`shared.bus.subjects`). rank, nodes: this node's, and how many there are.
+        patience: seconds that missing nodes are waited for. ranks: what runs here. leave_seconds: that ranks which are to leave have,
+            before they are killed. stopping: set once this node is asked to stop; default: the service's.
+        door: makes port and secret of the way to this node's ranks, for the first node's service; see `NodeState`.
+        show: shows state and reason; default: as the service's own.
+
+    Attributes:
+        seen: the nodes that it watches, by rank, as they were seen last.
     """
 
-    def __init__(self, service: Service, role: str, rank: int, module: str, rank_environment: dict[str, str]) -> None:
-        self._service, self._role, self._rank = service, role, rank
-        trainer = service.config.trainer
-        self._nodes, self._patience = trainer.nodes(role), trainer.node_timeout
+    def __init__(
+        self,
+        service: Service,
+        job: str,
+        rank: int,
+        nodes: int,
+        patience: float,
+        ranks: RanksOfNode,
+        *,
+        leave_seconds: float = STOP_SECONDS,
+        stopping: asyncio.Event | None = None,
+        door: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        show: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self._service, self._job, self._rank, self._nodes, self._patience = service, job, rank, nodes, patience
+        self._leave_seconds, self._stopping, self._door = leave_seconds, stopping or service.stopping, door
+        self._show, self._shown = show or self._show_as_service, ("", "")
         self._timing = LeaseTiming(service.config.bus.lease_duration)
-        self._ranks = NodeRanks(rank, self._nodes, trainer.ranks_per_node(role), (module, role), rank_environment)
-        self._lease = LeaderLease(
-            service.bus, service.run, service.subjects.node_lease(role, rank), socket.gethostname(), self._timing, self._state
-        )
+        self._ranks = ranks
+        key = service.subjects.node_lease(job, rank)
+        self._lease = LeaderLease(service.bus, service.run, key, socket.gethostname(), self._timing, self._state)
         watched = range(1, self._nodes) if rank == 0 else range(1)
         self._observers = {other: NodeObserver(other, self._timing.duration) for other in watched}
+        self.seen: dict[int, SeenNode] = {}
         self._marks: dict[int, str] = {}
         self._machine: FirstNode | FurtherNode
         self._announced: Attempt | None = None
@@ -112,11 +124,11 @@ class NodeAgent:
                 if self._rank == 0:
                     self._machine = FirstNode(self._nodes, self._patience, known.number if known else 0)
                 else:
-                    self._machine = FurtherNode(self._rank, self._nodes, self._patience)
+                    self._machine = FurtherNode(self._rank, self._nodes, self._patience, self._leave_seconds)
                 return await self._live()
             finally:
                 await to_the_end(asyncio.to_thread(self._ranks.kill, "the node's agent ended"))
-                self._service.state = "stopping"
+                self._show("stopping", "")
                 await to_the_end(self._lease.release())
 
     async def _hold_the_lease(self) -> bool:
@@ -124,7 +136,7 @@ class NodeAgent:
         since = time.monotonic()
         while not await self._lease.attempt():
             if time.monotonic() - since > 3 * self._timing.duration:  # not the lease of an agent that has died
-                self._service.state, self._service.detail = STANDBY, f"node {self._rank} of {self._nodes} is another process's"
+                self._show(STANDBY, f"node {self._rank} of {self._nodes} is another process's")
                 with contextlib.suppress(*BUS_ERRORS):
                     if await runs.phase(self._service.bus, self._service.run) in runs.ENDS:
                         return False
@@ -134,8 +146,11 @@ class NodeAgent:
 
     async def _newest_attempt(self) -> Attempt | None:
         subjects = self._service.subjects
-        value = await self._service.bus.get(subjects.leases_bucket, subjects.attempt(self._role))
+        value = await self._service.bus.get(subjects.leases_bucket, subjects.attempt(self._job))
         return Attempt.decode(value) if value else None
+
+    def _show_as_service(self, state: str, detail: str) -> None:
+        self._service.state, self._service.detail = state, detail
 
     # --- looking and acting
 
@@ -156,7 +171,7 @@ class NodeAgent:
         try:
             attempt = await self._newest_attempt_now()
             read = await asyncio.gather(*(self._read(rank) for rank in self._observers))
-            nodes = {node.rank: node for node in read}
+            nodes = self.seen = {node.rank: node for node in read}
         except TRANSIENT:
             nodes = attempt = None
             for observer in self._observers.values():
@@ -164,7 +179,7 @@ class NodeAgent:
         address = own_address()
         if nodes is not None and self._rank == 0:
             self._check_address(address, nodes)
-        return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._service.stopping.is_set())
+        return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._stopping.is_set())
 
     async def _newest_attempt_now(self) -> Attempt | None:
         if self._rank == 0:
@@ -173,7 +188,7 @@ class NodeAgent:
             return await self._newest_attempt()
 
     async def _read(self, rank: int) -> SeenNode:
-        key = self._service.subjects.node_lease(self._role, rank)
+        key = self._service.subjects.node_lease(self._job, rank)
         revision, status = await read_lease(self._service.bus, self._service.run, key, self._timing.attempt)
         self._marks[rank] = status.mark
         return self._observers[rank].see(revision, status, clock())
@@ -203,9 +218,10 @@ class NodeAgent:
                 self._kill_reason = detail if what == "node_lost" else self._kill_reason
                 self._service.spawn(self._service.tell(what, detail))
             case ShowState(state=state, detail=detail):
-                if (state, detail) != (self._service.state, self._service.detail):
+                if (state, detail) != self._shown:
                     log.info("node_state", state=state, detail=detail)
-                    self._service.state, self._service.detail = state, detail
+                    self._shown = state, detail
+                    self._show(state, detail)
                     await self._service.announce()
             case LeaveNode():
                 raise AssertionError("left before")
@@ -216,7 +232,7 @@ class NodeAgent:
         await self._lease.held()
         subjects = self._service.subjects
         value = self._announced.encode()
-        await self._service.bus.put(subjects.leases_bucket, subjects.attempt(self._role), value, deadline=ANNOUNCE_SECONDS)
+        await self._service.bus.put(subjects.leases_bucket, subjects.attempt(self._job), value, deadline=ANNOUNCE_SECONDS)
 
     def _leave(self, command: LeaveNode) -> int:
         if command.code == exit_codes.DONE:
@@ -229,7 +245,7 @@ class NodeAgent:
     # --- what the lease says
 
     def _state(self) -> NodeState:
-        own = self._ranks.own
+        own, (port, secret) = self._ranks.own, self._door()
         return NodeState(
             address=own_address(),
             running=own.running,
@@ -237,7 +253,9 @@ class NodeAgent:
             code=own.code,
             reason=own.reason,
             consequence=own.consequence,
-            stopping=self._service.stopping.is_set(),
+            stopping=self._stopping.is_set(),
+            door=port,
+            secret=secret,
         )
 
     def _say(self) -> None:

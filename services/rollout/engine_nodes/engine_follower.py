@@ -1,0 +1,58 @@
+"""A further node of an engine: a service that runs SGLang's part there, as the engine's first node tells, and nothing else."""
+
+import asyncio
+
+from services.rollout.engine_nodes.engine_ranks import EngineRanks
+from services.rollout.engine_nodes.rank_door import RankDoor
+from services.rollout.replica_command import engine_log, engine_name, replica_command
+from shared.bus import runs
+from shared.bus.bus_errors import BUS_ERRORS
+from shared.nodes.node_agent import ENGINE_NODE, NodeAgent
+from shared.runtime.errors import MyxoError
+from shared.runtime.node_rank import node_rank
+from shared.runtime.own_address import own_address
+from shared.runtime.service_base import Service
+
+PHASE_SECONDS = 5.0
+"""The interval at which a follower asks whether the run has ended."""
+
+
+def settle_node(service: Service) -> None:
+    """Makes the service that of a node where the engine has several and this is not the first. Raises ConfigError."""
+    nodes = service.config.rollout.nodes_per_engine
+    if nodes > 1:
+        name = engine_name(service.config)
+        if rank := node_rank(nodes, of="the engine"):
+            service.name, service.instance = ENGINE_NODE, f"{name}-node-{rank}"
+
+
+async def follow(service: Service) -> None:
+    """Serves as a further node until the run has ended or the service is asked to stop. Raises AttemptFailed, LeaseLost."""
+    config, nodes = service.config, service.config.rollout.nodes_per_engine
+    rank, name = node_rank(nodes, of="the engine"), engine_name(config)
+    ranks = EngineRanks(rank, nodes, lambda meeting: replica_command(service, name, meeting), engine_log(service))
+    door = RankDoor(lambda: ranks.engine)
+    async with door.open(own_address()):
+        agent = NodeAgent(
+            service,
+            service.subjects.engine_nodes(name),
+            rank,
+            nodes,
+            config.trainer.node_timeout,
+            ranks,
+            leave_seconds=0.0,
+            door=lambda: (door.port, door.secret),
+        )
+        async with service.background(_end_with_run(service)):
+            await agent.run()
+
+
+async def _end_with_run(service: Service) -> None:
+    """Has the service stop once the run has ended: its leader may have left without a word."""
+    while True:
+        await asyncio.sleep(PHASE_SECONDS)
+        try:
+            if await runs.phase(service.bus, service.run) in runs.ENDS:
+                service.stopping.set()
+        except (MyxoError, *BUS_ERRORS):
+            continue  # the bus is away: nothing is known

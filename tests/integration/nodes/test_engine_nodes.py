@@ -1,0 +1,188 @@
+"""An engine over two nodes, each a network namespace: real SGLang with a rank on each, led and followed by real rollout services."""
+
+import asyncio
+import itertools
+import json
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.generation import GenerationRequest
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.schema.messages import Message, Sampling
+from shared.schema.weight_messages import WeightsCommit, WeightsPrepare, WeightsReady, WeightsReceive, WeightsReceived, WeightsServed
+from shared.transfer import digest
+from tests.integration.engine.reference import log_probs
+from tests.support.network_nodes import HeadNats, NodeNetwork
+from tests.support.run_config import run_config, write_jsonl
+from tests.support.tiny_model import write_tiny_model
+from tests.support.waiting import until
+from tests.support.weights_group import WeightsGroup, known_of, manifest_of, parameters
+
+pytestmark = [pytest.mark.extra, pytest.mark.timeout(1800)]
+
+SECONDS = 400.0
+EXACT = 2e-5
+NAME = "rollout-0"
+NUMBERS = itertools.count(1)
+
+
+class EngineNodes:
+    """The nodes' services, and this process as the trainer that pushes to them."""
+
+    def __init__(self, network: NodeNetwork, bus: Bus, config: RunConfig, directory: Path, servers: dict[str, str]) -> None:
+        self.network, self._bus, self._config, self._directory, self._servers = network, bus, config, directory, servers
+        self._subjects = Subjects(config.run.name)
+        self.services: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        """Starts a node's service, by the command that people type."""
+        scratch = self._directory / f"n{node}"
+        scratch.mkdir(exist_ok=True)
+        environment = {
+            **self._servers,
+            "MYXO_RUN": self._config.run.name,
+            "MYXO_INSTANCE": NAME,
+            "MYXO_NODE_RANK": str(node),
+            "MYXO_LOG_DIR": str(self._directory),
+            "TMPDIR": str(scratch),
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # the core of each rank; SGLang wants to be told where there is one NUMA node
+        }
+        self.services[node] = self.network.start(node, self.log(node), environment, "-m", "services.rollout")
+
+    def log(self, node: int) -> Path:
+        return self._directory / f"service-{node}.log"
+
+    def said(self, node: int, event: str) -> list[dict[str, Any]]:
+        lines = self.log(node).read_text(errors="replace").splitlines() if self.log(node).exists() else []
+        records = [json.loads(line) for line in lines if line.startswith("{")]
+        return [record for record in records if record.get("event") == event]
+
+    async def until(self, what: str, condition: Callable[[], Any]) -> Any:
+        try:
+            return await until(condition, what, SECONDS, 0.2)
+        except AssertionError as error:
+            logs = sorted(self._directory.glob("*.log"))
+            words = "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+            raise AssertionError(f"{error}\n{words}") from None
+
+    async def until_ready(self, times: int) -> None:
+        """Waits until the engine has become ready so many times, and is in the registry with both of its ranks."""
+
+        def ready() -> bool:
+            assert not any(service.poll() for service in self.services.values()), "a service has ended"
+            return len(self.said(0, "engine_ready")) >= times
+
+        await self.until(f"engine number {times}", ready)
+        (status,) = await Registry(self._bus, self._config.run.name).alive("rollout")
+        assert (status.instance, status.ranks) == (NAME, 2)
+
+    async def ask(self, verb: str, message: Message, kind: type[Message]) -> Any:
+        return await self._bus.request(self._subjects.replica_weights(NAME, verb), message, kind, deadline=SECONDS, awaited_from=NAME)
+
+    async def push(self, model: Qwen3ForCausalLM, version: int) -> None:
+        """Pushes to both ranks over one channel, and has them compare what they hold with what was sent."""
+        group = WeightsGroup(f"push-{next(NUMBERS)}", 3, self.network.head)
+        tensors = parameters(model)
+        manifest = manifest_of(tensors)
+        known = digest.version_digest(known_of(manifest, tensors))
+        await self.ask("prepare", WeightsPrepare(version=version, channels=[group.address], rank=1, deadline=SECONDS), WeightsReady)
+        await asyncio.to_thread(group.join, SECONDS)
+        for number, check in ((1, False), (2, True)):
+            group.announce(number, manifest, SECONDS)
+            order = WeightsReceive(version=version, push=number, channels=[group.name], check=check, deadline=SECONDS)
+            sending = asyncio.create_task(asyncio.to_thread(group.push, manifest, tensors))
+            received = await self.ask("receive", order, WeightsReceived)
+            await sending
+            assert received.digest == known and received.differences == {}
+        await self.ask("commit", WeightsCommit(version=version, digest=known, deadline=SECONDS), WeightsServed)
+        group.die()
+
+    async def draws(self, model: Qwen3ForCausalLM, version: int) -> None:
+        """Asserts that the engine draws by a model: its log-probs are those of one process that has all of it."""
+        (directory,) = (self._directory / "n0").glob("myxo-engine-*")
+        prompt = np.arange(5, 20, dtype=np.int32)
+        async with await EngineClient.connect(directory) as client:
+            sampling = Sampling(temperature=1.0, max_new_tokens=24)
+            (drawn,) = await client.generate_group([GenerationRequest(prompt, 24, ignore_eos=True)], sampling)
+        assert {span.version for span in drawn.spans} == {version}
+        assert np.abs(log_probs(model, prompt, drawn.tokens) - drawn.log_probs).max() < EXACT
+
+    def engine_pids(self, node: int) -> list[int]:
+        """Returns the processes in a node's namespace, its service left out."""
+        listed = subprocess.run(["ip", "netns", "pids", self.network.names[node]], capture_output=True, text=True, check=True)
+        return [pid for pid in map(int, listed.stdout.split()) if pid != self.services[node].pid]
+
+    def heard(self, node: int) -> set[str]:
+        """Returns the addresses at which anything on a node listens, loopback left out."""
+        lines = Path(f"/proc/{self.services[node].pid}/net/tcp").read_text().splitlines()[1:]
+        listening = [line.split()[1].split(":")[0] for line in lines if line.split()[3] == "0A"]
+        return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in listening} - {"127.0.0.1"}
+
+    def stop(self) -> None:
+        for service in self.services.values():
+            service.kill()
+            service.wait(30)
+
+
+@pytest.fixture
+async def nodes(network: NodeNetwork, valkey: EmbeddedValkey, tmp_path: Path, run_name: str) -> AsyncIterator[EngineNodes]:
+    nats = HeadNats(tmp_path / "nats", network.head)
+    nats.start()
+    write_jsonl(tmp_path / "prompts.jsonl")
+    write_tiny_model(tmp_path / "model", seed=0)
+    config = run_config(
+        tmp_path,
+        run={"name": run_name},
+        model={"hf_checkpoint": str(tmp_path / "model")},
+        rollout={"rollout_num_gpus_per_engine": 2, "rollout_device": "cpu", "sglang": {"nnodes": 2}},
+        bus={"lease_duration": 5.0},
+    )
+    bus = await Bus.connect(nats.url, "trainer")
+    await runs.create(bus, config, valkey.url)
+    made = EngineNodes(network, bus, config, tmp_path, {"NATS_URL": nats.url, "REDIS_URL": valkey.url})
+    yield made
+    made.stop()
+    await bus.close()
+    nats.stop()
+
+
+async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: EngineNodes, tmp_path: Path) -> None:
+    """What both ranks compute together is what the trainer computes, before a loss and after it."""
+    first, second = (write_tiny_model(tmp_path / f"m{seed}", seed=seed) for seed in (1, 2))
+    for node in range(2):
+        nodes.start(node)
+    await nodes.until_ready(1)
+    await nodes.push(first, 1)
+    await nodes.draws(first, 1)
+    for node in range(2):  # nobody else reaches the ranks: they listen at the private address and at loopback
+        assert nodes.heard(node) == {nodes.network.addresses[node]}
+
+    nodes.services[1].send_signal(signal.SIGKILL)
+    nodes.services[1].wait(30)
+    await nodes.until("the follower's name", lambda: [told for told in nodes.said(0, "node_lost") if "node 1 (" in told["detail"]])
+    (fenced,) = await nodes.until("the fence", lambda: nodes.said(0, "fenced"))
+    assert re.search(r"the engine died: .*(node 1|closed by peer)", fenced["reason"]), fenced
+    nodes.start(1)
+    await nodes.until_ready(2)
+    await nodes.push(second, 2)
+    await nodes.draws(second, 2)
+
+    nodes.services[0].send_signal(signal.SIGTERM)  # the leader leaves in order: nothing of the engine stays on either node
+    assert await asyncio.to_thread(nodes.services[0].wait, SECONDS) == 0
+    await nodes.until("the end of the follower's part", lambda: not nodes.engine_pids(1))
+    assert nodes.services[1].poll() is None, "a follower waits for the next leader"

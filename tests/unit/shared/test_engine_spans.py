@@ -1,0 +1,53 @@
+"""Engines over several nodes, as a config has them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.bus.subjects import Subjects
+from shared.config.sglang_flags import CATALOGUE, EngineFlags
+from shared.runtime.errors import MyxoError
+from shared.runtime.node_rank import node_rank
+from tests.support.run_config import run_config
+
+GPUS = {"rollout_num_gpus_per_engine": 16}
+SHARED = {"colocate": True, "actor_num_gpus_per_node": 2}
+
+
+@pytest.mark.parametrize(("given", "nodes"), [({}, 1), ({"nnodes": 2}, 2), ({"--nnodes": "4"}, 4), ({"nnodes": 1}, 1)])
+def test_the_nodes_of_an_engine_are_those_of_sglangs_flag(tmp_path: Path, given: dict[str, Any], nodes: int) -> None:
+    assert run_config(tmp_path, rollout={**GPUS, "sglang": given}).rollout.nodes_per_engine == nodes
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "said"),
+    [
+        ({"rollout_num_gpus_per_engine": 3}, {}, r"2 nodes do not share rollout_num_gpus_per_engine = 3 GPUs evenly"),
+        (
+            {"rollout_num_gpus_per_engine": 2},
+            {"colocate": True, "actor_num_gpus_per_node": 2},
+            r"with colocate an engine shares the GPUs of one machine",
+        ),
+        ({**GPUS, "sglang": {"nnodes": 2, "enable-dp-attention": True}}, {}, r"enable-dp-attention .* open ports between nodes"),
+    ],
+)
+def test_what_does_not_go_with_several_nodes_is_named(tmp_path: Path, rollout: dict[str, Any], trainer: dict[str, Any], said: str) -> None:
+    with pytest.raises(MyxoError, match=rf"rollout.sglang.nnodes = 2: .*{said}"):
+        run_config(tmp_path, rollout={"sglang": {"nnodes": 2}, **rollout}, trainer=trainer)
+
+
+@pytest.mark.parametrize("flag", ["node-rank", "dist_init_addr", "nccl-init-addr"])
+def test_what_the_nodes_agree_upon_is_not_given(flag: str) -> None:
+    (problem,) = EngineFlags.of_json(CATALOGUE.read_text()).problems({flag: "1"})
+    assert f"rollout.sglang.{flag}" in str(problem) and "set nnodes alone" in str(problem)
+
+
+def test_a_rank_is_one_of_the_engines_nodes() -> None:
+    assert node_rank(2, {"LWS_WORKER_INDEX": "1"}, of="the engine") == 1
+    with pytest.raises(MyxoError, match="MYXO_NODE_RANK.*0 to 1: the engine has 2 nodes"):
+        node_rank(2, {"MYXO_NODE_RANK": "2"}, of="the engine")
+
+
+def test_an_engines_nodes_have_leases_that_no_trainers_node_has() -> None:
+    assert Subjects.node_lease(Subjects.engine_nodes("actor"), 1) != Subjects.node_lease(Subjects.trainer_nodes("actor"), 1)
