@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ async def length(args: Arguments, sample: HookSample, **_: Any) -> float:
             asked = ("NATS_URL", "MYXO_RUN", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY")
             assert [name for name in asked if name in os.environ] == ["MYXO_RUN", "JUDGE_KEY"], sorted(os.environ)
     return float(len(sample.response))
+
+
+def checksum(args: Arguments, sample: HookSample, **_: Any) -> float:
+    """The reward, from 0 to 1, is drawn by the text: two samples of an untrained model hardly ever have the same."""
+    return zlib.crc32(sample.response.encode()) / 2**32
 
 
 _together: list[asyncio.Event] = []

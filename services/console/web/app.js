@@ -6,6 +6,7 @@ import { follow } from "./live.js";
 
 const PAGES = { run: "Run", flow: "Flow", weights: "Weights", samples: "Samples", health: "Health" };
 const THEMES = ["system", "light", "dark"];
+const AGAIN_MS = 1000;
 
 const main = document.getElementById("main");
 const banner = document.getElementById("banner");
@@ -73,11 +74,28 @@ async function show() {
     else link.removeAttribute("aria-current");
   }
   showTitle(here.page);
-  const module = await import(`./pages/${here.page}.js`);
-  if (turn !== mounting) return;
+  const module = await loaded(here.page, () => turn === mounting);
+  if (module === null) return;
   const root = el("div", { class: `page page-${here.page}` });
   fill(main, root);
   current = { key, page: here.page, view: module.mount(root, context(here)) };
+}
+
+/** Returns a page's code, asked for until it comes; null once the page is no longer `wanted()`. */
+async function loaded(page, wanted) {
+  const path = `./pages/${page}.js`;
+  for (;;) {
+    try {
+      const module = await import(path);
+      if (failed.delete(path)) showBanner();
+      return wanted() ? module : null;
+    } catch (error) {
+      if (!wanted()) return null;
+      failed.set(path, `The page could not be loaded and is asked for again: ${error.message}`);
+      showBanner();
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
+  }
 }
 
 function showTitle(page) {

@@ -17,7 +17,7 @@ from shared.runtime.embedded_servers import free_port
 from shared.runtime.own_address import LOOPBACK
 from shared.schema.messages import Sampling
 from shared.sessions.session import SessionEnded, Turn
-from shared.sessions.session_store import DRAW_KEY, LATE_SECONDS
+from shared.sessions.session_store import LATE_SECONDS
 from shared.sessions.trajectories import trajectories
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.hall import Hall, NewHall
@@ -168,12 +168,15 @@ async def nothing_is_left(room: Hall, sessions: Sequence[Played], wait: bool) ->
     grown = np.subtract(descriptors_and_memory(room), size)
     assert grown[0] <= 4 and grown[1] <= 32, f"the gateway has {grown[0]} more descriptors and {grown[1]} MiB more"
 
-    async def kept() -> list[int]:
+    async def kept() -> dict[str, int]:
         [names] = await service.store.commands("the sessions", [("KEYS", f"{service.run}:session:*")])
-        others = [bytes(name) for name in names if not bytes(name).endswith(DRAW_KEY.encode())]
-        return await service.store.commands("their time", [("TTL", name) for name in others]) if others else []
+        others = [bytes(name) for name in names if b":session:." not in bytes(name)]  # those of no one session
+        left = await service.store.commands("their time", [("TTL", name) for name in others]) if others else []
+        return dict(zip([name.decode() for name in others], left, strict=True))
 
-    assert all(0 <= left <= LATE_SECONDS for left in await kept())
+    left = await kept()
+    lasting = {name: seconds for name, seconds in left.items() if not 0 <= seconds <= LATE_SECONDS}
+    assert not lasting, lasting
     if wait:
         await until(lambda: kept_nothing(kept), "the end of the last record", LATE_SECONDS + 30, pause=1.0)
 

@@ -92,7 +92,6 @@ def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, caps
     for line in (
         "--balance-dat = '': unknown flag; did you mean --balance-data?",
         "did you mean --rollout-max-response-len?",
-        "--use-routing-replay = '': a flag of slime's; the router decides anew",
         "--actor-num-nodes (trainer.actor_num_nodes) = 2: 1 with colocate",
     ):
         assert line in told

@@ -74,6 +74,7 @@ MUTABLE = {
     "gateway_requests",
     "gateway_turn_timeout",
     "gateway_wait",
+    "ignore_memory_plan",
     "ingest_bytes",
     "ingest_concurrency",
     "ingest_groups",
