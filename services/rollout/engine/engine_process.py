@@ -10,11 +10,20 @@ import json
 import os
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 from services.rollout.engine.launch_command import EngineCommand
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
-from shared.runtime.child_process import ChildProcess
+from shared.runtime import failure_summary, process_watch
+from shared.runtime.child_process import ChildProcess, cause
+from shared.runtime.process_watch import ProcessWatch
+
+SEARCH_SECONDS = 10.0
+"""The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other."""
+
+TITLE = "sglang::"
+"""How the names of SGLang's own processes begin: schedulers, the detokenizer, what controls data parallelism."""
 
 PROBE_SECONDS = 10.0
 """The deadline for one probe of a starting engine: the first request on a busy small machine takes seconds."""
@@ -40,11 +49,27 @@ class EngineProcess(ChildProcess):
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
         metrics.mkdir()
         environment = os.environ | command.env | {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        self._watch, self._searched = ProcessWatch(), 0.0
         super().__init__(f"engine at {self.receiver}", command.argv, log_file, environment, watchdog=True, scratch=self.receiver)
 
     async def ready(self, deadline: float) -> float:
         """Returns the seconds until the engine has answered a real generation. Raises as `ChildProcess.wait_ready`."""
         return await asyncio.to_thread(self.wait_ready, self._answers, "a first generation", deadline)
+
+    def fault(self) -> str:
+        """Returns in words why this engine cannot be used any more; empty while it can.
+
+        It cannot without one of its processes. SGLang finds that out as well, but first waits a minute for dumps of its GPUs' memory; and
+        it waits for ever for a process that is stopped.
+        """
+        if (code := self.exit_code()) is not None:
+            return f"ended with {cause(code)}: {failure_summary.of_log(self.last_lines())}"
+        now = time.monotonic()
+        if not self._searched or now - self._searched > SEARCH_SECONDS:
+            self._searched = now
+            server = process_watch.descendants(self.pid)
+            self._watch.add(one for one in server if one.name.startswith(TITLE) or self.pid in (one.pid, one.parent))
+        return self._watch.fault(process_watch.seen(self._watch.pids), now)
 
     def _answers(self) -> bool:
         connection = UnixConnection(self.receiver / SOCKET, PROBE_SECONDS)
