@@ -17,7 +17,7 @@ from services.rollout.replica_command import engine_log, replica_command
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
-from shared.runtime import devices, failure_summary
+from shared.runtime import devices
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ProcessEnded
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -188,7 +188,7 @@ class Replica:
         finally:
             await cancelled([probing])
         ended = self._leader.ended if self._leader is not None else ""
-        return self._killed or ended or (failure_summary.of_log(engine.last_lines()) if not engine.running() else f"it {fault}")
+        return self._killed or ended or (f"it {fault}" if engine.running() else engine.last_words())
 
     def _can_be_asked(self) -> tuple[int, int] | None:
         """Returns what the engine serves; None while it is being loaded, sleeps or is paused."""

@@ -155,15 +155,16 @@ def test_the_bus_dies_at_each_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was under way when it died, the request or its answers, is lost; it is back at once, with nobody's request."""
-    send, dying, restarts = GroupSender.send, list[bool](), list[threading.Thread]()
+    send, dying, restarts, over = GroupSender.send, list[bool](), list[threading.Thread](), threading.Event()
 
     def restart() -> None:
         time.sleep(DOWN_SECONDS)
         mortal_nats.start()
+        over.wait()  # a server dies with the thread that has started it
 
     def die() -> None:
         crash(mortal_nats)
-        restarts.append(threading.Thread(target=restart))
+        restarts.append(threading.Thread(target=restart, daemon=True))
         restarts[-1].start()
 
     def send_or_die(channel: GroupSender, index: int, flat: torch.Tensor) -> None:
@@ -194,8 +195,9 @@ def test_the_bus_dies_at_each_stage(
             events, results = link.call(pushes(link), SECONDS), {result.version: result for result in trainer.pusher.results()}
         finally:
             trainer.close()
-            for thread in restarts:
-                thread.join()
+    over.set()
+    for thread in restarts:
+        thread.join()
     assert live is not None and WeightsLive.decode(live).digest == results[trainer.version].digest
     failures = [part.failure for event in events for part in event.replicas if part.failure and not part.failure.startswith("offer")]
     assert not failures, "a push that the bus's death interrupts goes on; it does not end, to be made again"

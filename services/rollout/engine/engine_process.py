@@ -8,6 +8,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -27,6 +28,9 @@ TITLE = "sglang::"
 
 PROBE_SECONDS = 10.0
 """The deadline for one probe of a starting engine: the first request on a busy small machine takes seconds."""
+
+_MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")
+"""What SGLang logs of a process that is gone, before it ends the others."""
 
 _ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
 
@@ -63,13 +67,20 @@ class EngineProcess(ChildProcess):
         it waits for ever for a process that is stopped.
         """
         if (code := self.exit_code()) is not None:
-            return f"ended with {cause(code)}: {failure_summary.of_log(self.last_lines())}"
+            return f"ended with {cause(code)}: {self.last_words()}"
         now = time.monotonic()
         if not self._searched or now - self._searched > SEARCH_SECONDS:
             self._searched = now
             server = process_watch.descendants(self.pid)
             self._watch.add(one for one in server if one.name.startswith(TITLE) or self.pid in (one.pid, one.parent))
         return self._watch.fault(process_watch.seen(self._watch.pids), now)
+
+    def last_words(self) -> str:
+        """Returns why an engine has ended, by its log: the last exception, or which of its processes SGLang has missed."""
+        lines = self.last_lines()
+        reason = failure_summary.of_log(lines)
+        missed = next((found[0] for line in reversed(lines) if (found := _MISSED.search(line))), "")
+        return missed if missed and lines and reason == failure_summary.short(lines[-1]) else reason
 
     def _answers(self) -> bool:
         connection = UnixConnection(self.receiver / SOCKET, PROBE_SECONDS)

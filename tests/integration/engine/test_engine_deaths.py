@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -41,9 +42,10 @@ async def service(
 @pytest.mark.parametrize(
     ("name", "number", "words"),
     [
-        ("sglang::detoken", signal.SIGKILL, "it has lost its process {pid} (sglang::detoken)"),
-        pytest.param("sglang::schedul", signal.SIGSTOP, "it is frozen: its process {pid} (sglang::schedul)", marks=pytest.mark.extra),
-        pytest.param("sglang::detoken", signal.SIGSTOP, "it is frozen: its process {pid} (sglang::detoken)", marks=pytest.mark.extra),
+        # SGLang may have noticed first, and does not wait for dumps
+        ("sglang::detoken", signal.SIGKILL, r"it has lost its process {pid} \(sglang::detoken\)|Subprocess \S+ \(pid={pid}\) crashed"),
+        pytest.param("sglang::schedul", signal.SIGSTOP, r"it is frozen: its process {pid} \(sglang::schedul\)", marks=pytest.mark.extra),
+        pytest.param("sglang::detoken", signal.SIGSTOP, r"it is frozen: its process {pid} \(sglang::detoken\)", marks=pytest.mark.extra),
     ],
 )
 async def test_an_engine_that_is_not_whole_is_replaced(name: str, number: signal.Signals, words: str, service: Service) -> None:
@@ -56,14 +58,15 @@ async def test_an_engine_that_is_not_whole_is_replaced(name: str, number: signal
         group, life = os.getpgid(victim.pid), replica.incarnation
         os.kill(victim.pid, number)
         await until(lambda: replica.incarnation > life, "the replica to be fenced")
-        assert not replica.serving and not group_members(group), "the whole engine has ended, the detokenizer's colleagues too"
+        assert not replica.serving
+        await until(lambda: not group_members(group), "the end of the whole engine, the scheduler beside the detokenizer")
         await until(lambda: replica.serving, "another engine", START_SECONDS)
         assert os.getpgid(of_engine(others, name).pid) != group
     finally:
         await cancelled([keeping], 60.0)
     fences = stream_replay.read(service.bus, service.subjects.events_stream, ServiceEvent, service.subjects.event("service", "fenced"))
     told = [event.detail async for _, event in fences]
-    assert any(words.format(pid=victim.pid) in detail for detail in told), told
+    assert any(re.search(words.replace("{pid}", str(victim.pid)), detail) for detail in told), told
 
 
 def of_engine(others: set[int], name: str) -> SeenProcess:
