@@ -17,10 +17,9 @@ from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import Bus
-from shared.bus.registry import Registry
+from shared.bus.registry import ENGINE_NODE, NODE, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.nodes.node_agent import ENGINE_NODE, NODE
 from shared.runtime import devices, exit_codes
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.node_rank import NODE_RANK, RANK_VARIABLES, node_rank
@@ -85,6 +84,12 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
     return specs
 
 
+def with_engines_of(config: RunConfig, frozen: RunConfig) -> RunConfig:
+    """Returns a node's config with as many engines as the run has: the first node may have counted them by its GPUs."""
+    replicas = {"rollout_replicas": frozen.rollout.rollout_replicas}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=replicas)})
+
+
 class NodeLaunch:
     """One launch on one node.
 
@@ -109,6 +114,7 @@ class NodeLaunch:
             if not await self._run_is_there(bus):
                 return 128 + self._signals[0]
             await runs.refuse_differences(bus, self._config)
+            self._config = with_engines_of(self._config, await runs.load(bus, run))
             return await self._supervise(bus)
         finally:
             await bus.close()

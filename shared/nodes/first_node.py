@@ -8,6 +8,7 @@ Invariants:
 - why it is over is said once every node has no ranks any more or is known to be lost: ranks that saw another go away are not the cause.
 """
 
+from shared.bus.registry import WAITING
 from shared.nodes.attempt_commands import (
     ATTEMPT_BEGUN,
     ATTEMPT_ENDED,
@@ -33,16 +34,23 @@ STOP_SECONDS = 120.0
 MOST_UNEXPLAINED = 3
 """The attempts in a row that may end with all ranks saying that others went away, and no node lost. The next one has failed."""
 
+HEALTHY_SECONDS = 600.0
+"""The seconds of an attempt after which those before it are no reason to give up, as with a process that has lived for long
+(`myxo.launch.restart_policy`)."""
+
 
 class FirstNode:
     """The state machine of node 0.
 
     Args:
         nodes: how many there are. patience: seconds that missing nodes are waited for. known: number of the newest attempt so far.
+        healthy: seconds of an attempt after which earlier ones that ended without a reason no longer count; longer than ranks may take to
+            start, or those that never come up would be started for ever.
     """
 
-    def __init__(self, nodes: int, patience: float, known: int = 0) -> None:
-        self._nodes, self._patience, self._number = nodes, patience, known
+    def __init__(self, nodes: int, patience: float, known: int = 0, healthy: float = HEALTHY_SECONDS) -> None:
+        self._nodes, self._patience, self._number, self._healthy = nodes, patience, known, healthy
+        self._begun = 0.0
         self._attempt: Attempt | None = None  # announced, and not over
         self._opening = self._ending = False
         self._waiting_since: float | None = None
@@ -76,12 +84,12 @@ class FirstNode:
             if now.now - self._waiting_since > self._patience:
                 error = DeadlineExceeded("an attempt of all nodes", names, self._patience, "this node stops")
                 return [LeaveNode(exit_codes.FAILED, str(error))]
-            return [ShowState("waiting", f"for {names}, of {self._nodes} nodes")]
+            return [ShowState(WAITING, f"for {names}, of {self._nodes} nodes")]
         if busy := [node for node in now.nodes.values() if node.running]:
-            return [ShowState("waiting", f"for the earlier ranks of {', '.join(map(str, busy))} to end")]
+            return [ShowState(WAITING, f"for the earlier ranks of {', '.join(map(str, busy))} to end")]
         self._number = max(self._number, now.attempt.number if now.attempt else 0) + 1
         self._opening, self._waiting_since, self._stop_asked = True, None, None
-        self._lost, self._named = {}, set()
+        self._lost, self._named, self._begun = {}, set(), now.now
         self._terms = {0: now.term, **{rank: node.term for rank, node in now.nodes.items()}}
         return [BeginRanks(self._number, now.address), ShowState("starting", f"attempt {self._number} of {self._nodes} nodes")]
 
@@ -151,6 +159,8 @@ class FirstNode:
 
     def _begin_end(self, now: NodeSituation) -> list[NodeCommand]:
         self._ending = True
+        if now.now - self._begun >= self._healthy:
+            self._unexplained = 0
         commands: list[NodeCommand] = [KillRanks()] if now.ranks.running else []
         if self._attempt is not None:
             commands.append(AnnounceAttempt(replace_over(self._attempt, "ending", 0, "; ".join(self._lost.values()))))

@@ -7,7 +7,8 @@ from services.rollout.engine_nodes.rank_door import RankDoor
 from services.rollout.replica_command import engine_log, engine_name, replica_command
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
-from shared.nodes.node_agent import ENGINE_NODE, NodeAgent
+from shared.bus.registry import ENGINE_NODE
+from shared.nodes.node_agent import NodeAgent
 from shared.runtime.errors import MyxoError
 from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import own_address
