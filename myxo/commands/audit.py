@@ -65,6 +65,8 @@ def table(run: str, config: RunConfig, report: AuditReport) -> Table:
         "steps": f"{report.steps} trained, {report.durable_steps} durable{amended}" + (", finished" if report.finished else ""),
         "live version": "none yet" if report.live_version < 0 else str(report.live_version),
     }
+    if report.repairs:
+        figures["repaired"] = f"{report.repairs} times, by `myxo repair`"
     rows = figure_table(figures.items(), f"Audit of run {run}")
     verdict = Text("ok", style="green") if report.ok else Text(f"{len(report.violations)} violations", style="bold red")
     rows.add_row(Text("verdict", style="dim"), verdict)

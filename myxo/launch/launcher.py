@@ -91,7 +91,8 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
-        self._servers = RunServers(self._directory, self._given, self._config.store, rights_of(CONSOLE, self._run))
+        guest, sync = rights_of(CONSOLE, self._run), self._config.bus.sync_interval
+        self._servers = RunServers(self._directory, self._given, self._config.store, guest, sync)
         self._servers.start()
         try:
             inbox = Subjects(self._run).inbox("operator")

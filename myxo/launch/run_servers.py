@@ -44,16 +44,19 @@ class RunServers:
     Args:
         given: servers from the environment; what is absent there is embedded, with its files in ``directory``.
         store: durability and memory of the embedded Valkey. guest: an account that embedded servers have besides their own.
+        sync_interval: seconds between two syncs of the embedded NATS.
 
     ``guest_urls``: those of NATS and the store for that account; of given servers their own.
     """
 
-    def __init__(self, directory: RunDirectory, given: GivenServers, store: StoreSection, guest: Rights | None = None) -> None:
+    def __init__(
+        self, directory: RunDirectory, given: GivenServers, store: StoreSection, guest: Rights | None = None, sync_interval: float = 1.0
+    ) -> None:
         self.managed: list[ManagedServer] = []
         self.troubled = float("-inf")
         """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
         nats_url, redis_url = given.nats_url, given.redis_url
-        self.nats_url, guest_nats = (nats_url, nats_url) if nats_url else self._managed(EmbeddedNats(directory.nats, guest))
+        self.nats_url, guest_nats = (nats_url, nats_url) if nats_url else self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
         self.redis_url, guest_redis = (
             (redis_url, redis_url)
             if redis_url

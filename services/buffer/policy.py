@@ -365,6 +365,11 @@ def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = 
 
 def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:
     """Returns the oldest version that the batch of ``step`` may train. Raises WrongStep where it is not the next batch."""
+    if step > state.formed_steps:
+        raise WrongStep(
+            f"step {step} was asked for; the next batch is of step {state.formed_steps}: the checkpoint is ahead of the ledger, as after a"
+            " loss of power; `myxo repair RUN` says what would be lost, and mends it"
+        )
     if step != state.formed_steps:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
     if version != limits.version_of_step(step):

@@ -22,6 +22,7 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
+    LedgerRepaired,
     RunFinished,
     SampleRefused,
     group_id,
@@ -122,6 +123,8 @@ class Timeline:
                 yield from self._mark(TRAINER, "checkpoint durable", record.at, {"steps": steps})
             case RunFinished():
                 yield from self._mark(BUFFER, "run finished", record.at, {})
+            case LedgerRepaired(resume=steps):
+                yield from self._mark(BUFFER, "repaired", record.at, {"goes on from": steps})
 
     def _admit(self, name: str, at: float, version: int) -> Iterator[TraceEvent]:
         self._open[name] = _OpenGroup(OUTSTANDING, at)

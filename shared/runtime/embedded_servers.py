@@ -122,18 +122,25 @@ class EmbeddedServer(ABC):
         return False
 
 
+def sync_words(seconds: float) -> str:
+    """Returns an interval as nats-server's ``sync_interval`` has it; 0: with each write."""
+    return f"{round(seconds * 1000)}ms" if seconds else "always"
+
+
 class EmbeddedNats(EmbeddedServer):
     """nats-server with JetStream on file.
 
     Args:
-        guest: an account beside the one that may do all, with these rights alone; it connects by ``guest_url``.
+        guest: an account beside the one that may do all, with these rights alone; it connects by ``guest_url``. sync_interval: seconds
+            between two syncs of its files to disk, 0 for one with each write.
     """
 
     name = "nats-server"
     answer = b"INFO"
 
-    def __init__(self, directory: Path, guest: Rights | None = None) -> None:
+    def __init__(self, directory: Path, guest: Rights | None = None, sync_interval: float = 1.0) -> None:
         super().__init__(directory)
+        self._sync = sync_words(sync_interval)
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self._password = secrets.token_urlsafe(24)
@@ -150,7 +157,8 @@ class EmbeddedNats(EmbeddedServer):
         config.write_text(
             f"listen: 127.0.0.1:{self.port}\n"
             # each stream has a bound of its own; the server's default, three quarters of what is free at its start, never grows again
-            f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES} }}\n"
+            f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES},"
+            f" sync_interval: {self._sync} }}\n"
             f"authorization: {json.dumps({'users': self._users})}\n"
         )
         return [str(nats_binary()), "-c", str(config)]

@@ -153,6 +153,19 @@ class RunFinished(LedgerRecord):
     steps: Count
 
 
+class LedgerRepaired(LedgerRecord):
+    """`myxo repair` has mended the run; it goes on from its checkpoint of ``resume`` steps.
+
+    ``cut_after``, ``cut_last``: the records between them were removed, by sequence, the first excluded; ``cut_last`` 0: none.
+    ``set_aside``: steps of checkpoints of which the ledger knew nothing, and which are not used any more.
+    """
+
+    resume: Count
+    cut_after: Count = 0
+    cut_last: Count = 0
+    set_aside: tuple[Count, ...] = Field(default=(), max_length=10_000)
+
+
 def group_id(index: int) -> str:
     """Returns the id of the group that was admitted as the ``index``-th (from 0)."""
     return f"g{index:08d}"

@@ -22,7 +22,7 @@ class AuditReport:
     """The result of the replay. ``violations`` is empty when every invariant holds.
 
     staleness: trained samples by age, in versions. masked: samples of which some or all tokens were masked for their age; removed: those
-    that a filter took out. amended: groups that were taken out of their batch since the trainer refused them.
+    that a filter took out. amended: groups that were taken out of their batch since the trainer refused them. repairs: by `myxo repair`.
     """
 
     admitted: int = 0
@@ -38,6 +38,7 @@ class AuditReport:
     masked: int = 0
     removed: int = 0
     amended: int = 0
+    repairs: int = 0
     finished: bool = False
     violations: list[str] = field(default_factory=list)
 
@@ -74,6 +75,7 @@ class Audit:
             ledger.CheckpointDurable: self._durable,
             ledger.VersionLive: self._live,
             ledger.RunFinished: lambda _: setattr(self._report, "finished", True),
+            ledger.LedgerRepaired: lambda _: setattr(self._report, "repairs", self._report.repairs + 1),
         }
 
     def see(self, record: LedgerRecord) -> None:

@@ -163,6 +163,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "EvaluationsRequest": {"known": 3},
     "EvaluationsEnded": {"evaluations": [FIGURES]},
     "RunFinished": {"steps": 4, "at": 1.0},
+    "LedgerRepaired": {"resume": 2, "cut_after": 7, "cut_last": 9, "set_aside": [4], "at": 1.0},
 }
 CONCRETE = {
     name: kind
