@@ -16,7 +16,6 @@ from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
-
 WRITERS = ("buffer", "trainer")
 """The services that write the ledger and the checkpoints."""
 

@@ -34,6 +34,7 @@ MUTABLE = {
     "sandbox_processes",
     "sandbox_output_bytes",
     "full_timeout",
+    "sync_interval",
     "max_bytes",
     "max_ledger_bytes",
     "max_queued_bytes",
