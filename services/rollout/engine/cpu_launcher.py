@@ -37,6 +37,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 
 import torch
 
+from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.transfer.bound_store import bind_stores
@@ -195,6 +196,14 @@ def keep_experts_unpinned() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, *, dtype, device, **_: torch.empty(dims, dtype=dtype, device=device)
 
 
+def pad_shared_attention() -> None:
+    """Lets torch's native attention run with data-parallel attention: ranks pad their batches alike, by sequences of one token in the
+    cache's spare place, whose length it does not tell."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+
+
 def fork_children() -> None:
     """Makes ``multiprocessing.set_start_method`` choose fork, whatever is requested, and keeps the parent's objects shared."""
     choose = multiprocessing.set_start_method
@@ -205,6 +214,7 @@ def fork_children() -> None:
 torchvision_operators = load_torchvision_operators()
 serve_on_socket()
 bind_stores()
+close_sockets()
 stand_in_for_sgl_kernel()
 stand_in_for_triton()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` raises ImportError
@@ -223,6 +233,8 @@ if __name__ == "__main__":
         seeded_operators = draw_by_seeds()
     if "--enable-return-routed-experts" in sys.argv:
         keep_experts_unpinned()
+    if "--enable-dp-attention" in sys.argv:
+        pad_shared_attention()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)
     try:

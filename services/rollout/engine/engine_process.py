@@ -8,10 +8,12 @@ import asyncio
 import http.client
 import json
 import os
+import secrets
 import socket
 import tempfile
 from pathlib import Path
 
+from services.rollout.engine.curve_sockets import SECRET_VARIABLE
 from services.rollout.engine.launch_command import EngineCommand
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
 from shared.runtime.child_process import ChildProcess
@@ -39,7 +41,8 @@ class EngineProcess(ChildProcess):
         self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
         metrics.mkdir()
-        environment = os.environ | command.env | {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        private = {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        environment = os.environ | {SECRET_VARIABLE: secrets.token_hex(16)} | command.env | private
         super().__init__(f"engine at {self.receiver}", command.argv, log_file, environment, watchdog=True, scratch=self.receiver)
 
     async def ready(self, deadline: float) -> float:

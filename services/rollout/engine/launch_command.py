@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shared
+from services.rollout.engine.curve_sockets import SECRET_VARIABLE
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
@@ -77,13 +78,15 @@ class EngineMeeting:
     """Where the ranks of an engine over several nodes meet, and which of its nodes this is.
 
     Args:
-        rank: of this node. address, port: of the store that the engine's first rank opens there.
+        rank: of this node. address, port: of the store that the engine's first rank opens there. secret: by which the engine's processes
+            know each other (`services.rollout.engine.curve_sockets`).
     """
 
     rank: int
     nodes: int
     address: str
     port: int
+    secret: str
 
     @property
     def flags(self) -> dict[str, FlagValue]:
@@ -131,6 +134,7 @@ def engine_command(
         | (listening_interfaces() if meeting is None else _between_nodes())
         | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES)
         | {"PYTHONPATH": _engine_path(device)}
+        | ({} if meeting is None else {SECRET_VARIABLE: meeting.secret})
     )
     if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
         env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from transformers import Qwen3ForCausalLM
 
 from services.rollout.engine.engine_client import EngineClient
@@ -112,15 +113,17 @@ class EngineNodes:
         await self.ask("commit", WeightsCommit(version=version, digest=known, deadline=SECONDS), WeightsServed)
         group.die()
 
-    async def draws(self, model: Qwen3ForCausalLM, version: int) -> None:
+    async def draws(self, model: Qwen3ForCausalLM, version: int, samples: int = 1) -> None:
         """Asserts that the engine draws by a model: its log-probs are those of one process that has all of it."""
         (directory,) = (self._directory / "n0").glob("myxo-engine-*")
         prompt = np.arange(5, 20, dtype=np.int32)
         async with await EngineClient.connect(directory) as client:
             sampling = Sampling(temperature=1.0, max_new_tokens=24)
-            (drawn,) = await client.generate_group([GenerationRequest(prompt, 24, ignore_eos=True)], sampling)
-        assert {span.version for span in drawn.spans} == {version}
-        assert np.abs(log_probs(model, prompt, drawn.tokens) - drawn.log_probs).max() < EXACT
+            requests = [GenerationRequest(prompt, 24, ignore_eos=True) for _ in range(samples)]
+            group = await client.generate_group(requests, sampling)
+        for drawn in group:
+            assert {span.version for span in drawn.spans} == {version}
+            assert np.abs(log_probs(model, prompt, drawn.tokens) - drawn.log_probs).max() < EXACT
 
     def engine_pids(self, node: int) -> list[int]:
         """Returns the processes in a node's namespace, its service left out."""
@@ -140,7 +143,15 @@ class EngineNodes:
 
 
 @pytest.fixture
-async def nodes(network: NodeNetwork, valkey: EmbeddedValkey, tmp_path: Path, run_name: str) -> AsyncIterator[EngineNodes]:
+def flags() -> dict[str, Any]:
+    """SGLang's own, beside the number of nodes."""
+    return {}
+
+
+@pytest.fixture
+async def nodes(
+    network: NodeNetwork, valkey: EmbeddedValkey, tmp_path: Path, run_name: str, flags: dict[str, Any]
+) -> AsyncIterator[EngineNodes]:
     nats = HeadNats(tmp_path / "nats", network.head)
     nats.start()
     write_jsonl(tmp_path / "prompts.jsonl")
@@ -149,7 +160,7 @@ async def nodes(network: NodeNetwork, valkey: EmbeddedValkey, tmp_path: Path, ru
         tmp_path,
         run={"name": run_name},
         model={"hf_checkpoint": str(tmp_path / "model")},
-        rollout={"rollout_num_gpus_per_engine": 2, "rollout_device": "cpu", "sglang": {"nnodes": 2}},
+        rollout={"rollout_num_gpus_per_engine": 2, "rollout_device": "cpu", "sglang": {"nnodes": 2, **flags}},
         bus={"lease_duration": 5.0},
     )
     bus = await Bus.connect(nats.url, "trainer")
@@ -186,3 +197,33 @@ async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: 
     assert await asyncio.to_thread(nodes.services[0].wait, SECONDS) == 0
     await nodes.until("the end of the follower's part", lambda: not nodes.engine_pids(1))
     assert nodes.services[1].poll() is None, "a follower waits for the next leader"
+
+
+@pytest.mark.parametrize("flags", [{"enable-dp-attention": True, "dp-size": 2}])
+async def test_ranks_on_two_nodes_that_share_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
+    """Each rank has sequences of its own, which come to it over sockets between the nodes; a stranger's message there is not read."""
+    model = write_tiny_model(tmp_path / "pushed", seed=1)
+    for node in range(2):
+        nodes.start(node)
+    await nodes.until_ready(1)
+    await nodes.push(model, 1)
+    for node in range(2):
+        assert nodes.heard(node) == {nodes.network.addresses[node]}
+    strange = strange_messages(nodes, 0)
+    for _ in range(2):  # one sequence for each rank at least
+        await nodes.draws(model, 1, samples=4)
+    assert strange > 2 and nodes.said(0, "fenced") == []
+
+
+def strange_messages(nodes: EngineNodes, node: int) -> int:
+    """Sends a message that is no pickle to every port of a node's from outside of it. Returns how many ports there were."""
+    lines = Path(f"/proc/{nodes.services[node].pid}/net/tcp").read_text().splitlines()[1:]
+    own = "".join(f"{int(part):02X}" for part in reversed(nodes.network.addresses[node].split(".")))
+    ports = {int(line.split()[1].split(":")[1], 16) for line in lines if line.split()[3] == "0A" and line.split()[1].startswith(own)}
+    with zmq.Context() as context:
+        for port in ports:
+            socket = context.socket(zmq.PUSH)
+            socket.connect(f"tcp://{nodes.network.addresses[node]}:{port}")
+            socket.send(b"no pickle")
+            socket.close(linger=500)
+    return len(ports)
