@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zmq
-from transformers import Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
@@ -30,9 +32,10 @@ from shared.transfer import digest
 from tests.integration.engine.reference import log_probs
 from tests.support.network_nodes import HeadNats, NodeNetwork
 from tests.support.run_config import run_config, write_jsonl
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import character_tokenizer, write_tiny_model
 from tests.support.waiting import until
-from tests.support.weights_group import WeightsGroup, known_of, manifest_of, parameters
+from tests.support.weights_group import Tensors, WeightsGroup, known_of, manifest_of, parameters
+from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.extra, pytest.mark.timeout(1800)]
 
@@ -40,6 +43,7 @@ SECONDS = 400.0
 EXACT = 2e-5
 NAME = "rollout-0"
 NUMBERS = itertools.count(1)
+SHARED_EXPERTS = "ep-size"
 
 
 class EngineNodes:
@@ -95,7 +99,7 @@ class EngineNodes:
     async def ask(self, verb: str, message: Message, kind: type[Message]) -> Any:
         return await self._bus.request(self._subjects.replica_weights(NAME, verb), message, kind, deadline=SECONDS, awaited_from=NAME)
 
-    async def push(self, model: Qwen3ForCausalLM, version: int) -> None:
+    async def push(self, model: Qwen3ForCausalLM | Tensors, version: int) -> None:
         """Pushes to both ranks over one channel, and has them compare what they hold with what was sent."""
         group = WeightsGroup(f"push-{next(NUMBERS)}", 3, self.network.head)
         tensors = parameters(model)
@@ -155,7 +159,10 @@ async def nodes(
     nats = HeadNats(tmp_path / "nats", network.head)
     nats.start()
     write_jsonl(tmp_path / "prompts.jsonl")
-    write_tiny_model(tmp_path / "model", seed=0)
+    if SHARED_EXPERTS in flags:
+        write_experts(tmp_path / "model", 0)
+    else:
+        write_tiny_model(tmp_path / "model", seed=0)
     config = run_config(
         tmp_path,
         run={"name": run_name},
@@ -199,20 +206,30 @@ async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: 
     assert nodes.services[1].poll() is None, "a follower waits for the next leader"
 
 
-@pytest.mark.parametrize("flags", [{"enable-dp-attention": True, "dp-size": 2}])
-async def test_ranks_on_two_nodes_that_share_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [{"enable-dp-attention": True, "dp-size": 2, SHARED_EXPERTS: 2}])
+async def test_ranks_that_share_experts_and_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
     """Each rank has sequences of its own, which come to it over sockets between the nodes; a stranger's message there is not read."""
-    model = write_tiny_model(tmp_path / "pushed", seed=1)
+    model, tensors = write_experts(tmp_path / "pushed", 1)
     for node in range(2):
         nodes.start(node)
     await nodes.until_ready(1)
-    await nodes.push(model, 1)
+    await nodes.push(tensors, 1)
     for node in range(2):
         assert nodes.heard(node) == {nodes.network.addresses[node]}
     strange = strange_messages(nodes, 0)
     for _ in range(2):  # one sequence for each rank at least
         await nodes.draws(model, 1, samples=4)
     assert strange > 2 and nodes.said(0, "fenced") == []
+
+
+def write_experts(directory: Path, seed: int) -> tuple[Any, Tensors]:
+    """Writes a tiny model with experts and a tokenizer. Returns it, and its tensors by the names of its files."""
+    make_checkpoint("qwen3_moe", directory)
+    character_tokenizer().save_pretrained(directory)
+    generator, file = torch.Generator().manual_seed(seed), directory / "model.safetensors"
+    tensors = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), tensors
 
 
 def strange_messages(nodes: EngineNodes, node: int) -> int:
