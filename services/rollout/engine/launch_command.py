@@ -50,6 +50,10 @@ COMMON_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
     "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+    # an engine that has lost a process would otherwise stay for a minute, to dump the memory of its GPUs and its stacks
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
 }
 CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",

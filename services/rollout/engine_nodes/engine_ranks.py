@@ -8,8 +8,7 @@ from pathlib import Path
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, EngineMeeting
 from shared.nodes.attempt_commands import OwnRanks
-from shared.runtime import exit_codes, failure_summary
-from shared.runtime.child_process import cause
+from shared.runtime import exit_codes
 
 SPAN = 14
 """The ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it."""
@@ -45,9 +44,8 @@ class EngineRanks:
 
     def look(self) -> OwnRanks:
         """Returns how the processes are now."""
-        if self.engine is not None and (code := self.engine.exit_code()) is not None:
-            words = failure_summary.of_log(self.engine.last_lines())
-            self._end(f"its part of the engine ended with {cause(code)}: {words}")
+        if self.engine is not None and (fault := self.engine.fault()):
+            self._end(f"its part of the engine {fault}")
         return self.own
 
     def ask_to_stop(self) -> None:
