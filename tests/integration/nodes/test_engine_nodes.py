@@ -206,20 +206,31 @@ async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: 
     assert nodes.services[1].poll() is None, "a follower waits for the next leader"
 
 
-@pytest.mark.parametrize("flags", [{"enable-dp-attention": True, "dp-size": 2, SHARED_EXPERTS: 2}])
-async def test_ranks_that_share_experts_and_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [{"enable-dp-attention": True, "dp-size": 2}])
+async def test_ranks_that_share_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
     """Each rank has sequences of its own, which come to it over sockets between the nodes; a stranger's message there is not read."""
+    model = write_tiny_model(tmp_path / "pushed", seed=1)
+    await pushed(nodes, model, model, lambda: strange_messages(nodes, 0))
+
+
+@pytest.mark.parametrize("flags", [{SHARED_EXPERTS: 2}])
+async def test_ranks_with_half_of_the_experts_each_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
     model, tensors = write_experts(tmp_path / "pushed", 1)
+    await pushed(nodes, model, tensors, lambda: None)
+
+
+async def pushed(nodes: EngineNodes, model: Any, tensors: Qwen3ForCausalLM | Tensors, meanwhile: Callable[[], None]) -> None:
+    """Pushes tensors to an engine on two nodes, and asserts that it draws as one process does with them."""
     for node in range(2):
         nodes.start(node)
     await nodes.until_ready(1)
     await nodes.push(tensors, 1)
     for node in range(2):
         assert nodes.heard(node) == {nodes.network.addresses[node]}
-    strange = strange_messages(nodes, 0)
+    meanwhile()
     for _ in range(2):  # one sequence for each rank at least
         await nodes.draws(model, 1, samples=4)
-    assert strange > 2 and nodes.said(0, "fenced") == []
+    assert nodes.said(0, "fenced") == []
 
 
 def write_experts(directory: Path, seed: int) -> tuple[Any, Tensors]:
@@ -232,8 +243,8 @@ def write_experts(directory: Path, seed: int) -> tuple[Any, Tensors]:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), tensors
 
 
-def strange_messages(nodes: EngineNodes, node: int) -> int:
-    """Sends a message that is no pickle to every port of a node's from outside of it. Returns how many ports there were."""
+def strange_messages(nodes: EngineNodes, node: int) -> None:
+    """Sends a message that is no pickle to every port of a node's from outside of it."""
     lines = Path(f"/proc/{nodes.services[node].pid}/net/tcp").read_text().splitlines()[1:]
     own = "".join(f"{int(part):02X}" for part in reversed(nodes.network.addresses[node].split(".")))
     ports = {int(line.split()[1].split(":")[1], 16) for line in lines if line.split()[3] == "0A" and line.split()[1].startswith(own)}
@@ -243,4 +254,4 @@ def strange_messages(nodes: EngineNodes, node: int) -> int:
             socket.connect(f"tcp://{nodes.network.addresses[node]}:{port}")
             socket.send(b"no pickle")
             socket.close(linger=500)
-    return len(ports)
+    assert len(ports) > 2
