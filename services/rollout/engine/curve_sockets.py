@@ -29,7 +29,7 @@ def close_sockets() -> None:
 
         @functools.wraps(plain)
         def with_keys(socket: Any, address: str, *arguments: Any, **options: Any) -> Any:
-            if address.startswith("tcp://"):
+            if address.startswith("tcp://") and socket.type != zmq.PUB:  # which takes nothing, and is for others (--kv-events-config)
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, private)
                 socket.setsockopt(zmq.CURVE_SERVER, server)

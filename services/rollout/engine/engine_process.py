@@ -9,13 +9,11 @@ import http.client
 import json
 import os
 import re
-import secrets
 import socket
 import tempfile
 import time
 from pathlib import Path
 
-from services.rollout.engine.curve_sockets import SECRET_VARIABLE
 from services.rollout.engine.launch_command import EngineCommand
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
 from shared.runtime import failure_summary, process_watch
@@ -55,7 +53,7 @@ class EngineProcess(ChildProcess):
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
         metrics.mkdir()
         private = {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-        environment = os.environ | {SECRET_VARIABLE: secrets.token_hex(16)} | command.env | private
+        environment = os.environ | command.env | private
         self._watch, self._searched = ProcessWatch(), 0.0
         super().__init__(f"engine at {self.receiver}", command.argv, log_file, environment, watchdog=True, scratch=self.receiver)
 

@@ -7,6 +7,7 @@ the engine listens, what it serves). A flag of that table goes through verbatim,
 import importlib.util
 import json
 import os
+import secrets
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -138,8 +139,9 @@ def engine_command(
         | (listening_interfaces() if meeting is None else _between_nodes())
         | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES)
         | {"PYTHONPATH": _engine_path(device)}
-        | ({} if meeting is None else {SECRET_VARIABLE: meeting.secret})
     )
+    if chosen.get("enable-dp-attention"):  # its processes speak over TCP, also on one machine
+        env[SECRET_VARIABLE] = secrets.token_hex(16) if meeting is None else meeting.secret
     if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
         env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     return EngineCommand([sys.executable, str(launcher), *_arguments(chosen)], env)
