@@ -117,6 +117,11 @@ class Timeline:
                 yield from self._evaluation("b", dataset, version, record.at, {"prompts": prompts})
             case EvalEnded(dataset=dataset, version=version, mean_reward=mean_reward):
                 yield from self._evaluation("e", dataset, version, record.at, {"mean reward": mean_reward})
+            case _:
+                yield from self._moment(record)
+
+    def _moment(self, record: LedgerRecord) -> Iterator[TraceEvent]:
+        match record:
             case SampleRefused(group=name, reason=reason):
                 yield from self._mark(TRAINER, "sample refused", record.at, {"group": name, "reason": reason})
             case CheckpointDurable(steps=steps):
