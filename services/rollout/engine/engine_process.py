@@ -52,7 +52,8 @@ class EngineProcess(ChildProcess):
         self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
         metrics.mkdir()
-        environment = os.environ | command.env | {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        private = {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        environment = os.environ | command.env | private
         self._watch, self._searched = ProcessWatch(), 0.0
         super().__init__(f"engine at {self.receiver}", command.argv, log_file, environment, watchdog=True, scratch=self.receiver)
 
