@@ -169,7 +169,7 @@ class BalancedRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
             chosen, scores = compute_routing_scores_for_aux_loss(wide, self.topk, self.score_function)
             sums, counts = given.members @ scores.float(), given.members @ chosen.float()
             shared = counts.clone()
-            if group.size() > 1:
+            if group.size() > 1 and len(shared):
                 dist.all_reduce(shared, group=group)
             scale, lengths = self.num_experts / self.topk, given.lengths[:, None]
             if "seq_aux_loss" in coefficients:
