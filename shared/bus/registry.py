@@ -15,6 +15,15 @@ from shared.schema.service_messages import ServiceStatus
 ENVIRONMENT = "environment"
 """The ``service`` of the status of an environment outside of Myxo, which is no process of the run."""
 
+NODE = "node"
+"""The kind of service that a trainer's agent is on each of its nodes: rank 0's process is the trainer."""
+
+ENGINE_NODE = "engine-node"
+"""The kind of service that a further node of an engine is; the first one is the rollout service."""
+
+WAITING = "waiting"
+"""The state of a node that waits for another; its detail says which."""
+
 STANDBY = "standby"
 """The state of a service that waits to replace the active one (`shared.bus.leader_lease`)."""
 

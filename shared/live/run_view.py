@@ -7,7 +7,7 @@ gaps; every figure may be absent.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shared.bus.registry import ENVIRONMENT, STANDBY
+from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus, newest_gauges, newest_status, present, warm_start
 from shared.live.shown_status import count, shown
@@ -232,6 +232,10 @@ def _line(status: ServiceStatus, restarts: int | None) -> InstanceLine:
 def _detail(status: ServiceStatus) -> str:
     gauges = status.gauges
     match status.service:
+        case kind if kind in (NODE, ENGINE_NODE):
+            return status.detail
+        case "rollout" if status.state != "ready" and status.detail:  # other nodes of its engine are not there
+            return status.detail
         case "rollout" if "running_groups" in gauges:
             rate = gauges.get("generated_tokens_per_s", 0.0)
             return f"{number(gauges['running_groups'])} groups, {number(gauges.get('running_samples', 0))} samples, {number(rate)} tokens/s"

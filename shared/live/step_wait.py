@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shared.bus.registry import ENVIRONMENT, STANDBY
+from shared.bus.registry import ENVIRONMENT, NODE, STANDBY, WAITING
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus, newest_gauges, present, warm_start
 from shared.live.text import number
@@ -16,6 +16,7 @@ def waiting_for(config: RunConfig, services: Sequence[ServiceStatus], instances:
     buffer = newest_gauges(alive, "buffer")
     causes = (
         _restart(instances),
+        _nodes(alive),
         _start(instances, alive),
         _kind_of_service(config, alive),
         _getting_ready(alive),
@@ -34,6 +35,13 @@ def _restart(instances: Sequence[InstanceStatus]) -> str | None:
     return None
 
 
+def _nodes(alive: Sequence[ServiceStatus]) -> str:
+    """Returns the nodes of a trainer that wait for others; of those that all wait for a first one, one."""
+    waiting = [status for status in alive if status.service == NODE and status.state == WAITING and status.detail]
+    first = [status for status in waiting if status.instance.endswith("-node-0")] or waiting[:1]
+    return "; ".join(f"{status.instance}, {status.state} {status.detail}" for status in first)
+
+
 def _start(instances: Sequence[InstanceStatus], alive: Sequence[ServiceStatus]) -> str | None:
     names = {status.instance for status in alive}
     absent = [instance for instance in instances if instance.instance not in names and not instance.foreign]
@@ -50,7 +58,8 @@ def _kind_of_service(config: RunConfig, alive: Sequence[ServiceStatus]) -> str |
 
 
 def _getting_ready(alive: Sequence[ServiceStatus]) -> str:
-    engines = [status.instance for status in alive if status.service == "rollout" and status.state == "starting"]
+    starting = [status for status in alive if status.service == "rollout" and status.state == "starting"]
+    engines = [f"{status.instance} ({status.detail})" if status.detail else status.instance for status in starting]
     trainers = [status for status in alive if status.service in ("trainer", "critic") and status.state != "ready"]
     parts = [f"engine of {', '.join(engines)} starting"] if engines else []
     if warm_up := warm_start(alive):
