@@ -17,6 +17,7 @@ from torch import Tensor
 from services.trainer import flops
 from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
+from services.trainer.megatron.expert_balance import Balancing, update_biases
 from services.trainer.megatron.freezing import freeze
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
@@ -99,6 +100,7 @@ class Actor:
         if initialized is not None:
             initialized()
         megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
+        balancing = Balancing.of(megatron, adapted=settings.lora is not None)
         least = least_saved(trainer.prefix_sharing, megatron)
         chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head)
         if settings.lora is not None:
@@ -119,6 +121,7 @@ class Actor:
             settings.freezing,
             least,
             chunk_size=trainer.log_probs_chunk_size,
+            balancing=balancing,
         )
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)
@@ -193,13 +196,16 @@ class Actor:
             before()
         with deadline("the forward and backward passes"):
             divisor = self.settings.temperature if temperature is None else temperature
-            loss, metrics = passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy)
+            balanced = passes.balanced_step(self.model, batches)
+            loss, metrics = passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy, balanced)
         lr = self.optimizer.lr
         if not math.isfinite(loss):
             return StepResult(loss, metrics, math.nan, lr, skipped=f"loss is {loss}")
         self.model.readers.wait("optimizer step")
         with deadline("the optimizer step"):
             grad_norm, skipped = self.optimizer.update()
+            if balanced is not None and skipped is None:
+                update_biases(self.model.modules, balanced)
         return StepResult(loss, metrics, grad_norm, lr, skipped)
 
     def loss_alone(self, batch: PackedBatch, loss_fn: LossFunction, *, need_entropy: bool = False) -> float | None:
