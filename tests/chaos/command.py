@@ -121,7 +121,15 @@ class Suite:
             return found
         last = path.with_suffix(".log").read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         problem = f"the suite itself failed: {last[0]}; see {path.with_suffix('.log')}"
-        return {"seed": schedule.seed, "schedule": schedule.as_json(), "problems": [problem], "faults": [], "seconds": 0.0, "cpu_s": 0.0}
+        return {
+            "seed": schedule.seed,
+            "schedule": schedule.as_json(),
+            "problems": [problem],
+            "faults": [],
+            "seconds": 0.0,
+            "cpu_s": 0.0,
+            "ending": "",
+        }
 
 
 def _run(suite: Suite, schedules: Sequence[Schedule], deterministic: bool, path: Path | None) -> list[dict[str, Any]]:
@@ -158,7 +166,7 @@ def _show(result: dict[str, Any], done: int, total: int) -> None:
     bar = "#" * filled + "." * (20 - filled)
     faults = "; ".join(fault["fault"] for fault in result["faults"]) or "undisturbed"
     print(f"[{bar}] {done}/{total}  seed {result['seed']}  {verdict}  {result['seconds']:.0f} s, {result['cpu_s']:.1f} s of CPU  {faults}")
-    for problem in result["problems"]:
+    for problem in [*result["problems"], *([f"it ended: {result['ending']}"] if result["ending"] else [])]:
         print(f"    {problem}")
     if result["problems"]:
         print(f"    python -m tests.chaos --replay {result['seed']}; its files are in {result.get('directory', '')}")

@@ -16,16 +16,21 @@ from tests.chaos.ledger_check import LedgerCheck, LedgerFindings
 MOST_PROBLEMS = 12
 
 
-async def problems_of_remains(nats_url: str, root: Path, shape: FastShape) -> tuple[list[str], bytes]:
-    """Returns what must not be, and the state that the weights are in by the ledger."""
+async def problems_of_remains(nats_url: str, root: Path, shape: FastShape, *, lossy: bool, ended: bool) -> tuple[list[str], bytes]:
+    """Returns what must not be, and the state that the weights are in by the ledger.
+
+    Args:
+        lossy: what the run had stored was taken away, so that groups may have died of it. ended: the run says that it reached its end.
+    """
     check = LedgerCheck(shape.staleness, shape.groups)
     for sequence, data in await _messages(nats_url, f"{RUN}-ledger"):
         check.take(sequence, data)
     found = check.end()
     problems = found.problems
-    if not found.finished or found.steps != shape.steps:
+    if (not found.finished or found.steps != shape.steps) and (ended or not lossy):
         problems.append(f"{found.steps} of {shape.steps} steps were trained; finished: {found.finished}")
-    problems += [f"{group} died: {end}" for group, end in found.ends.items() if end.startswith("dead")]
+    if not lossy:
+        problems += [f"{group} died: {end}" for group, end in found.ends.items() if end.startswith("dead")]
     problems += _responses(root / "rollouts", found)
     if found.finished:
         problems += _weights(root / "hf", found)
