@@ -166,7 +166,7 @@ class Run:
                 if descriptor in self.streams and self._read(descriptor) is False:
                     self._poll.unregister(descriptor)
                     self._open.discard(descriptor)
-                if descriptor == self._input or (descriptor == _STDIN and event & select.POLLIN):
+                if self._input >= 0 and (descriptor == self._input or (descriptor == _STDIN and event & select.POLLIN)):
                     self._write()
             self._reap(os.WNOHANG)
             now = time.monotonic()
