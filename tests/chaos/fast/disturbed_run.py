@@ -195,7 +195,8 @@ async def _remains(root: Path, schedule: Schedule, result: SeedResult) -> list[s
     result.state = state.hex()
     summary = root / "summary.json"
     verdict = json.loads(summary.read_text()).get("audit") if summary.is_file() else "absent"
-    if (verdict == "ok") == bool(problems) and not schedule.lossy:
+    unwritten = verdict == "absent" and any(fault.kind == DISK_FULL for fault in schedule.faults)
+    if (verdict == "ok") == bool(problems) and not (schedule.lossy or unwritten):
         problems.append(f"the audit's own verdict is {verdict!r}")
     return problems
 

@@ -19,9 +19,10 @@ from aiohttp import web
 
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
 from shared.runtime.child_process import die_with_parent
-from tests.chaos.fast.scripted_scheduler import SCHEDULER_SOCKET
 
-DETOKENIZER_SOCKET = "detokenizer.sock"
+SCHEDULER_SOCKET, DETOKENIZER_SOCKET = "scheduler.sock", "detokenizer.sock"
+"""The names of the children's sockets in the engine's private directory."""
+
 CRASH_WAIT_S = float(os.environ.get("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "60"))
 """The time after a child's death for which SGLang's server stays."""
 

@@ -22,15 +22,13 @@ from safetensors.torch import load_file
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.receiver import Receiver
+from tests.chaos.fast.scripted_engine import SCHEDULER_SOCKET
 from tests.chaos.fast.scripted_weights import MIXED_TOKEN, token_of, versions_in
 
 LOG_PROB = -1.0
 TOKEN_SECONDS = float(os.environ.get("MYXO_CHAOS_TOKEN_SECONDS", "0.01"))
 CONTEXT = 1024
 RELEASE = "0.5.21"
-
-SCHEDULER_SOCKET = "scheduler.sock"
-"""The name of its socket in the engine's private directory."""
 
 
 class ScriptedWeights(torch.nn.Module):
