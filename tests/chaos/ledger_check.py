@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import nats
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
 from shared.schema import codec
 from tests.chaos.fast.scripted_weights import first_state, next_state
 
@@ -185,3 +188,22 @@ class LedgerCheck:
             self._problem(f"{group} was {what} after its end ({self.findings.ends[group]})")
             return False
         return True
+
+
+async def ledger_messages(url: str, run: str) -> list[tuple[int, bytes]]:
+    """Returns every message of a run's ledger, with its sequence."""
+    connection, stream = await nats.connect(url), f"{run}-ledger"
+    try:
+        js = connection.jetstream()
+        config = ConsumerConfig(
+            ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, name="chaos", inactive_threshold=60, mem_storage=True
+        )
+        info = await js.add_consumer(stream, config)
+        pull = await js.pull_subscribe_bind("chaos", stream)
+        found, pending = [], info.num_pending or 0
+        while len(found) < pending:
+            batch = await pull.fetch(min(256, pending - len(found)), timeout=10)
+            found += [(message.metadata.sequence.stream, message.data) for message in batch]
+        return found
+    finally:
+        await connection.close()

@@ -46,6 +46,22 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 """What each kind of fault may hit. A link to NATS is everybody's, or that of the services of one kind."""
 
+REAL_PROCESSES = (
+    "buffer-0",
+    "reward-0",
+    "reward-0/worker",
+    "rollout-0",
+    "rollout-0/engine",
+    "rollout-0/engine/scheduler",
+    "rollout-0/engine/detokenizer",
+    "trainer-0",
+    "trainer-0/rank",
+    "nats",
+    "valkey",
+)
+REAL_TARGETS = {KILL: REAL_PROCESSES, FREEZE: REAL_PROCESSES}
+"""As `PROCESSES` and `TARGETS`, of runs with a real engine and two ranks of a trainer."""
+
 KINDS = tuple(TARGETS)
 LOSSY = (TRUNCATE, DELETE)
 """Kinds that take away what a run has stored: it may give up groups, or itself, with a reason; nothing may be wrong all the same."""
@@ -112,13 +128,15 @@ class Schedule:
         return "\n".join([f"seed {self.seed}: {shape}", *(f"  {fault}" for fault in self.faults)])
 
 
-def drawn(seed: int, kinds: tuple[str, ...] = KINDS, *, deterministic: bool = False) -> Schedule:
+def drawn(seed: int, kinds: tuple[str, ...] = KINDS, *, deterministic: bool = False, real: bool = False) -> Schedule:
     """Returns the schedule of a seed.
 
     Args:
-        kinds: those that may come. deterministic: the run is synchronous, so that its weights do not depend on time.
+        kinds: those that may come. deterministic: the run is synchronous, so that its weights do not depend on time. real: for a run with
+            a real engine, whose processes alone are disturbed.
     """
     draw = random.Random(seed)
+    known = REAL_TARGETS if real else TARGETS
     staleness = 0 if deterministic else draw.choice((0, 1, 1, 2))
     shape = FastShape(
         staleness=staleness,
@@ -127,13 +145,16 @@ def drawn(seed: int, kinds: tuple[str, ...] = KINDS, *, deterministic: bool = Fa
         save_interval=draw.choice((1, 2, 3)),
         eval_interval=draw.choice((3, 5)),
     )
-    faults = [_fault(draw, seed + index, shape, kinds) for index in range(draw.randint(1, MOST_FAULTS))]
+    faults = [
+        _fault(draw, seed + index, shape, {kind: known[kind] for kind in kinds if kind in known})
+        for index in range(draw.randint(1, MOST_FAULTS))
+    ]
     return Schedule(seed, shape, tuple(sorted(faults, key=_order)))
 
 
-def _fault(draw: random.Random, turn: int, shape: FastShape, kinds: tuple[str, ...]) -> Fault:
-    kind = draw.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
-    phase, known = draw.choice(PHASES), TARGETS[kind]
+def _fault(draw: random.Random, turn: int, shape: FastShape, targets_of: Mapping[str, tuple[str, ...]]) -> Fault:
+    kind = draw.choices(list(targets_of), [_WEIGHTS[kind] for kind in targets_of])[0]
+    phase, known = draw.choice(PHASES), targets_of[kind]
     first = known[turn % len(known)]
     others = [target for target in known if target != first]
     targets = (first, draw.choice(others)) if kind in (KILL, FREEZE) and draw.random() < 0.3 else (first,)

@@ -22,7 +22,7 @@ from shared.bus.subjects import Subjects
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
-from shared.schema.weight_messages import WeightsPushed
+from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.transfer.group_channel import GroupSender
 from tests.chaos.parts import BUCKET_BYTES, PUSH_SECONDS
 from tests.chaos.test_weights import Parts
@@ -127,6 +127,7 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
                 assert not replicas.running[VICTIM].is_alive(), f"nobody died at {stage}"
                 replicas.start(VICTIM)
                 assert not (tmp_path / "wrong").exists(), (tmp_path / "wrong").read_text()
+            announced_by_the_next_life(trainer)
         finally:
             trainer.close()
         events = link.call(pushes(link), SECONDS)
@@ -137,6 +138,18 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
         assert bool(serving) == (not event.failure), event
         assert all(part.paused and part.loading and event.bytes and event.transfer > 0 for part in serving), event
         assert event.seconds >= event.joining + event.transfer + event.activation - 1e-6
+
+
+def announced_by_the_next_life(trainer: Trainer) -> None:
+    """A trainer dies between its version's commit and its announcement: its next life, which finds nobody behind, announces it."""
+    link = trainer.link
+    trainer.until("two replicas", lambda cards: serve(cards, trainer.version, VICTIM, SURVIVOR))
+    bucket, earlier = link.service.subjects.weights_bucket, WeightsLive(version=trainer.version - 1, replicas=[], seconds=0, bytes=0, at=0)
+    link.call(link.service.bus.put(bucket, "live", earlier.encode()), SECONDS)
+    trainer.pusher.close()
+    weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
+    trainer.pusher = Pusher(link, trainer.actor.model, weights)
+    trainer.until("the announcement", lambda _: link.live_version() == trainer.version)
 
 
 async def pushes(link: ControlClient) -> list[WeightsPushed]:

@@ -8,8 +8,8 @@ from myxo.launch import run_servers
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.main import main
 from tests.chaos.fast import forking
-from tests.chaos.fast.link_proxy import ADDRESSES, ProxiedAddresses
 from tests.chaos.fast.proxied_servers import proxied
+from tests.chaos.link_proxy import ADDRESSES, ProxiedAddresses
 
 MODULES = {"trainer": "tests.chaos.fast.scripted_trainer"}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from tests.chaos.fast.link_proxy import ProxiedAddresses
+from tests.chaos.link_proxy import ProxiedAddresses
 
 
 def proxied(addresses: ProxiedAddresses) -> tuple[type[EmbeddedNats], type[EmbeddedValkey]]:

@@ -14,10 +14,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tests.chaos.fast.fast_config import RUN
-from tests.chaos.fast.link_proxy import EVERYBODY, LinkProxy, LinkState
-from tests.chaos.fast.observer import Observer
-from tests.chaos.fast.processes import RunProcesses
+from tests.chaos.link_proxy import EVERYBODY, LinkProxy, LinkState
+from tests.chaos.observer import Observer
 from tests.chaos.schedule import CUT, DELAY, DELETE, DISK_FULL, DUPLICATES, FREEZE, KILL, SHUTDOWN, SLOW, TRUNCATE, Fault, Schedule
+from tests.chaos.variant import Processes
 from tests.support.small_disk import SmallDisk
 
 PHASE_SECONDS = 60.0
@@ -60,7 +60,7 @@ class Victim:
 
     root: Path
     launcher: int
-    processes: RunProcesses
+    processes: Processes
     observer: Observer
     links: dict[str, LinkProxy]
     disk: SmallDisk | None

@@ -14,7 +14,7 @@ import nats.errors
 from myxo.run.run_directory import RunDirectory
 from shared.schema import codec
 from tests.chaos.fast.fast_config import RUN
-from tests.chaos.fast.link_proxy import ProxiedAddresses
+from tests.chaos.link_proxy import ProxiedAddresses
 from tests.chaos.schedule import EVALUATION, PUSH, SAVE, SHUTDOWN, START, Fault
 
 POLL_S = 0.01
@@ -36,7 +36,7 @@ class Observer:
             evaluations under way.
     """
 
-    def __init__(self, root: Path, addresses: ProxiedAddresses) -> None:
+    def __init__(self, root: Path, addresses: ProxiedAddresses | None) -> None:
         self._directory, self._addresses = RunDirectory(root), addresses
         self._phase = root / "phase"
         self._connection: Any = None
@@ -87,7 +87,9 @@ class Observer:
     async def _connect(self) -> None:
         while (servers := self._directory.servers()) is None:
             await asyncio.sleep(POLL_S)
-        direct = servers.nats_url.replace(f":{self._addresses.nats_port}", f":{self._addresses.own_nats_port}")
+        direct = servers.nats_url
+        if self._addresses is not None:  # not by way of a link that may be cut
+            direct = direct.replace(f":{self._addresses.nats_port}", f":{self._addresses.own_nats_port}")
         while self._connection is None:
             with contextlib.suppress(OSError, nats.errors.Error):
                 self._connection = await nats.connect(

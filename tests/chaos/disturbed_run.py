@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -21,22 +20,15 @@ from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.embedded_servers import EmbeddedNats
-from tests.chaos.fast.disturbance import FaultResult, Victim, disturb
-from tests.chaos.fast.fast_config import RUN, write_run
-from tests.chaos.fast.link_proxy import ADDRESSES, LinkProxy, ProxiedAddresses
-from tests.chaos.fast.observer import Observer
-from tests.chaos.fast.processes import RunProcesses
-from tests.chaos.fast.remains import problems_of_remains
+from tests.chaos.disturbance import FaultResult, Victim, disturb
+from tests.chaos.fast.fast_config import RUN
+from tests.chaos.ledger_check import LedgerCheck, LedgerFindings, ledger_messages
+from tests.chaos.observer import Observer
 from tests.chaos.schedule import DISK_FULL, Schedule
+from tests.chaos.variant import Processes, Variant
 from tests.support.small_disk import SmallDisk, small_disk
 
-HANG_SECONDS = 90.0
-"""A run that trains no step for so long, and does not end, hangs."""
-
-RUN_SECONDS = 400.0
-RECOVERY_SECONDS = 45.0
-"""The longest time from a fault's end to the next trained step. Targets are far shorter; machines are slow and shared."""
-
+MOST_PROBLEMS = 12
 WORDS_SECONDS = 20.0
 """The time after which the launcher's line has to name whom a run waits for: 15 s, and some for a busy machine."""
 
@@ -70,13 +62,13 @@ class SeedResult:
         return asdict(self)
 
 
-async def run_seed(schedule: Schedule, model: Path, parent: Path, *, keep: bool = False) -> SeedResult:
+async def run_seed(schedule: Schedule, variant: Variant, parent: Path, *, keep: bool = False) -> SeedResult:
     """Runs a schedule's run to its end. ``parent``: where its directory is made; it is removed where nothing was found, unless ``keep``."""
     directory = Path(tempfile.mkdtemp(prefix=f"seed-{schedule.seed}-", dir=parent))
     result = SeedResult(schedule.seed, schedule.as_json(), directory=str(directory))
     began, used = time.monotonic(), _cpu_s()
     with _own_disk(schedule, directory / "runs") as disk:
-        await _disturbed(schedule, model, directory, disk, result)
+        await _disturbed(schedule, variant, directory, disk, result)
         if disk is not None and (result.problems or keep):
             shutil.copytree(directory / "runs", directory / "kept", ignore=shutil.ignore_patterns(".filler"))
     result.seconds, result.cpu_s = round(time.monotonic() - began, 2), round(_cpu_s() - used, 2)
@@ -91,43 +83,39 @@ def _own_disk(schedule: Schedule, path: Path) -> contextlib.AbstractContextManag
     return small_disk(path, DISK_SIZE) if needed and os.geteuid() == 0 else contextlib.nullcontext()
 
 
-async def _disturbed(schedule: Schedule, model: Path, directory: Path, disk: SmallDisk | None, result: SeedResult) -> None:
-    register, root = directory / "processes", directory / "runs" / RUN
-    for path in (register, directory / "tmp"):
-        path.mkdir()
-    config, addresses = write_run(directory, model, schedule.shape), ProxiedAddresses.fresh(directory)
-    links = {
-        "nats": LinkProxy(("127.0.0.1", addresses.nats_port), ("127.0.0.1", addresses.own_nats_port)),
-        "valkey": LinkProxy(addresses.valkey_path, addresses.own_valkey_path),
-    }
-    for link in links.values():
+async def _disturbed(schedule: Schedule, variant: Variant, directory: Path, disk: SmallDisk | None, result: SeedResult) -> None:
+    root = directory / "runs" / RUN
+    (directory / "tmp").mkdir()
+    start = variant.prepare(directory, schedule)
+    for link in start.links.values():
         await link.open()
-    own = {"MYXO_CHAOS_PROCESSES": register, "TMPDIR": directory / "tmp", "MYXO_CACHE": directory / "cache", ADDRESSES: addresses.as_text()}
+    own = {"TMPDIR": str(directory / "tmp"), "MYXO_CACHE": str(directory / "cache")}
     with (directory / "output").open("wb") as output:
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.fast.fast_myxo", "up", str(config)],
+            start.command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
             preexec_fn=die_with_parent,
-            env={**os.environ, **{name: str(value) for name, value in own.items()}},
+            env={**os.environ, **own, **start.environment},
         )
-    processes = RunProcesses(register, launcher.pid)
+    processes = variant.processes(directory, launcher.pid)
     try:
-        async with Observer(root, addresses) as observer:
-            victim = Victim(root, launcher.pid, processes, observer, links, disk, addresses.own_valkey_path, result.faults)
+        async with Observer(root, start.addresses) as observer:
+            socket = start.addresses.own_valkey_path if start.addresses is not None else ""
+            victim = Victim(root, launcher.pid, processes, observer, start.links, disk, socket, result.faults)
             disturbing = asyncio.create_task(disturb(schedule, victim))
             try:
-                await _wait(launcher, observer, disturbing, result)
+                await _wait(launcher, observer, disturbing, variant, result)
             finally:
                 await cancelled([disturbing])
-            _note_recoveries(observer, result)
+            _note_recoveries(observer, variant, result)
     finally:
         if launcher.poll() is None:
             launcher.kill()
             launcher.wait()
-        for link in links.values():
+        for link in start.links.values():
             link.close()
     await _left_behind(processes, result)
     result.exit_code = launcher.returncode
@@ -135,23 +123,25 @@ async def _disturbed(schedule: Schedule, model: Path, directory: Path, disk: Sma
         result.ending = _last_line(directory / "output")
         if not (schedule.lossy and result.exit_code == exit_codes.RUN_FAILED):  # what was taken away may be needed
             result.problems.append(f"the run ended with exit code {result.exit_code}: {result.ending}")
-    result.problems += await _remains(root, schedule, result)
+    result.problems += await _remains(root, schedule, variant, result)
 
 
-def _note_recoveries(observer: Observer, result: SeedResult) -> None:
+def _note_recoveries(observer: Observer, variant: Variant, result: SeedResult) -> None:
     for outcome in result.faults:
         if outcome.ended and outcome.reached:
             later = [at for at in observer.trained_at.values() if at > outcome.ended]
             outcome.recovery_s = round(min(later) - outcome.ended, 3) if later else None
-            if outcome.recovery_s is not None and outcome.recovery_s > RECOVERY_SECONDS:
+            if outcome.recovery_s is not None and outcome.recovery_s > variant.limits.recovery:
                 result.problems.append(f"the next step came {outcome.recovery_s:g} s after: {outcome.fault}")
     times = sorted(observer.trained_at.values())
     result.longest_gap_s = round(max((b - a for a, b in itertools.pairwise(times)), default=0.0), 2)
 
 
-async def _wait(launcher: "subprocess.Popen[bytes]", observer: Observer, disturbing: "asyncio.Task[None]", result: SeedResult) -> None:
+async def _wait(
+    launcher: "subprocess.Popen[bytes]", observer: Observer, disturbing: "asyncio.Task[None]", variant: Variant, result: SeedResult
+) -> None:
     """Returns once the launcher has ended, or is found to hang."""
-    end, seen, moved = time.monotonic() + RUN_SECONDS, -1, time.monotonic()
+    end, seen, moved = time.monotonic() + variant.limits.whole, -1, time.monotonic()
     unnamed = False
     while launcher.poll() is None:
         await asyncio.sleep(POLL_S)
@@ -164,15 +154,13 @@ async def _wait(launcher: "subprocess.Popen[bytes]", observer: Observer, disturb
             line = _last_line(Path(result.directory) / "output")
             if unnamed := _NAMED_WAIT.search(line) is None:
                 result.problems.append(f"{stalled:.0f} s after step {observer.steps} its line names nobody: {line}")
-        if time.monotonic() - moved > HANG_SECONDS or time.monotonic() > end:
+        if stalled > variant.limits.hang or time.monotonic() > end:
             words = _last_line(Path(result.directory) / "output")
-            result.problems.append(
-                f"hangs after {observer.steps} steps: nothing came for {time.monotonic() - moved:.0f} s; it says: {words}"
-            )
+            result.problems.append(f"hangs after {observer.steps} steps: nothing came for {stalled:.0f} s; it says: {words}")
             return
 
 
-async def _left_behind(processes: RunProcesses, result: SeedResult) -> None:
+async def _left_behind(processes: Processes, result: SeedResult) -> None:
     end = time.monotonic() + 5.0
     while (left := processes.left()) and time.monotonic() < end:
         await asyncio.sleep(0.1)
@@ -182,22 +170,36 @@ async def _left_behind(processes: RunProcesses, result: SeedResult) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-async def _remains(root: Path, schedule: Schedule, result: SeedResult) -> list[str]:
+async def _remains(root: Path, schedule: Schedule, variant: Variant, result: SeedResult) -> list[str]:
     """Reads the ledger with a server of its own, and checks it and the files."""
     if not (root / "nats").is_dir():
         return ["the run has left no ledger"]
+    check = LedgerCheck(schedule.shape.staleness, schedule.shape.groups)
     server = EmbeddedNats(root / "nats")
     await asyncio.to_thread(server.start)
     try:
-        problems, state = await problems_of_remains(server.url, root, schedule.shape, lossy=schedule.lossy, ended=result.exit_code == 0)
+        for sequence, data in await ledger_messages(server.url, RUN):
+            check.take(sequence, data)
     finally:
         await asyncio.to_thread(server.stop)
-    result.state = state.hex()
+    found = check.end()
+    result.state = found.state.hex()
+    problems = [*found.problems, *_ends(schedule, found, result), *variant.problems(root, schedule, found)]
     summary = root / "summary.json"
     verdict = json.loads(summary.read_text()).get("audit") if summary.is_file() else "absent"
     unwritten = verdict == "absent" and any(fault.kind == DISK_FULL for fault in schedule.faults)
     if (verdict == "ok") == bool(problems) and not (schedule.lossy or unwritten):
         problems.append(f"the audit's own verdict is {verdict!r}")
+    return problems[:MOST_PROBLEMS]
+
+
+def _ends(schedule: Schedule, found: LedgerFindings, result: SeedResult) -> list[str]:
+    """Returns what is wrong with how the run and its groups ended. A run that was robbed may give up groups, or itself."""
+    problems = []
+    if (not found.finished or found.steps != schedule.shape.steps) and (result.exit_code == 0 or not schedule.lossy):
+        problems.append(f"{found.steps} of {schedule.shape.steps} steps were trained; finished: {found.finished}")
+    if not schedule.lossy:
+        problems += [f"{group} died: {end}" for group, end in found.ends.items() if end.startswith("dead")]
     return problems
 
 
