@@ -178,10 +178,13 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
 
 
 def _with_all_engines(config: RunConfig, starts: bool, cluster: tuple[int, int] | None) -> tuple[RunConfig, str]:
-    """Returns the config with engines on all GPUs, where it does not say how many there are, and the line about it."""
-    if devices.resolve(config.rollout.rollout_device) != "cuda":
+    """Returns the config with engines on all GPUs, where it does not say how many there are, and the line about it.
+
+    Services that are started elsewhere are as many as somebody starts.
+    """
+    if not (starts or cluster) or devices.resolve(config.rollout.rollout_device) != "cuda":
         return config, ""
-    nodes, gpus = cluster or ((config.rollout.nodes_per_engine, len(devices.visible_gpus())) if starts else (0, 0))
+    nodes, gpus = cluster or (config.rollout.nodes_per_engine, len(devices.visible_gpus()))
     return engine_filling.filled(config, nodes, gpus, trains=devices.resolve(config.trainer.train_device) == "cuda")
 
 

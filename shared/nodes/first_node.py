@@ -59,6 +59,7 @@ class FirstNode:
         self._unexplained = 0
         self._lost: dict[int, str] = {}  # nodes that were lost in this attempt, in words
         self._named: set[int] = set()
+        self._first_failed: list[int] = []  # the nodes for which the attempt was ended
         self._terms: dict[int, str] = {}
 
     def step(self, now: NodeSituation) -> list[NodeCommand]:
@@ -133,10 +134,11 @@ class FirstNode:
         self._named.update(told)
         return [TellNodes(NODE_LOST, self._lost[rank]) for rank in told]
 
-    def _failed(self, now: NodeSituation) -> bool:
-        ends = [(now.ranks.ended, now.ranks.code)]
-        ends += [(node.state.ended, node.state.code) for node in (now.nodes or {}).values() if node.state is not None]
-        return any(ended == self._number and code for ended, code in ends)
+    def _failed(self, now: NodeSituation) -> list[int]:
+        """Returns the nodes whose ranks have failed, as far as is known."""
+        ends = [(0, now.ranks.ended, now.ranks.code)]
+        ends += [(rank, node.state.ended, node.state.code) for rank, node in (now.nodes or {}).items() if node.state is not None]
+        return [rank for rank, ended, code in ends if ended == self._number and code]
 
     def _stop(self, now: NodeSituation) -> list[NodeCommand]:
         """Returns the commands where this node or another was asked to stop."""
@@ -158,7 +160,7 @@ class FirstNode:
     # --- its end by force
 
     def _begin_end(self, now: NodeSituation) -> list[NodeCommand]:
-        self._ending = True
+        self._ending, self._first_failed = True, self._failed(now)
         if now.now - self._begun >= self._healthy:
             self._unexplained = 0
         commands: list[NodeCommand] = [KillRanks()] if now.ranks.running else []
@@ -193,7 +195,8 @@ class FirstNode:
                 found.append((rank, state.code, state.reason, state.consequence))
         if not found:
             return exit_codes.FAILED, "the ranks ended", False
-        rank, code, reason, consequence = min(found, key=lambda end: (end[3], not end[2]))
+        # the others' ranks were killed for it, and say no more than that
+        rank, code, reason, consequence = min(found, key=lambda end: (end[3], end[0] not in self._first_failed, not end[2]))
         code = code if code in (exit_codes.BAD_INPUT, exit_codes.FAILED) else exit_codes.FAILED
         return code, f"node {rank}: {reason or 'its ranks ended'}", consequence
 

@@ -420,6 +420,7 @@ class Accepted(Message):
 
 
 class Refused(Message):
-    """The receiver refuses the request; ``reason`` says why in one line."""
+    """The receiver refuses the request; ``reason`` says why in one line. ``error``: the class of its error."""
 
     reason: Reason
+    error: Reason = ""

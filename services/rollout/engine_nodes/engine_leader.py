@@ -1,6 +1,7 @@
 """The first node of an engine over several: the replica's service holds its lease, begins attempts, and reaches the other nodes' ranks."""
 
 import asyncio
+import secrets
 from pathlib import Path
 
 from services.rollout.engine.engine_process import EngineProcess
@@ -25,7 +26,8 @@ class EngineLeader:
         rollout, patience = service.config.rollout, service.config.trainer.node_timeout
         nodes, name = rollout.nodes_per_engine, engine_name(service.config)
         self._service = service
-        self._ranks = EngineRanks(0, nodes, lambda meeting: replica_command(service, name, meeting), engine_log(service))
+        secret = secrets.token_hex(16)
+        self._ranks = EngineRanks(0, nodes, lambda: secret, lambda meeting: replica_command(service, name, meeting), engine_log(service))
         # the service's own stopping must not end the engine before what it generates has been handed on
         self._agent = NodeAgent(
             service,
@@ -35,6 +37,7 @@ class EngineLeader:
             patience,
             self._ranks,
             stopping=asyncio.Event(),
+            door=lambda: (0, secret),  # in its lease, for the followers: nobody comes in here
             show=self._show,
             healthy=rollout.engine_start_timeout + HEALTHY_SECONDS,  # it has served for so long, then
         )

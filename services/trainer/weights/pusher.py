@@ -23,7 +23,7 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
-from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord
+from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.weights_section import WeightsSection
@@ -70,6 +70,7 @@ class Pusher:
         self._known: dict[str, TensorDigest] = {}
         self._record = PushRecord(0, (), {}, 0.0)  # of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
+        self._asked: PushRequest[Any] | None = None  # the newest request of the push
         self._pushing: Future[None] | None = None
         self._reading: WeightRead | None = None
         self._closing = False
@@ -126,6 +127,13 @@ class Pusher:
             self._pushing.result()
             self._pushing = None
         return self._pushing is not None
+
+    @property
+    def awaited(self) -> PushWait | None:
+        """Returns, on rank 0, what the push that is under way waits for; None without one. Any thread may ask."""
+        if self._link is None or self._pushing is None or self._pushing.done():
+            return None
+        return self._record.wait(self._asked.missing if self._asked is not None else (), time.monotonic())
 
     def begin(self, push: Push) -> None:
         """Starts a push that rank 0 has decided on. All ranks call it."""
@@ -319,7 +327,7 @@ class Pusher:
         elif request is None:
             culprits = culprits_of(members, (), {}, {})
         else:
-            culprits = culprits_of(members, request.answers, request.errors, request.gone)
+            culprits = culprits_of(members, request.answers, request.errors, request.gone, request.own)
         self._report_failure(push, error, members, culprits)
 
     def _report_failure(self, push: Push, error: Exception, members: Sequence[Target], culprits: dict[str, str]) -> None:
@@ -327,8 +335,11 @@ class Pusher:
         self._record.failed(culprits)
         self.schedule.failed(members, culprits, time.monotonic())
         try:
-            message = WeightsAbort(version=push.version, reason=f"{self._record.step}: {error}")
-            self._ask(members, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
+            message = WeightsAbort(version=push.version, push=push.number, reason=f"{self._record.step}: {error}")
+            blamed = [target for target in members if target.instance in culprits]
+            self._ask(blamed, "abort", lambda _: message, Accepted, ABORT_SECONDS)  # nobody waits for these: they may answer to nothing
+            others = [target for target in members if target not in blamed]
+            self._ask(others, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
 
@@ -355,7 +366,8 @@ class Pusher:
         self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Answer], seconds: float
     ) -> PushRequest[Answer]:
         assert self._link is not None  # rank 0
-        return PushRequest(self._link, members, verb, message, reply, seconds)
+        self._asked = request = PushRequest(self._link, members, verb, message, reply, seconds)
+        return request
 
     def _end_channels(self, errors: dict[str, str]) -> None:
         """Ends the waits of all ranks' channels; those of other ranks read it from their stores."""

@@ -80,6 +80,8 @@ def test_only_the_gpus_that_may_be_seen_are_filled(tmp_path: Path, monkeypatch: 
     config, told = _with_all_engines(config, True, None)
     assert (config.rollout.rollout_replicas, told) == (2, "rollout_replicas = 2, of 1 GPU each: they fill the 2 that there are for engines")
     assert devices.assign_gpus(config) == {"trainer-0": "3", "rollout-0": "5", "rollout-1": "GPU-7f"}
+    shared = config_of(tmp_path, {}, {"colocate": True, "actor_num_gpus_per_node": 2})
+    assert _with_all_engines(shared, False, None) == (shared, ""), "somebody else starts its services"
     on_cpus = config_of(tmp_path, {"rollout_device": "cpu"}, {"train_device": "cpu"})
     assert _with_all_engines(on_cpus, True, None) == (on_cpus, "")
 

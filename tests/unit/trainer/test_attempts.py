@@ -124,6 +124,7 @@ def test_ranks_that_only_lost_each_other_are_started_again_a_few_times(cluster: 
     cluster.end(1, 1, "rank 2: PeerLost", True)
     cluster.until(lambda: not any(agent.works for agent in cluster.agents))
     assert [agent.left for agent in cluster.agents] == [1, 1, 1]
+    assert cluster.node(0).reason == "node 1: rank 2: PeerLost", "what its own ranks were killed for"
 
 
 def test_an_attempt_that_lived_long_is_no_reason_to_give_up_after_it(cluster: SimulatedCluster) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from services.trainer.commands import Wait
-from services.trainer.step_scheduler import BatchRequester
+from services.trainer.step_scheduler import PUSH_SECONDS, BatchRequester
+from services.trainer.weights.push_record import PushRecord
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import BatchAnswer, BatchPending
 
@@ -39,4 +40,15 @@ def test_a_wait_that_is_too_long_names_what_is_awaited(need: int, evaluation: fl
     waiting.next(3, 3)
     time.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="the evaluation of aime"):
+        waiting.next(3, 3)
+
+
+def test_a_push_that_holds_up_what_is_awaited_is_named() -> None:
+    record = PushRecord(3, ["rollout-0", "rollout-1"], {}, 0.0)
+    control: Any = Pending(8)
+    waiting = BatchRequester(control, None, 0.0, push=lambda: record.wait(["rollout-1"], PUSH_SECONDS + 1))
+    waiting.next(3, 3)
+    time.sleep(0.01)
+    words = r"the push of version 3 \(prepare\), which the batch of step 3 waits for did not come from rollout-1"
+    with pytest.raises(DeadlineExceeded, match=words):
         waiting.next(3, 3)
