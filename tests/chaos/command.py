@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minimise", type=int, metavar="SEED", help="take faults of a failing seed away, one after another")
     parser.add_argument("--print", action="store_true", dest="show", help="print the schedules and run nothing")
     parser.add_argument("--jobs", type=int, help=f"runs at once (default: {JOBS_PER_CORE} a core; of real ones 1)")
+    parser.add_argument(
+        "--hours", type=float, metavar="N", help="a soak: one run for so long, whose memory, files and queues must not grow"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every seed's result there, one JSON object a line")
     parser.add_argument("--page", action="store_true", help="write the table of recovery times into docs/reliability.md")
     parser.add_argument("--keep", action="store_true", help="keep the directories of all seeds")
@@ -55,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     jobs = given.jobs or (1 if given.real else JOBS_PER_CORE * (os.cpu_count() or 1))
     suite = Suite(jobs, keep=given.keep or given.replay is not None, real=given.real)
+    if given.hours is not None:
+        from tests.chaos import soak
+
+        return soak.main(given.hours, suite.model, given.json)
     if given.minimise is not None:
         return _minimise(suite, schedules[0])
     results = _run(suite, schedules, given.deterministic, given.json)
@@ -77,12 +84,12 @@ class Suite:
         if real:
             from tests.chaos.real import real_variant
 
-            self._model = real_variant.write_model(model)
+            self.model = real_variant.write_model(model)
             return
         from tests.chaos.fast import fast_config, forking, preload  # importing all that a run consists of takes seconds
 
         assert preload.MODULES
-        self._model = fast_config.write_model(model)
+        self.model = fast_config.write_model(model)
         forking.install()
         forking.settle()
 
@@ -104,7 +111,7 @@ class Suite:
         result = self.directory / f"result-{index}-{time.monotonic_ns()}.json"
         given = {
             "schedule": schedule.as_json(),
-            "model": str(self._model),
+            "model": str(self.model),
             "parent": str(self.directory),
             "keep": self._keep,
             "real": self._real,

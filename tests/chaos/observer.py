@@ -84,6 +84,10 @@ class Observer:
         finally:
             self._draw = None
 
+    async def messages(self, stream: str) -> int:
+        """Returns how many messages a stream holds now."""
+        return int((await self._connection.jetstream().stream_info(stream)).state.messages)
+
     async def _connect(self) -> None:
         while (servers := self._directory.servers()) is None:
             await asyncio.sleep(POLL_S)
