@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_health import until_hung
+from services.rollout.engine.engine_health import patience, until_hung
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine_nodes.engine_leader import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
@@ -179,7 +179,8 @@ class Replica:
         """Returns why the engine cannot be used any more, once it cannot."""
         self._killed, client = "", self.client
         assert client is not None  # it has started
-        probing = asyncio.create_task(until_hung(client, self._can_be_asked))
+        seconds = patience(devices.resolve(self._rollout.rollout_device), self._rollout.generate_timeout)
+        probing = asyncio.create_task(until_hung(client, self._can_be_asked, seconds))
         try:
             while not (fault := await asyncio.to_thread(engine.fault)):
                 await asyncio.wait({probing}, timeout=WATCH_SECONDS)

@@ -47,8 +47,8 @@ def seen(pids: Iterable[int]) -> Iterator[SeenProcess]:
 
 
 def descendants(root: int) -> list[SeenProcess]:
-    """Returns the living processes below one, and that one, in the order of generations."""
-    every = list(seen(int(entry.name) for entry in PROC.glob("[0-9]*")))
+    """Returns the living processes below one, and that one, in the order of generations; the children of each, the oldest first."""
+    every = sorted(seen(int(entry.name) for entry in PROC.glob("[0-9]*")), key=lambda process: process.started)
     found = [process for process in every if process.pid == root]
     for process in found:
         found += [child for child in every if child.parent == process.pid and child.pid != root]

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.runtime.child_process import ChildProcess
-from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.errors import TASK, BadMessage, DeadlineExceeded
 from shared.workers.worker_process import Asleep, Worker, WorkerBlocked, WorkerDied, WorkerFailed, WorkerGone, worker_environment
 
 
 class CallLate(DeadlineExceeded):
     """A call was not answered in time; it was cancelled, or its process was killed."""
+
+    fault = TASK
 
 
 class CallBlocked(WorkerFailed):

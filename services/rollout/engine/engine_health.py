@@ -11,14 +11,15 @@ PROBE_INTERVAL_S = 10.0
 PROBE_SECONDS = 30.0
 """The interval and the deadline of a probe: SGLang itself gives its processes 20 s to answer each other."""
 
-HUNG_SECONDS = 60.0
-"""The time for which an engine may answer no probe. One long prefill on a CPU may take a good part of it."""
+HUNG_SECONDS, HUNG_PART = 60.0, 0.25
+"""The time for which an engine may answer no probe, and on a CPU the part of the deadline of a generation, if that is longer: one forward
+pass of a long prompt through a large model takes minutes there."""
 
 
 class EngineHealth:
     """The record of one engine's probes. Pure: its caller gives the time."""
 
-    def __init__(self, patience: float = HUNG_SECONDS) -> None:
+    def __init__(self, patience: float) -> None:
         self._patience = patience
         self._silent_since: float | None = None
 
@@ -37,14 +38,20 @@ class EngineHealth:
         return f"it has answered no probe for {silent:.0f} s, though its processes are there: {error}" if silent >= self._patience else ""
 
 
-async def until_hung(client: EngineClient, can_be_asked: Callable[[], object]) -> str:
+def patience(device: str, generate_timeout: float) -> float:
+    """Returns the seconds for which an engine on ``cuda`` or ``cpu`` may answer no probe. ``generate_timeout``: a generation's deadline."""
+    return HUNG_SECONDS if device == "cuda" else max(HUNG_SECONDS, HUNG_PART * generate_timeout)
+
+
+async def until_hung(client: EngineClient, can_be_asked: Callable[[], object], seconds: float) -> str:
     """Probes an engine, and returns why once it counts as hung.
 
     Args:
+        seconds: for which it may answer no probe.
         can_be_asked: returns what the engine serves, and nothing (or something false) while it generates for nobody; a probe counts only
             if that was the same before and after it.
     """
-    health = EngineHealth()
+    health = EngineHealth(seconds)
     while True:
         await asyncio.sleep(PROBE_INTERVAL_S)
         if not (before := can_be_asked()):

@@ -72,8 +72,9 @@ class EngineProcess(ChildProcess):
         now = time.monotonic()
         if not self._searched or now - self._searched > SEARCH_SECONDS:
             self._searched = now
-            server = process_watch.descendants(self.pid)
-            self._watch.add(one for one in server if one.name.startswith(TITLE) or self.pid in (one.pid, one.parent))
+            found = process_watch.descendants(self.pid)
+            server = [one for one in found if one.parent == self.pid][:1]  # the others are orphans, which the watchdog takes in
+            self._watch.add([*server, *(one for one in found if one.name.startswith(TITLE))])
         return self._watch.fault(process_watch.seen(self._watch.pids), now)
 
     def last_words(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.engine_errors import EngineError
+from services.rollout.engine.engine_errors import EngineError, EngineUnreachable
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightsReceived
 
@@ -36,6 +36,10 @@ class ReceiverError(EngineError):
     def __init__(self, where: str, reason: str, touched: bool = False) -> None:
         super().__init__(where, reason)
         self.touched = touched
+
+
+class EngineGone(ReceiverError):
+    """A rank, or the engine's server, has ended in the middle of a command: no other member of the channel can have caused that."""
 
 
 class NotBegun(DeadlineExceeded):
@@ -176,7 +180,8 @@ class ReceiverClient:
             return first
         touched = bool(silent) or any(not isinstance(error, ReceiverError) or error.touched for error in failures)
         where, reason = (first.where, first.reason) if isinstance(first, ReceiverError) else (str(self.directory), str(first))
-        failure = ReceiverError(where, reason, touched)
+        kind = EngineGone if isinstance(first, EngineGone | EngineUnreachable) else ReceiverError
+        failure = kind(where, reason, touched)
         failure.__cause__ = first
         return failure
 
@@ -216,7 +221,7 @@ class _Connection:
         try:
             fields: Fields = json.loads(await self._streams[0].readline())
         except (OSError, ValueError) as error:
-            raise ReceiverError(self._path, f"rank {self._rank} has hung up without an answer", touched=True) from error
+            raise EngineGone(self._path, f"rank {self._rank} has hung up without an answer", touched=True) from error
         if not any(fields.get(word) for word in ("ok", "queued", "begun")):
             raise ReceiverError(self._path, f"rank {self._rank}: {fields.get('error')}", bool(fields.get("touched")))
         return fields
