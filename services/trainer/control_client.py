@@ -162,6 +162,11 @@ class ControlClient:
         self.service.version = live.version
         self.call(announce(), REQUEST_SECONDS + CALL_MARGIN)
 
+    def live_version(self) -> int:
+        """Returns the run's live version; -1: none has been announced."""
+        known = self.call(self.service.bus.get(self.service.subjects.weights_bucket, "live"), REQUEST_SECONDS)
+        return -1 if known is None else WeightsLive.decode(known).version
+
     # --- running
 
     def call(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:

@@ -23,8 +23,8 @@ JOBS_PER_CORE = 3
 """Runs at once on a core: most of a run's time is spent waiting."""
 
 POLL_S = 0.1
-SEED_SECONDS = 600.0
-"""The time after which a seed's own process is taken for hung."""
+SEED_SECONDS, REAL_SEED_SECONDS = 600.0, 2400.0
+"""The times after which a seed's own process is taken for hung."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,12 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=_range, default=range(0, 20), metavar="A:B", help="the seeds A to B, B excluded (default 0:20)")
     parser.add_argument("--fast", action="store_true", help="with the scripted engine and trainer (the default)")
+    parser.add_argument("--real", action="store_true", help="with SGLang and Megatron: minutes a seed, and only processes are disturbed")
     parser.add_argument("--faults", default=",".join(KINDS), help=f"kinds of faults that may come, of: {', '.join(KINDS)}")
     parser.add_argument("--deterministic", action="store_true", help="synchronous runs, each compared bit by bit with an undisturbed one")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed, and keep its directory")
     parser.add_argument("--minimise", type=int, metavar="SEED", help="take faults of a failing seed away, one after another")
     parser.add_argument("--print", action="store_true", dest="show", help="print the schedules and run nothing")
-    parser.add_argument("--jobs", type=int, default=JOBS_PER_CORE * (os.cpu_count() or 1), help="runs at once (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, help=f"runs at once (default: {JOBS_PER_CORE} a core; of real ones 1)")
+    parser.add_argument(
+        "--hours", type=float, metavar="N", help="a soak: one run for so long, whose memory, files and queues must not grow"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every seed's result there, one JSON object a line")
     parser.add_argument("--page", action="store_true", help="write the table of recovery times into docs/reliability.md")
     parser.add_argument("--keep", action="store_true", help="keep the directories of all seeds")
@@ -48,11 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--faults: {unknown[0]!r} is none of {', '.join(KINDS)}")
     chosen = [seed for seed in (given.replay, given.minimise) if seed is not None] or given.seeds
-    schedules = [drawn(seed, kinds, deterministic=given.deterministic) for seed in chosen]
+    schedules = [drawn(seed, kinds, deterministic=given.deterministic, real=given.real) for seed in chosen]
     if given.show:
         print("\n".join(map(str, schedules)))
         return 0
-    suite = Suite(given.jobs, keep=given.keep or given.replay is not None)
+    jobs = given.jobs or (1 if given.real else JOBS_PER_CORE * (os.cpu_count() or 1))
+    suite = Suite(jobs, keep=given.keep or given.replay is not None, real=given.real)
+    if given.hours is not None:
+        from tests.chaos import soak
+
+        return soak.main(given.hours, suite.model, given.json)
     if given.minimise is not None:
         return _minimise(suite, schedules[0])
     results = _run(suite, schedules, given.deterministic, given.json)
@@ -65,15 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Suite:
-    """Starts seeds, each in a process forked from this one. ``jobs``: at once."""
+    """Starts seeds, each in a process of its own. ``jobs``: at once. ``real``: with SGLang and Megatron."""
 
-    def __init__(self, jobs: int, *, keep: bool) -> None:
+    def __init__(self, jobs: int, *, keep: bool, real: bool = False) -> None:
+        self._jobs, self._keep, self._real = max(1, jobs), keep, real
+        self._seconds = REAL_SEED_SECONDS if real else SEED_SECONDS
+        self.directory = Path(tempfile.mkdtemp(prefix="myxo-chaos-"))
+        model = self.directory / "model"
+        if real:
+            from tests.chaos.real import real_variant
+
+            self.model = real_variant.write_model(model)
+            return
         from tests.chaos.fast import fast_config, forking, preload  # importing all that a run consists of takes seconds
 
         assert preload.MODULES
-        self._jobs, self._keep = max(1, jobs), keep
-        self.directory = Path(tempfile.mkdtemp(prefix="myxo-chaos-"))
-        self._model = fast_config.write_model(self.directory / "model")
+        self.model = fast_config.write_model(model)
         forking.install()
         forking.settle()
 
@@ -85,7 +101,7 @@ class Suite:
                 index, schedule = waiting.pop(0)
                 running[index] = (schedule, *self._start(index, schedule), time.monotonic())
             for index, (schedule, process, path, began) in list(running.items()):
-                if process.poll() is None and time.monotonic() - began < SEED_SECONDS:
+                if process.poll() is None and time.monotonic() - began < self._seconds:
                     continue
                 del running[index]
                 yield self._result(schedule, process, path)
@@ -95,14 +111,15 @@ class Suite:
         result = self.directory / f"result-{index}-{time.monotonic_ns()}.json"
         given = {
             "schedule": schedule.as_json(),
-            "model": str(self._model),
+            "model": str(self.model),
             "parent": str(self.directory),
             "keep": self._keep,
+            "real": self._real,
             "result": str(result),
         }
         with result.with_suffix(".log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.fast.one_seed"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", "tests.chaos.one_seed"], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
         assert process.stdin is not None
         process.stdin.write(json.dumps(given).encode())
@@ -121,7 +138,15 @@ class Suite:
             return found
         last = path.with_suffix(".log").read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         problem = f"the suite itself failed: {last[0]}; see {path.with_suffix('.log')}"
-        return {"seed": schedule.seed, "schedule": schedule.as_json(), "problems": [problem], "faults": [], "seconds": 0.0, "cpu_s": 0.0}
+        return {
+            "seed": schedule.seed,
+            "schedule": schedule.as_json(),
+            "problems": [problem],
+            "faults": [],
+            "seconds": 0.0,
+            "cpu_s": 0.0,
+            "ending": "",
+        }
 
 
 def _run(suite: Suite, schedules: Sequence[Schedule], deterministic: bool, path: Path | None) -> list[dict[str, Any]]:
@@ -158,7 +183,7 @@ def _show(result: dict[str, Any], done: int, total: int) -> None:
     bar = "#" * filled + "." * (20 - filled)
     faults = "; ".join(fault["fault"] for fault in result["faults"]) or "undisturbed"
     print(f"[{bar}] {done}/{total}  seed {result['seed']}  {verdict}  {result['seconds']:.0f} s, {result['cpu_s']:.1f} s of CPU  {faults}")
-    for problem in result["problems"]:
+    for problem in [*result["problems"], *([f"it ended: {result['ending']}"] if result["ending"] else [])]:
         print(f"    {problem}")
     if result["problems"]:
         print(f"    python -m tests.chaos --replay {result['seed']}; its files are in {result.get('directory', '')}")

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import nats
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
 from shared.schema import codec
 from tests.chaos.fast.scripted_weights import first_state, next_state
 
@@ -44,6 +47,7 @@ class LedgerCheck:
         self._scores: dict[str, Record] = {}
         self._batches: dict[int, dict[str, Any]] = {}
         self._batched: dict[str, int] = {}
+        self._refused: set[str] = set()
         self._live = -1
         self._durable = 0
 
@@ -59,6 +63,9 @@ class LedgerCheck:
     def end(self) -> LedgerFindings:
         """Returns what was found, once all messages were taken."""
         found = self.findings
+        for step in range(found.steps):
+            if step in self._batches and (digests := self._digests(self._batches[step])):
+                found.state = next_state(found.state, digests)
         if found.finished and (missing := found.admitted - len(found.ends)):
             self._problem(f"the run is finished, and {missing} of {found.admitted} groups have no end")
         return found
@@ -93,6 +100,8 @@ class LedgerCheck:
         batch = self._batches[record["step"]]
         batch["groups"] = [group for group in batch["groups"] if group not in record["removed"]] + list(record["added"])
         self._add(record["step"], record["added"])
+        for group in record["added"] if record["step"] < self.findings.steps else []:
+            self._train(group)
 
     def _add(self, step: int, groups: Iterable[str]) -> None:
         batch = self._batches[step]
@@ -117,25 +126,37 @@ class LedgerCheck:
             return self._problem(f"step {step} was trained without a batch")
         if record["version"] != batch["version"]:
             self._problem(f"step {step} was trained on version {record['version']}, its batch is for {batch['version']}")
-        digests = []
         for group in batch["groups"]:
-            scored = self._scores.get(group, {"samples": [], "removed": []})
-            trained = [sample for index, sample in enumerate(scored["samples"]) if index not in scored["removed"]]
-            digests += [sample["digest"] for sample in trained if any(v >= batch["below"] and count for v, count in self._spans(sample))]
-            found.digests[group] = [sample["digest"] for sample in scored["samples"]]
-            self._close(group, "trained")
+            self._train(group)
         found.steps, found.versions[step] = step + 1, batch["version"]
-        if digests:
-            found.state = next_state(found.state, digests)
-        if record["attestation"] is None or record["attestation"]["samples"] != len(digests):
-            self._problem(f"step {step}: the trainer attests {record['attestation']}, its batch has {len(digests)} samples to train")
+        samples = len(self._digests(batch))
+        if record["attestation"] is None or record["attestation"]["samples"] != samples:
+            self._problem(f"step {step}: the trainer attests {record['attestation']}, its batch has {samples} samples to train")
+
+    def _train(self, group: str) -> None:
+        self.findings.digests[group] = [sample["digest"] for sample in self._scores[group]["samples"]] if group in self._scores else []
+        self._close(group, "trained")
+
+    def _digests(self, batch: Mapping[str, Any]) -> list[int]:
+        """Returns the digests of the samples of which a batch trains a token."""
+        scores = [self._scores[group] for group in batch["groups"] if group in self._scores]
+        kept = [sample for scored in scores for index, sample in enumerate(scored["samples"]) if index not in scored["removed"]]
+        return [sample["digest"] for sample in kept if any(v >= batch["below"] and count for v, count in self._spans(sample))]
 
     def _GroupsDropped(self, record: Record) -> None:
         for group in record["groups"]:
             self._close(group, f"dropped: {record['reason']}")
 
+    def _SampleRefused(self, record: Record) -> None:
+        if record["step"] < self._durable or record["group"] not in self._batches.get(record["step"], {"groups": []})["groups"]:
+            self._problem(f"{record['group']} was refused in step {record['step']}, which does not train it")
+        self._refused.add(record["group"])
+
     def _GroupDead(self, record: Record) -> None:
-        self._close(record["group"], f"dead: {record['reason']}")
+        group = record["group"]
+        if group in self._refused and self.findings.ends.get(group) == "trained":  # its step is to be trained again without it
+            del self.findings.ends[group], self.findings.digests[group]
+        self._close(group, f"dead: {record['reason']}")
 
     def _CheckpointDurable(self, record: Record) -> None:
         if not self._durable <= record["steps"] <= self.findings.steps:
@@ -167,3 +188,22 @@ class LedgerCheck:
             self._problem(f"{group} was {what} after its end ({self.findings.ends[group]})")
             return False
         return True
+
+
+async def ledger_messages(url: str, run: str) -> list[tuple[int, bytes]]:
+    """Returns every message of a run's ledger, with its sequence."""
+    connection, stream = await nats.connect(url), f"{run}-ledger"
+    try:
+        js = connection.jetstream()
+        config = ConsumerConfig(
+            ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, name="chaos", inactive_threshold=60, mem_storage=True
+        )
+        info = await js.add_consumer(stream, config)
+        pull = await js.pull_subscribe_bind("chaos", stream)
+        found, pending = [], info.num_pending or 0
+        while len(found) < pending:
+            batch = await pull.fetch(min(256, pending - len(found)), timeout=10)
+            found += [(message.metadata.sequence.stream, message.data) for message in batch]
+        return found
+    finally:
+        await connection.close()

@@ -85,6 +85,23 @@ def test_what_must_not_be_is_found(name: str):
     assert any(words in problem for problem in found(records).problems), found(records).problems
 
 
+def test_a_group_that_the_trainer_refuses_leaves_its_batch():
+    """Also where its step had been trained and is to be trained again."""
+    records = good()
+    records[0]["count"] = 3
+    refused = [
+        {"kind": "SampleRefused", "step": 1, "group": "g00000001", "sample": 0, "reason": "no"},
+        {"kind": "GroupDead", "group": "g00000001", "reason": "no"},
+        {"kind": "GroupsScored", "groups": [scored("g00000002", oldest=1, digest=7)]},
+        {"kind": "BatchAmended", "step": 1, "removed": ["g00000001"], "added": ["g00000002"]},
+    ]
+    for at in (7, 8):
+        findings = found([*records[:at], *refused, *records[at:]])
+        assert findings.problems == []
+        assert findings.ends["g00000001"] == "dead: no" and findings.ends["g00000002"] == "trained"
+        assert findings.state == next_state(next_state(first_state(), [1]), [7])
+
+
 def test_a_message_that_is_missing_in_the_stream_is_found():
     assert "the stream goes from message 4 to 6" in found(good(), [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]).problems[0]
 

@@ -129,6 +129,7 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
                 assert not replicas.running[VICTIM].is_alive(), f"nobody died at {stage}"
                 replicas.start(VICTIM)
                 assert not (tmp_path / "wrong").exists(), (tmp_path / "wrong").read_text()
+            announced_by_the_next_life(trainer)
         finally:
             trainer.close()
         events = link.call(pushes(link), SECONDS)
@@ -139,6 +140,18 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
         assert bool(serving) == (not event.failure), event
         assert all(part.paused and part.loading and event.bytes and event.transfer > 0 for part in serving), event
         assert event.seconds >= event.joining + event.transfer + event.activation - 1e-6
+
+
+def announced_by_the_next_life(trainer: Trainer) -> None:
+    """A trainer dies between its version's commit and its announcement: its next life, which finds nobody behind, announces it."""
+    link = trainer.link
+    trainer.until("two replicas", lambda cards: serve(cards, trainer.version, VICTIM, SURVIVOR))
+    bucket, earlier = link.service.subjects.weights_bucket, WeightsLive(version=trainer.version - 1, replicas=[], seconds=0, bytes=0, at=0)
+    link.call(link.service.bus.put(bucket, "live", earlier.encode()), SECONDS)
+    trainer.pusher.close()
+    weights = link.config.weights.model_copy(update={"update_weight_buffer_size": BUCKET_BYTES, "push_timeout": PUSH_SECONDS})
+    trainer.pusher = Pusher(link, trainer.actor.model, weights)
+    trainer.until("the announcement", lambda _: link.live_version() == trainer.version)
 
 
 DOWN_SECONDS = 0.3

@@ -67,6 +67,11 @@ class PushSchedule:
         found = [status for status in statuses if status.state != CATCHING_UP and self._is_behind(status, version, now)]
         return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
 
+    def serving(self, statuses: Iterable[ServiceStatus], version: int) -> tuple[Target, ...]:
+        """Returns the replicas that serve ``version``."""
+        found = [status for status in statuses if status.version == version and status.state == "ready"]
+        return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
+
     def next_push(self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool) -> Push | None:
         """Returns the push to begin, to those targets that have accepted it; they are the members from now on.
 

@@ -74,6 +74,7 @@ class Pusher:
         self._pushing: Future[None] | None = None
         self._reading: WeightRead | None = None
         self._closing = False
+        self._live = -1  # the newest version that is known to have been announced
         self._declined: dict[str, str] = {}  # who declined the last offer → why
         self._results: list[PushResult] = []
         self._log: Any = structlog.get_logger()
@@ -81,11 +82,14 @@ class Pusher:
     # --- on the training's thread
 
     def due(self, version: int) -> Push | None:
-        """Returns, on rank 0, the push to begin now: some replicas are behind, they accept, and no other push is under way."""
+        """Returns, on rank 0, the push to begin now: some replicas are behind, they accept, and no other push is under way.
+
+        A version that is served but was never announced is pushed again: an earlier life of the trainer ended between the two, and nothing
+        is admitted before its announcement.
+        """
         if self.busy or self._link is None:
             return None
-        targets = self.schedule.behind(self._link.replicas, version, time.monotonic())
-        if not targets:
+        if not (targets := self._targets(self._link, version)):
             return None
         offered = self._ask(targets, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
         self._declined = {}
@@ -103,7 +107,14 @@ class Pusher:
 
     def lags(self, version: int) -> bool:
         """Returns, on rank 0, whether some replica is behind and may be offered the version now."""
-        return self._link is not None and bool(self.schedule.behind(self._link.replicas, version, time.monotonic()))
+        return self._link is not None and bool(self._targets(self._link, version))
+
+    def _targets(self, link: ControlClient, version: int) -> tuple[Target, ...]:
+        """Returns the replicas that are behind, or where there are none and the version was never announced, those that serve it."""
+        if (behind := self.schedule.behind(link.replicas, version, time.monotonic())) or self._live >= version:
+            return behind
+        self._live = link.live_version()
+        return () if self._live >= version else self.schedule.serving(link.replicas, version)
 
     def forget(self, instances: Iterable[str]) -> None:
         """Forgets the versions that these replicas had confirmed, since they have lost them."""

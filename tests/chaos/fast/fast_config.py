@@ -67,6 +67,11 @@ def sections(directory: Path, model: Path, shape: FastShape) -> dict[str, dict[s
 
 def write_run(directory: Path, model: Path, shape: FastShape) -> Path:
     """Writes a run's config and data; returns the config's path."""
+    return write_toml(directory, sections(directory, model, shape))
+
+
+def write_toml(directory: Path, values: dict[str, dict[str, Any]]) -> Path:
+    """Writes a config of these values, and its data beside it; returns its path."""
 
     def rows(path: Path, sums: list[tuple[int, int]]) -> None:
         path.write_text("".join(json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) + "\n" for a, b in sums))
@@ -75,7 +80,7 @@ def write_run(directory: Path, model: Path, shape: FastShape) -> Path:
     rows(directory / "train.jsonl", SUMS[:80])
     rows(directory / "heldout.jsonl", SUMS[80:84])
     path = directory / "run.toml"
-    path.write_text("\n".join(_section(name, fields) for name, fields in sections(directory, model, shape).items()))
+    path.write_text("\n".join(_section(name, fields) for name, fields in values.items()))
     return path
 
 

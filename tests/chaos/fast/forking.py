@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -123,6 +124,7 @@ def _become(work: Callable[[], object], given: Mapping[str, Any], ends: list[int
         asyncio._set_running_loop(None)
         asyncio.set_event_loop(None)
         random.seed()
+        tempfile.tempdir = None  # it is looked up anew, in this process's environment
         structlog.reset_defaults()
         contextvars.Context().run(work)
         code = 0

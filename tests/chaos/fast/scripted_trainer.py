@@ -89,7 +89,7 @@ class ScriptedActor(Actor):
         self.state = bytes.fromhex(state)
         for local in parameters(self.model.modules, self.model.config, self.model.architecture):
             expected = number_of(self.state, self.steps, local.recipe.tensors[0][0])
-            if {float(local.parameter.min()), float(local.parameter.max())} != {expected}:
+            if {local.parameter.min().item(), local.parameter.max().item()} != {expected}:
                 raise AssertionError(f"the checkpoint of step {step} holds other weights in {local.name} than it says")
         return extra
 

@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 
 from shared.runtime.child_process import die_with_parent
-from tests.chaos.fast.disturbed_run import disturb
+from tests.chaos.disturbed_run import run_seed
+from tests.chaos.fast.fast_variant import FastVariant
+from tests.chaos.real.real_variant import RealVariant
 from tests.chaos.schedule import Schedule
 
 
 async def main() -> None:
     """Ends the process by force: a client of NATS that reconnects while it is closed does not let the loop end."""
     given = json.loads(sys.stdin.read())
-    found = await disturb(Schedule.from_json(given["schedule"]), Path(given["model"]), Path(given["parent"]), keep=given["keep"])
+    variant = (RealVariant if given["real"] else FastVariant)(Path(given["model"]))
+    found = await run_seed(Schedule.from_json(given["schedule"]), variant, Path(given["parent"]), keep=given["keep"])
     path = Path(given["result"])
     path.with_suffix(".part").write_text(json.dumps(found.as_json()))
     path.with_suffix(".part").rename(path)
