@@ -74,6 +74,8 @@ class BatchRequester:
     def _go_on_waiting(self, what: str, awaited_from: str, longer: float = 0.0, **known: int) -> None:
         """Logs a long wait, which began when this was first called for ``what``. Raises DeadlineExceeded."""
         now = time.monotonic()
+        role = "critic" if "critic" in awaited_from else "trainer" if "actor" in awaited_from else "buffer"
+        self._control.begin_doing(what, [role], f"the trainer stops after {self._timeout + longer:g} s, and starts again")
         if what != self._awaited:
             self._awaited, self._since, self._logged = what, now, now
         waited = now - self._since

@@ -27,10 +27,12 @@ from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRec
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.weights_section import WeightsSection
+from shared.runtime.activities import PUSH
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
 from shared.schema.messages import Accepted, Message
+from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import (
     WeightChannelAddress,
     WeightsAbort,
@@ -71,6 +73,7 @@ class Pusher:
         self._record = PushRecord(0, (), {}, 0.0)  # of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
         self._pushing: Future[None] | None = None
+        self._begun_at = 0.0  # of the push under way, seconds since the epoch
         self._reading: WeightRead | None = None
         self._closing = False
         self._declined: dict[str, str] = {}  # who declined the last offer → why
@@ -140,7 +143,21 @@ class Pusher:
             finally:
                 self._end_reading()
 
+        self._begun_at = time.time()
         self._pushing = run_in_thread(work, f"push-{push.version}")
+
+    def doing(self) -> Doing | None:
+        """Returns what a push under way waits for, on rank 0; any thread may ask. None while there is none."""
+        pushing, record, request, begun = self._pushing, self._record, self._request, self._begun_at
+        if pushing is None or pushing.done():
+            return None
+        members = [target.instance for target in self.schedule.members]
+        answered = {*request.answers, *request.errors} if request is not None and record.step != COMMIT else set()
+        after = f"who has not answered is left out weights.push_timeout = {self._config.push_timeout:g} s after its beginning"
+        waited = [name for name in members if name not in answered]
+        return Doing(
+            part=PUSH, what=f"push of version {record.version} ({record.step})", since=begun, awaited_from=waited, next_action=after
+        )
 
     def wait(self) -> None:
         """Returns once no push is under way."""
