@@ -21,7 +21,7 @@ from shared.bus.registry import ENVIRONMENT, Registry
 from shared.history.run_summary import collect
 from shared.live.run_view import RunView, look
 from shared.live.service_failures import read_failures, with_all_failures, with_newest_failures
-from shared.live.stall import NATS, Away, Situation, Stall, StallWatch, told_by
+from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by
 from shared.live.stall_causes import run_stall
 from shared.live.text import json_text
 from shared.runtime import exit_codes
@@ -132,7 +132,7 @@ async def _wait(access: Access, services: Sequence[ServiceStatus]) -> Stall:
     """Returns what a live run waits for, as its launcher tells it, else by its services."""
     told = told_by(await Registry(access.bus, access.run).launcher())
     errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
-    return run_stall(Situation.of(access.config, services, told=told, errors=errors))
+    return run_stall(RunSituation.of(access.config, services, told=told, errors=errors))
 
 
 async def _until_end(access: Access, console: Console) -> None:
@@ -152,7 +152,7 @@ async def _until_end(access: Access, console: Console) -> None:
                 view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:
                 away = {NATS: Away(0.0, str(error) or type(error).__name__)}
-                wait, now = waits.see(run_stall(Situation.of(config, (), away=away)), time.time()), time.time()
+                wait, now = waits.see(run_stall(RunSituation.of(config, (), away=away)), time.time()), time.time()
                 view = replace(view, services=(), waiting_for=wait.words(now), waiting_since=wait.since, stalled=True)
             if phase == runs.FINISHED:
                 view = view.finished()

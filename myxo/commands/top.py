@@ -24,7 +24,7 @@ from shared.live.flow_view import WINDOWS, FlowView, flow_view
 from shared.live.health_view import symptoms
 from shared.live.room import disk_room, memory_room
 from shared.live.service_failures import read_failures
-from shared.live.stall import NATS, Away, Situation, Stall, StallWatch, told_by
+from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by
 from shared.live.stall_causes import run_stall
 from shared.live.text import json_text
 from shared.runtime import exit_codes
@@ -75,13 +75,13 @@ class RunWaits:
         access = self._access
         self._bus_since = (self._bus_since or now) if away else None
         if away:
-            found = run_stall(Situation.of(access.config, (), away={NATS: Away(self._bus_since or now, away)}))
+            found = run_stall(RunSituation.of(access.config, (), away={NATS: Away(self._bus_since or now, away)}))
         elif not statuses:
             return None
         else:
             told = told_by(await Registry(access.bus, access.run).launcher())
             errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
-            found = run_stall(Situation.of(access.config, statuses, told=told, errors=errors))
+            found = run_stall(RunSituation.of(access.config, statuses, told=told, errors=errors))
         return self._watch.see(found, now)
 
 

@@ -26,7 +26,7 @@ _SECONDS = re.compile(r"\d+ s\b|\d+/min\b|\b(?:\d+h)?(?:\d+m)?\d+s\b")
 _STATE_STYLES = {
     "ready": "green",
     "standby": "cyan",
-    **dict.fromkeys(("starting", "fenced", "late", "away"), "yellow"),
+    **dict.fromkeys(("starting", "waiting", "ending", "fenced", "late", "away"), "yellow"),
     "stopping": "dim",
     **dict.fromkeys(("refused", "down", "failed", "run failed"), "bold red"),
 }

@@ -34,7 +34,7 @@ from shared.live.heartbeats import Heartbeats
 from shared.live.live_services import InstanceStatus, present
 from shared.live.run_view import RunView, look
 from shared.live.service_failures import full_disk
-from shared.live.stall import NATS, STORE, Away, Situation
+from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
@@ -215,7 +215,7 @@ class Launch:
             await asyncio.sleep(TICK_SECONDS)
         return None
 
-    def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> Situation:
+    def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
         """Returns what is known of the run now."""
         gone = {**self._gone, **self._servers.away()}
         if bus.connection.is_connected or NATS in gone:
@@ -225,7 +225,7 @@ class Launch:
             gone[NATS] = Away(self._cut_off, "the connection broke, and is being restored")
         silent = self._heartbeats.silent(self._config.bus.registry_ttl * STALE_SHARE, [item.instance for item in instances])
         statuses = [status for status in self._statuses if status.instance not in silent]
-        return Situation.of(self._config, statuses, instances, away=gone, silent=silent, disk=disk, failure=self._failure)
+        return RunSituation.of(self._config, statuses, instances, away=gone, silent=silent, disk=disk, failure=self._failure)
 
     async def _poll(self, bus: Bus, supervisor: Supervisor) -> None:
         """Reads the registry and the run's phase, tells of restarts and waits, and notes when bus or store do not answer. Runs until

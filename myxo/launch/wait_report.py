@@ -9,7 +9,7 @@ import structlog
 
 from shared.bus.registry import LAUNCHER
 from shared.live.service_failures import WENT_ON
-from shared.live.stall import TROUBLES, Cause, Situation, Stall, StallWatch, telling
+from shared.live.stall import TROUBLES, Cause, RunSituation, Stall, StallWatch, telling
 from shared.live.stall_causes import run_stall
 from shared.live.text import duration
 from shared.runtime.own_address import own_address
@@ -36,7 +36,7 @@ class WaitReport:
         self._logged: Stall | None = None
         self._log: Any = structlog.get_logger()
 
-    def see(self, situation: Situation, now: float) -> Stall:
+    def see(self, situation: RunSituation, now: float) -> Stall:
         """Takes the situation at ``now`` (seconds since the epoch), and returns what the run waits for."""
         found = self._watch.see(run_stall(situation), now)
         if self._logged is not None and self._logged.key != found.key:

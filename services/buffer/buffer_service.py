@@ -39,6 +39,7 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
+from shared.schema.ledger_audit import NOT_SAID
 from shared.schema.messages import (
     Accepted,
     BatchAnswer,
@@ -264,8 +265,12 @@ class Buffer:
                 self._tasks.group(self._state.groups[name], self._state, self._limits)
             case ledger.GroupsDropped(groups=names, reason=reason):
                 self._log.info("groups_dropped", groups=names, reason=reason)
-            case ledger.GroupDead(group=name, reason=reason) | ledger.EvalScored(group=name, rewards=[], reason=reason):
-                self._log.warning("group_dead", group=name, reason=reason)
+            case (
+                ledger.GroupDead(group=name, reason=reason, fault=fault)
+                | ledger.EvalScored(group=name, rewards=[], reason=reason, fault=fault)
+            ):
+                self._log.warning("group_dead", group=name, reason=reason, fault=fault)
+                self._service.metrics.add("groups_dead", fault=fault or NOT_SAID)
             case ledger.SampleRefused(step=step, group=name, sample=sample, reason=reason):
                 self._log.warning("sample_refused", step=step, group=name, sample=sample, reason=reason)
             case ledger.BatchAmended(step=step, removed=removed, added=added):

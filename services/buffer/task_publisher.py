@@ -14,7 +14,7 @@ from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
-from shared.runtime.errors import ConfigError, MessageTooLarge
+from shared.runtime.errors import TASK, ConfigError, MessageTooLarge
 from shared.schema.ledger import eval_group_parts
 from shared.schema.messages import Evaluate, Failed, Sampling, Task
 
@@ -159,4 +159,4 @@ def _set_fields(view: EvalView, stop_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def _failed(fields: Mapping[str, Any], error: Exception) -> Failed:
-    return Failed(group=fields["group"], attempt=fields["attempt"], reason=str(error), by=BUFFER)
+    return Failed(group=fields["group"], attempt=fields["attempt"], reason=str(error), by=BUFFER, fault=TASK)

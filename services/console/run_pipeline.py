@@ -16,7 +16,7 @@ from shared.live.flow_reader import FlowReader
 from shared.live.flow_view import FlowView, flow_view
 from shared.live.health_view import HealthView, health_view, symptoms
 from shared.live.room import disk_room, memory_room
-from shared.live.stall import Situation, Stall, StallWatch
+from shared.live.stall import RunSituation, Stall, StallWatch
 from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import ServiceStatus
 
@@ -80,7 +80,7 @@ class RunPipeline:
         silent = {name: gone.since for name, gone in away.items() if gone.why == SILENT}
         errors = self._reader.history.failures.errors if self._reader is not None else {}
         told = source.told if source.connected else None
-        found = run_stall(Situation.of(config, statuses, away=away, silent=silent, errors=errors, told=told))
+        found = run_stall(RunSituation.of(config, statuses, away=away, silent=silent, errors=errors, told=told))
         return self._waits.see(found, now)
 
     async def _follow(self) -> Collection[str]:

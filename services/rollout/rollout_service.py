@@ -30,6 +30,7 @@ from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus.bus_errors import StreamFull
+from shared.bus.registry import ENGINE_NODE
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
@@ -38,10 +39,9 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.model.replayed_choices import replayed_choices
-from shared.nodes.node_agent import ENGINE_NODE
 from shared.runtime.activities import WORK
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
+from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
@@ -217,7 +217,7 @@ class Rollout:
                 if task.deadline and time.time() >= task.deadline:  # nobody waits for it any more
                     log.info("task_late")
                 elif lease.exhausted:
-                    failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries")
+                    failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries", INFRASTRUCTURE)
                     await self._outcomes.publish(task, failed, started)
                 else:
                     await self._generate_in_time(task, started)
@@ -235,7 +235,7 @@ class Rollout:
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
         except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:
             log.warning("group_refused", error=str(error))
-            await self._outcomes.publish(task, self._outcomes.failed(task, str(error)), started)
+            await self._outcomes.publish(task, self._outcomes.failed(task, str(error), getattr(error, "fault", TASK)), started)
             await lease.ack()
 
     async def _generate_in_time(self, task: Task, started: float) -> None:

@@ -227,8 +227,9 @@ class ControlClient:
             await service.bus.close()
 
     async def _read_registry(self) -> None:
-        registry = self.service.registry
-        self.replicas = [status for status in await registry.alive("rollout") if status.state not in ("starting", "stopping")]
+        service, registry = self.service, self.service.registry
+        read = [status for status in await registry.alive("rollout") if status.state not in ("starting", "stopping")]
+        self.replicas = still_known(self.replicas, read, time.monotonic() - service.bus.restored_s, service.config.bus.registry_ttl)
         self._evaluated = max([0.0, *(status.gauges.get("evaluations", 0.0) for status in await registry.alive("buffer"))])
 
     async def _read_evaluations(self) -> None:
@@ -256,6 +257,15 @@ class ControlClient:
             except (MyxoError, *TRANSIENT) as error:
                 self.service.log.warning("registry_unread", error=str(error))
             await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def still_known(known: Sequence[ServiceStatus], read: Sequence[ServiceStatus], restored: float, ttl: float) -> list[ServiceStatus]:
+    """Returns the statuses to go by: those read, and until a TTL after the bus came back those known before, which it may have let expire
+    while nobody could renew them. ``restored``: seconds since then."""
+    if restored >= ttl:
+        return list(read)
+    renewed = {status.instance for status in read}
+    return [*read, *(status for status in known if status.instance not in renewed)]
 
 
 def now() -> float:

@@ -18,6 +18,15 @@ ENVIRONMENT = "environment"
 LAUNCHER = "launcher"
 """The ``service`` and the instance of the status of a launch, which supervises services and is none of them."""
 
+NODE = "node"
+"""The kind of service that a trainer's agent is on each of its nodes: rank 0's process is the trainer."""
+
+ENGINE_NODE = "engine-node"
+"""The kind of service that a further node of an engine is; the first one is the rollout service."""
+
+WAITING = "waiting"
+"""The state of a node that waits for another; its detail says which."""
+
 STANDBY = "standby"
 """The state of a service that waits to replace the active one (`shared.bus.leader_lease`)."""
 

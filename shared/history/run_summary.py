@@ -50,13 +50,14 @@ class EvaluationSummary:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """The number of admitted groups that came to each end, by reason."""
+    """The number of admitted groups that came to each end, by reason. ``faults``: the dead ones by what was at fault."""
 
     admitted: int
     trained: int
     dropped: dict[str, int]
     dead: dict[str, int]
     in_flight: int
+    faults: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,9 @@ class SummaryTally:
             warm_start=self._warm_start(),
             trained_tokens=self._tokens,
             wall_seconds=self._times[1] - self._times[0] if self._times is not None else 0.0,
-            groups=GroupCounts(report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight),
+            groups=GroupCounts(
+                report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight, dict(report.faults)
+            ),
             eval_failed=dict(+self._eval_failed),
             restarts=dict(self.failures.restarts),
             errors=dict(self.failures.errors),

@@ -23,7 +23,7 @@ from shared.live.alarm_kinds import AlarmKind
 from shared.live.bottleneck import FEW_STEPS, Bottleneck, Workload, bottleneck
 from shared.live.live_services import newest_gauges
 from shared.live.shown_status import shown
-from shared.live.stall import TROUBLES, Situation, Stall
+from shared.live.stall import TROUBLES, RunSituation, Stall
 from shared.live.stall_causes import run_stall
 from shared.live.step_load import GENERATING, causes_of, generating, sums, workload
 from shared.schema.service_messages import ServiceStatus
@@ -154,7 +154,7 @@ def flow_view(
             run waits for, where the caller knows more than the statuses tell.
     """
     if wait is None and statuses:
-        wait = run_stall(Situation.of(config, statuses))
+        wait = run_stall(RunSituation.of(config, statuses))
     if history.finished:
         wait = None
     statuses = [shown(status) for status in statuses if status.service != ENVIRONMENT]

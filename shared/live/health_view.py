@@ -15,6 +15,7 @@ from shared.live.room import Room
 from shared.live.service_failures import RESTARTED
 from shared.live.shown_status import shown
 from shared.live.text import shortened_line
+from shared.runtime.errors import Fault
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 
 LATELY_S = 600.0
@@ -42,12 +43,14 @@ class ServiceHealth:
 
 @dataclass(frozen=True)
 class DeadReason:
-    """Groups that died for one reason. ``newest``: the last of them, which died at ``at`` (seconds since the epoch)."""
+    """Groups that died for one reason. ``newest``: the last of them, which died at ``at`` (seconds since the epoch). ``fault``: what was at
+    fault there, if it was told."""
 
     reason: str
     count: int
     newest: str
     at: float
+    fault: Fault = ""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,10 @@ def services_of(history: FlowHistory, statuses: Sequence[ServiceStatus]) -> list
 def reasons_of(dead: Sequence[DeadGroup]) -> list[DeadReason]:
     """Returns why groups died, the most frequent reason first."""
     counts, newest = Counter(group.reason for group in dead), {group.reason: group for group in dead}
-    return [DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at) for reason, count in counts.most_common()]
+    return [
+        DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at, newest[reason].fault)
+        for reason, count in counts.most_common()
+    ]
 
 
 def _line(event: ServiceEvent) -> EventLine:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shared.bus.registry import ENVIRONMENT, STANDBY
+from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus, newest_gauges, newest_status, present, warm_start
 from shared.live.shown_status import count, shown
-from shared.live.stall import Situation, Stall
+from shared.live.stall import RunSituation, Stall
 from shared.live.stall_causes import run_stall
 from shared.live.text import number, shortened_line
 from shared.runtime.child_process import cause
@@ -174,7 +174,7 @@ def look(
             of a disk that is full. wait: what the run waits for, where the caller knows more than the statuses tell. now: seconds since
             the epoch; None: by this machine's clock.
     """
-    now, wait = time.time() if now is None else now, wait or run_stall(Situation.of(config, services, instances, disk=disk))
+    now, wait = time.time() if now is None else now, wait or run_stall(RunSituation.of(config, services, instances, disk=disk))
     before, services = before or RunView.at_start(config, 0), [shown(status) for status in services]
     buffer, trainer = newest_gauges(services, "buffer"), newest_gauges(services, "trainer")
     served = [status.version for status in services if status.service == "trainer"]  # the version its last push made live
@@ -243,6 +243,10 @@ def _line(status: ServiceStatus, restarts: int | None) -> InstanceLine:
 def _detail(status: ServiceStatus) -> str:
     gauges = status.gauges
     match status.service:
+        case kind if kind in (NODE, ENGINE_NODE):
+            return status.detail
+        case "rollout" if status.state != "ready" and status.detail:  # other nodes of its engine are not there
+            return status.detail
         case "rollout" if "running_groups" in gauges:
             rate = gauges.get("generated_tokens_per_s", 0.0)
             return f"{number(gauges['running_groups'])} groups, {number(gauges.get('running_samples', 0))} samples, {number(rate)} tokens/s"

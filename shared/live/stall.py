@@ -88,7 +88,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Situation:
+class RunSituation:
     """What is known of a run.
 
     ``statuses``: of live services, those of environments aside; ``environments``: theirs. ``instances``: the launcher's own processes,
@@ -111,7 +111,7 @@ class Situation:
     @classmethod
     def of(
         cls, config: RunConfig, services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus] = (), **known: Any
-    ) -> "Situation":
+    ) -> "RunSituation":
         """Returns the situation by what the registry holds; ``known``: further fields."""
         there = [shown(status) for status in present(services, instances)]
         statuses = [status for status in there if status.service != ENVIRONMENT]

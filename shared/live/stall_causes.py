@@ -1,14 +1,14 @@
 """Decides what the next training step of a run waits for: the first cause that applies, in one order for all who ask. Pure.
 
 The order goes from what takes everything down (a full disk, the bus) over services that are down, silent or not ready yet, to what every
-run does all the time: push weights, train, wait for a batch. A cause looks into the `Situation` alone, and asks no clock.
+run does all the time: push weights, train, wait for a batch. A cause looks into the `RunSituation` alone, and asks no clock.
 """
 
 from collections.abc import Callable, Sequence
 
-from shared.bus.registry import STANDBY
+from shared.bus.registry import NODE, STANDBY, WAITING
 from shared.live.live_services import needed, warm_start
-from shared.live.stall import NATS, STORE, Cause, Situation, Stall, named
+from shared.live.stall import NATS, STORE, Cause, RunSituation, Stall, named
 from shared.live.text import number, shortened_line
 from shared.runtime.activities import BATCH, LOOP, PUSH, WORK
 from shared.runtime.child_process import cause
@@ -25,10 +25,10 @@ UNTAKEN = (("queue_task", "rollout", "running_groups", "generate"), ("queue_gene
 
 NAMES_SHOWN = 4
 
-Look = Callable[[Situation], Stall | None]
+Look = Callable[[RunSituation], Stall | None]
 
 
-def run_stall(now: Situation) -> Stall:
+def run_stall(now: RunSituation) -> Stall:
     """Returns what the next training step waits for."""
     return next(filter(None, (look(now) for look in IN_ORDER)), Stall(Cause.STEP, "a training step"))
 
@@ -36,11 +36,11 @@ def run_stall(now: Situation) -> Stall:
 # --- what all services need
 
 
-def _disk(now: Situation) -> Stall | None:
+def _disk(now: RunSituation) -> Stall | None:
     return Stall(Cause.DISK, f"room on the disk ({now.disk})") if now.disk else None
 
 
-def _servers(now: Situation) -> Stall | None:
+def _servers(now: RunSituation) -> Stall | None:
     gone = [(name, kind, now.away[name]) for name, kind in ((NATS, Cause.BUS), (STORE, Cause.STORE)) if name in now.away]
     if not gone:
         return None
@@ -49,12 +49,12 @@ def _servers(now: Situation) -> Stall | None:
     return Stall(gone[0][1], words, min(away.since for _, _, away in gone), follows)
 
 
-def _told(now: Situation) -> Stall | None:
+def _told(now: RunSituation) -> Stall | None:
     """The launcher sees its processes, their exit codes, and the disk."""
     return now.told
 
 
-def _failed(now: Situation) -> Stall | None:
+def _failed(now: RunSituation) -> Stall | None:
     reason = now.failure or next((status.detail for status in now.statuses if status.state == RUN_FAILED), "")
     return Stall(Cause.FAILED, f"nothing any more: the run has failed{named(reason)}") if reason else None
 
@@ -62,7 +62,7 @@ def _failed(now: Situation) -> Stall | None:
 # --- services that are not there
 
 
-def _down(now: Situation) -> Stall | None:
+def _down(now: RunSituation) -> Stall | None:
     """A process that has ended, and that no other one stands in for."""
     for instance in now.instances:
         if instance.due_in is not None and not _stood_in(now, instance.service, instance.instance):
@@ -72,7 +72,15 @@ def _down(now: Situation) -> Stall | None:
     return None
 
 
-def _silent(now: Situation) -> Stall | None:
+def _nodes(now: RunSituation) -> Stall | None:
+    """Nodes of a trainer that wait for others; of those that all wait for a first one, one."""
+    waiting = [status for status in now.statuses if status.service == NODE and status.state == WAITING and status.detail]
+    first = [status for status in waiting if status.instance.endswith("-node-0")] or waiting[:1]
+    words = "; ".join(f"{status.instance}, {status.state} {status.detail}" for status in first)
+    return Stall(Cause.STARTING, words, min(status.state_since for status in first)) if first else None
+
+
+def _silent(now: RunSituation) -> Stall | None:
     """A service whose heartbeat is missing, and that no other one stands in for: it is frozen, or its machine is gone."""
     for status_instance, since in sorted(now.silent.items(), key=lambda item: item[1]):
         service = _kind_of(now, status_instance)
@@ -81,7 +89,7 @@ def _silent(now: Situation) -> Stall | None:
     return None
 
 
-def _starting(now: Situation) -> Stall | None:
+def _starting(now: RunSituation) -> Stall | None:
     names = {status.instance for status in now.statuses}
     absent = [item for item in now.instances if item.instance not in names and not item.foreign and item.instance not in now.silent]
     waited = [item for item in absent if not _stood_in(now, item.service, item.instance)]
@@ -92,7 +100,7 @@ def _starting(now: Situation) -> Stall | None:
     return Stall(Cause.STARTING, f"{', '.join(item.instance for item in waited)} to start{again}", since)
 
 
-def _kind_of_service(now: Situation) -> Stall | None:
+def _kind_of_service(now: RunSituation) -> Stall | None:
     at_work = {status.service for status in now.statuses if status.state != STANDBY}
     kind = next((kind for kind in needed(now.config) if kind not in at_work), None)
     if kind is None:
@@ -104,16 +112,16 @@ def _kind_of_service(now: Situation) -> Stall | None:
     return Stall(Cause.ABSENT, f"a {kind} service{last}", since, takes_over)
 
 
-def _getting_ready(now: Situation) -> Stall | None:
+def _getting_ready(now: RunSituation) -> Stall | None:
     """Engines that start, where no other one serves; a trainer or critic that loads."""
-    rollouts = [status for status in now.statuses if status.service == "rollout"]
-    engines = [status for status in rollouts if status.state == "starting"]
-    if not now.config.trainer.colocate and any(status.version >= 0 for status in rollouts):
-        engines = []
+    engines = _starting_engines(now)
     trainers = [status for status in now.statuses if status.service in ("trainer", "critic") and status.state != "ready"]
-    warm_up = warm_start(now.statuses)
-    parts = [f"engine of {_names(engines)} starting{_last_error(now, engines)}"] if engines else []
-    parts += [warm_up] if warm_up else [f"{status.instance} {status.state}{_last_error(now, [status])}" for status in trainers]
+    named_engines = [f"{status.instance} ({status.detail})" if status.detail else status.instance for status in engines]
+    parts = [f"engine of {_listed(named_engines)} starting{_last_error(now, engines)}"] if engines else []
+    if warm_up := warm_start(now.statuses):
+        parts.append(warm_up)
+    else:
+        parts += [f"{status.instance} {status.state}{_last_error(now, [status])}" for status in trainers]
     if not parts:
         return None
     begun = [status.state_since for status in (*engines, *trainers) if status.state_since]
@@ -121,17 +129,25 @@ def _getting_ready(now: Situation) -> Stall | None:
     return Stall(Cause.LOADING, "; ".join(parts), min(begun, default=0.0), limit)
 
 
+def _starting_engines(now: RunSituation) -> list[ServiceStatus]:
+    """Returns the replicas whose engines start, where that holds up the run."""
+    rollouts = [status for status in now.statuses if status.service == "rollout"]
+    if not now.config.trainer.colocate and any(status.version >= 0 for status in rollouts):
+        return []
+    return [status for status in rollouts if status.state == "starting"]
+
+
 # --- services that are there and do not go on
 
 
-def _room(now: Situation) -> Stall | None:
+def _room(now: RunSituation) -> Stall | None:
     for status in now.statuses:
         if status.held_back:
             return Stall(Cause.ROOM, f"room: {status.instance} holds back ({status.held_back})")
     return None
 
 
-def _weights(now: Situation) -> Stall | None:
+def _weights(now: RunSituation) -> Stall | None:
     """No replica serves: one that is updated by a push is the push's matter, one that the trainer has put to sleep the trainer's."""
     served = any(status.service == "rollout" and status.version >= 0 for status in now.statuses)
     if served and now.buffer.get("live_version", -1) >= 0:
@@ -143,7 +159,7 @@ def _weights(now: Situation) -> Stall | None:
     return Stall(Cause.WEIGHTS, f"weights to be served ({', '.join(states)})", max(begun, default=0.0))
 
 
-def _push(now: Situation) -> Stall | None:
+def _push(now: RunSituation) -> Stall | None:
     if _trainer_works(now):
         return None
     for status, doing in now.doing(PUSH):
@@ -153,21 +169,21 @@ def _push(now: Situation) -> Stall | None:
     return None
 
 
-def _environments(now: Situation) -> Stall | None:
+def _environments(now: RunSituation) -> Stall | None:
     away = [status for status in now.environments if status.state in ("away", "refused")]
     parts = [f"environment {status.instance} ({status.state}: {status.detail})" for status in away]
     since = min((status.state_since for status in away if status.state_since), default=0.0)
     return Stall(Cause.ENVIRONMENT, "; ".join(parts), since, "it is asked again and again") if parts else None
 
 
-def _training(now: Situation) -> Stall | None:
+def _training(now: RunSituation) -> Stall | None:
     for status, doing in now.doing(LOOP):
         if not doing.awaited_from:
             return Stall(Cause.TRAINING, f"{status.instance}, {doing.what}", doing.since, doing.next_action)
     return None
 
 
-def _other_role(now: Situation) -> Stall | None:
+def _other_role(now: RunSituation) -> Stall | None:
     """The trainer waits for the critic, or the critic for the trainer."""
     for status, doing in now.doing(LOOP):
         if set(doing.awaited_from) & {"critic", "trainer"}:
@@ -180,36 +196,44 @@ def _other_role(now: Situation) -> Stall | None:
 # --- a batch that is not complete
 
 
-def _batch(now: Situation) -> Stall | None:
+def _batch(now: RunSituation) -> Stall | None:
     size = now.config.rollout.rollout_batch_size
     ready = now.buffer.get("ready", size)
     if not now.config.rollout.num_rollout or ready >= size:
         return None
-    asked = next((doing for _, doing in now.doing(BATCH)), None)
-    since, why = (asked.since, asked.what) if asked is not None else (0.0, "")
     what = f"a batch ({number(ready)} of {size} groups ready)"
-    stuck = [f"{status.instance}, {doing.what}" for status, doing in now.doing(WORK) if doing.stuck]
-    stuck += _gone_workers(now)
-    if stuck:
-        oldest = min((doing.since for _, doing in now.doing(WORK) if doing.stuck), default=min(now.silent.values(), default=since))
-        follows = next((doing.next_action for _, doing in now.doing(WORK) if doing.stuck and doing.next_action), "")
-        return Stall(Cause.STUCK, f"{what}: {'; '.join(stuck)}", oldest, follows)
-    workers = [f"{status.instance} {doing.what}" for status, doing in now.doing(WORK)]
-    untaken = _untaken(now)
-    parts = [*untaken, *workers[:NAMES_SHOWN], *([why] if why else [])]
-    oldest_work = next((doing for _, doing in now.doing(WORK)), None)
-    follows = oldest_work.next_action if oldest_work is not None and not untaken else ""
+    return _stuck(now, what) or _under_way(now, what)
+
+
+def _stuck(now: RunSituation, what: str) -> Stall | None:
+    """A worker that may have groups of the batch, and does not go on with them."""
+    stuck = [(status, doing) for status, doing in now.doing(WORK) if doing.stuck]
+    words = [*(f"{status.instance}, {doing.what}" for status, doing in stuck), *_gone_workers(now)]
+    if not words:
+        return None
+    since = stuck[0][1].since if stuck else min(now.silent.values(), default=0.0)
+    return Stall(Cause.STUCK, f"{what}: {'; '.join(words)}", since, stuck[0][1].next_action if stuck else "")
+
+
+def _under_way(now: RunSituation, what: str) -> Stall:
+    """Where the groups are that the batch lacks, and what the buffer says of them."""
+    asked = next((doing for _, doing in now.doing(BATCH)), None)
+    workers, untaken = now.doing(WORK), _untaken(now)
+    parts = [*untaken, *(f"{status.instance} {doing.what}" for status, doing in workers[:NAMES_SHOWN])]
+    parts += [asked.what] if asked is not None else []
+    follows = workers[0][1].next_action if workers and not untaken else ""
+    since = asked.since if asked is not None else 0.0
     return Stall(Cause.BATCH, ": ".join(filter(None, [what, "; ".join(parts)])), since, follows)
 
 
-def _gone_workers(now: Situation) -> list[str]:
+def _gone_workers(now: RunSituation) -> list[str]:
     """Returns who may have groups of the batch and is silent or down, although others of its kind work."""
     down = [f"{item.instance}, which is down{named(item.last_error)}" for item in now.instances if item.due_in is not None]
     silent = [f"{name}, whose heartbeat is missing ({_after_silence(now, name)})" for name in now.silent]
     return [text for text in (*down, *silent) if text.startswith(("rollout", "reward", "gateway", "agents"))]
 
 
-def _untaken(now: Situation) -> list[str]:
+def _untaken(now: RunSituation) -> list[str]:
     """Returns the queues that hold groups while nobody works on them."""
     found, gauges = [], now.buffer
     for queue, service, gauge, verb in UNTAKEN:
@@ -221,7 +245,7 @@ def _untaken(now: Situation) -> list[str]:
     return found
 
 
-def _evaluation(now: Situation) -> Stall | None:
+def _evaluation(now: RunSituation) -> Stall | None:
     pending = now.buffer.get("eval_pending", 0)
     if not pending:
         return None
@@ -236,6 +260,7 @@ IN_ORDER: Sequence[Look] = (
     _failed,
     _down,
     _silent,
+    _nodes,
     _room,
     _starting,
     _kind_of_service,
@@ -253,7 +278,7 @@ IN_ORDER: Sequence[Look] = (
 # --- what several causes ask
 
 
-def _stood_in(now: Situation, service: str, instance: str) -> bool:
+def _stood_in(now: RunSituation, service: str, instance: str) -> bool:
     """Returns whether another service of the kind is at work, so that the run goes on without this one."""
     if service in ALONE and service != "buffer":
         return False
@@ -263,12 +288,12 @@ def _stood_in(now: Situation, service: str, instance: str) -> bool:
     return any(status.state not in (STANDBY, "starting", "stopping") and status.instance not in now.silent for status in others)
 
 
-def _kind_of(now: Situation, instance: str) -> str:
+def _kind_of(now: RunSituation, instance: str) -> str:
     known = {item.instance: item.service for item in now.instances} | {status.instance: status.service for status in now.statuses}
     return known.get(instance, instance.rsplit("-", 1)[0])
 
 
-def _after_silence(now: Situation, instance: str) -> str:
+def _after_silence(now: RunSituation, instance: str) -> str:
     if any(item.instance == instance and not item.foreign for item in now.instances):
         return f"killed and started again {now.config.bus.frozen_timeout:g} s after its last one"
     return f"taken for gone {now.config.bus.registry_ttl:g} s after its last one"
@@ -278,19 +303,15 @@ def _from_checkpoint(service: str) -> str:
     return ", from its newest checkpoint" if service in ("trainer", "critic") else ""
 
 
-def _trainer_works(now: Situation) -> bool:
+def _trainer_works(now: RunSituation) -> bool:
     return any(status.service == "trainer" and not doing.awaited_from for status, doing in now.doing(LOOP))
 
 
-def _last_error(now: Situation, statuses: Sequence[ServiceStatus]) -> str:
+def _last_error(now: RunSituation, statuses: Sequence[ServiceStatus]) -> str:
     """Returns why the first of these that was started again had ended."""
     own = {item.instance: item.last_error for item in now.instances if item.last_error}
     errors = {**now.errors, **own}
     return next((f", after {errors[status.instance]}" for status in statuses if status.instance in errors), "")
-
-
-def _names(statuses: Sequence[ServiceStatus]) -> str:
-    return _listed([status.instance for status in statuses])
 
 
 def _listed(names: Sequence[str]) -> str:

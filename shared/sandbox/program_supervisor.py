@@ -161,13 +161,7 @@ class Run:
         looked = self.began
         while self.status == OK and not self.ended:
             for descriptor, event in self._poll.poll(TICK_S * 1000):
-                if descriptor == _STDIN and event & select.POLLHUP:
-                    leave(self.work)
-                if descriptor in self.streams and self._read(descriptor) is False:
-                    self._poll.unregister(descriptor)
-                    self._open.discard(descriptor)
-                if descriptor == self._input or (descriptor == _STDIN and event & select.POLLIN):
-                    self._write()
+                self._attend(descriptor, event)
             self._reap(os.WNOHANG)
             now = time.monotonic()
             if now - looked >= TICK_S and not self.ended:
@@ -176,6 +170,16 @@ class Run:
             if now - self.began > self.limits["wall_s"] and not self.ended:
                 self.status = WALL_TIME
         os.close(self._main)
+
+    def _attend(self, descriptor: int, event: int) -> None:
+        """Does what an event asks for: it leaves, reads or writes."""
+        if descriptor == _STDIN and event & select.POLLHUP:
+            leave(self.work)
+        if descriptor in self.streams and self._read(descriptor) is False:
+            self._poll.unregister(descriptor)
+            self._open.discard(descriptor)
+        if self._input >= 0 and (descriptor == self._input or (descriptor == _STDIN and event & select.POLLIN)):
+            self._write()
 
     def _read(self, descriptor: int) -> bool | None:
         """Reads what is there, up to the limit. Returns whether there may be more to come; None where nothing is there now."""

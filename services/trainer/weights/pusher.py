@@ -23,7 +23,7 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
-from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord
+from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.weights_section import WeightsSection
@@ -72,8 +72,8 @@ class Pusher:
         self._known: dict[str, TensorDigest] = {}
         self._record = PushRecord(0, (), {}, 0.0)  # of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
+        self._asked: PushRequest[Any] | None = None  # the newest request of the push
         self._pushing: Future[None] | None = None
-        self._begun_at = 0.0  # of the push under way, seconds since the epoch
         self._reading: WeightRead | None = None
         self._closing = False
         self._declined: dict[str, str] = {}  # who declined the last offer → why
@@ -119,6 +119,13 @@ class Pusher:
             self._pushing = None
         return self._pushing is not None
 
+    @property
+    def awaited(self) -> PushWait | None:
+        """Returns, on rank 0, what the push that is under way waits for; None without one. Any thread may ask."""
+        if self._link is None or self._pushing is None or self._pushing.done():
+            return None
+        return self._record.wait(self._asked.missing if self._asked is not None else (), time.monotonic())
+
     def begin(self, push: Push) -> None:
         """Starts a push that rank 0 has decided on. All ranks call it."""
         self.wait()
@@ -143,21 +150,15 @@ class Pusher:
             finally:
                 self._end_reading()
 
-        self._begun_at = time.time()
         self._pushing = run_in_thread(work, f"push-{push.version}")
 
     def doing(self) -> Doing | None:
         """Returns what a push under way waits for, on rank 0; any thread may ask. None while there is none."""
-        pushing, record, request, begun = self._pushing, self._record, self._request, self._begun_at
-        if pushing is None or pushing.done():
+        if (wait := self.awaited) is None:
             return None
-        members = [target.instance for target in self.schedule.members]
-        answered = {*request.answers, *request.errors} if request is not None and record.step != COMMIT else set()
         after = f"who has not answered is left out weights.push_timeout = {self._config.push_timeout:g} s after its beginning"
-        waited = [name for name in members if name not in answered]
-        return Doing(
-            part=PUSH, what=f"push of version {record.version} ({record.step})", since=begun, awaited_from=waited, next_action=after
-        )
+        what = wait.what.removeprefix("the ")
+        return Doing(part=PUSH, what=what, since=time.time() - wait.seconds, awaited_from=list(wait.awaited_from), next_action=after)
 
     def wait(self) -> None:
         """Returns once no push is under way."""
@@ -325,7 +326,7 @@ class Pusher:
         elif request is None:
             culprits = culprits_of(members, (), {}, {})
         else:
-            culprits = culprits_of(members, request.answers, request.errors, request.gone)
+            culprits = culprits_of(members, request.answers, request.errors, request.gone, request.own)
         self._report_failure(push, error, members, culprits)
 
     def _report_failure(self, push: Push, error: Exception, members: Sequence[Target], culprits: dict[str, str]) -> None:
@@ -333,8 +334,11 @@ class Pusher:
         self._record.failed(culprits)
         self.schedule.failed(members, culprits, time.monotonic())
         try:
-            message = WeightsAbort(version=push.version, reason=f"{self._record.step}: {error}")
-            self._ask(members, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
+            message = WeightsAbort(version=push.version, push=push.number, reason=f"{self._record.step}: {error}")
+            blamed = [target for target in members if target.instance in culprits]
+            self._ask(blamed, "abort", lambda _: message, Accepted, ABORT_SECONDS)  # nobody waits for these: they may answer to nothing
+            others = [target for target in members if target not in blamed]
+            self._ask(others, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
 
@@ -361,7 +365,8 @@ class Pusher:
         self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Answer], seconds: float
     ) -> PushRequest[Answer]:
         assert self._link is not None  # rank 0
-        return PushRequest(self._link, members, verb, message, reply, seconds)
+        self._asked = request = PushRequest(self._link, members, verb, message, reply, seconds)
+        return request
 
     def _end_channels(self, errors: dict[str, str]) -> None:
         """Ends the waits of all ranks' channels; those of other ranks read it from their stores."""

@@ -8,7 +8,7 @@ from shared.config.run_config import RunConfig
 from shared.history.flow_history import FlowHistory
 from shared.live.bottleneck import Bottleneck
 from shared.live.flow_view import flow_view
-from shared.live.stall import Away, Situation
+from shared.live.stall import Away, RunSituation
 from shared.live.stall_causes import run_stall
 from shared.schema.ledger import GroupsScored
 from shared.schema.service_messages import ServiceStatus
@@ -40,7 +40,7 @@ def said(history: FlowHistory, config: RunConfig, bound: int, away: Mapping[str,
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": bound})})
     there, now = statuses() if live else [], history.newest
     gone = {name: Away(now - 12, why) for name, why in (away or {}).items()}
-    wait = run_stall(Situation.of(config, there, away=gone)) if away else None
+    wait = run_stall(RunSituation.of(config, there, away=gone)) if away else None
     return flow_view(history, config, there, now, 3600, (), wait).bottleneck
 
 

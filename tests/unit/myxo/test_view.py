@@ -10,7 +10,7 @@ from myxo.launch.service_plan import plan
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus
 from shared.live.run_view import EvaluationLine, look
-from shared.live.stall import Situation
+from shared.live.stall import RunSituation
 from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
@@ -52,7 +52,7 @@ def evaluated(dataset: str, mean: float, version: int) -> dict[str, float]:
 
 
 def waiting_for(config: RunConfig, services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> str:
-    return run_stall(Situation.of(config, services, instances)).awaited
+    return run_stall(RunSituation.of(config, services, instances)).awaited
 
 
 EVERYBODY = [service("buffer"), service("reward"), service("rollout", version=0), service("trainer")]
@@ -225,3 +225,23 @@ def test_an_environment_is_no_service_that_a_run_needs(config: RunConfig) -> Non
 def test_a_run_whose_environment_is_away_waits_for_it(config: RunConfig) -> None:
     services = [service("buffer", live_version=0, ready=1), *EVERYBODY[1:], environment("judge", "away", "Connection refused")]
     assert waiting_for(config, services, []) == "environment judge (away: Connection refused)"
+
+
+def node(kind: str, instance: str, state: str, detail: str) -> ServiceStatus:
+    return service(kind, state).model_copy(update={"instance": instance, "detail": detail})
+
+
+def test_nodes_stand_with_what_they_wait_for(config: RunConfig) -> None:
+    """A trainer's and an engine's; the first of a trainer's nodes tells which is missing."""
+    missing, engines = "for node 1 (not there), of 2 nodes", "waiting for node 1 (a) (lost), of 2 nodes"
+    waiting = [node("node", "trainer-node-0", "waiting", missing), node("node", "trainer-node-2", "waiting", "node 2 of 3, for node 0 (b)")]
+    leader = node("rollout", "rollout-0", "starting", engines).model_copy(update={"gauges": {"running_groups": 0.0}})
+    follower = node("engine-node", "rollout-0-node-1", "ready", "node 1 of 2, attempt 3")
+    view = look(config, [*EVERYBODY[:2], leader, follower, *waiting])
+    shown = {line.instance: (line.state, line.detail) for line in view.services}
+    assert shown["trainer-node-0"] == ("waiting", missing)
+    assert shown["rollout-0-node-1"] == ("ready", "node 1 of 2, attempt 3")
+    assert shown["rollout-0"] == ("starting", engines)
+    assert view.waiting_for == f"trainer-node-0, waiting {missing}"
+    assert waiting_for(config, [*EVERYBODY[:2], EVERYBODY[3], leader], []) == f"engine of rollout-0 ({engines}) starting"
+    assert look(config, waiting[1:]).waiting_for == "trainer-node-2, waiting node 2 of 3, for node 0 (b)"

@@ -10,7 +10,7 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.live.heartbeats import Heartbeats
 from shared.live.live_services import InstanceStatus
-from shared.live.stall import Away, Cause, Situation, Stall, StallWatch, telling, told_by
+from shared.live.stall import Away, Cause, RunSituation, Stall, StallWatch, telling, told_by
 from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import Doing, ServiceStatus
 from tests.support.run_config import run_config
@@ -190,7 +190,7 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
 def test_every_stall_is_named(
     config: RunConfig, statuses: Sequence[ServiceStatus], known: dict[str, Any], cause: Cause, words: Sequence[str]
 ) -> None:
-    found = run_stall(Situation.of(config, statuses, known.pop("instances", ()), **known))
+    found = run_stall(RunSituation.of(config, statuses, known.pop("instances", ()), **known))
     assert found.cause is cause, found
     for part in words:
         assert part in found.words(NOW), found.words(NOW)
@@ -199,19 +199,19 @@ def test_every_stall_is_named(
 def test_who_has_somebody_to_stand_in_is_not_waited_for(config: RunConfig) -> None:
     """The trainer trains, and another replica generates."""
     two = [*trainer(does("loop", "training step 3")), service("rollout", number=1)]
-    found = run_stall(Situation.of(config, two, [process("rollout", due_in=2.0)], silent={"rollout-1": NOW}))
+    found = run_stall(RunSituation.of(config, two, [process("rollout", due_in=2.0)], silent={"rollout-1": NOW}))
     assert found.cause is Cause.DOWN, "none of them is there"
-    assert run_stall(Situation.of(config, two, [process("rollout", due_in=2.0)])).cause is Cause.TRAINING
+    assert run_stall(RunSituation.of(config, two, [process("rollout", due_in=2.0)])).cause is Cause.TRAINING
 
 
 def test_a_missing_environment_is_named(config: RunConfig) -> None:
     judge = ServiceStatus(service="environment", instance="judge", host="", pid=0, http="", state="away", detail="refused", at=NOW)
-    found = run_stall(Situation.of(config, [*everybody(), judge]))
+    found = run_stall(RunSituation.of(config, [*everybody(), judge]))
     assert (found.cause, found.awaited) == (Cause.ENVIRONMENT, "environment judge (away: refused)")
 
 
 def test_a_missing_gateway_is_named(tmp_path: Path) -> None:
-    found = run_stall(Situation.of(run_config(tmp_path, gateway={"gateway_replicas": 1}), everybody()))
+    found = run_stall(RunSituation.of(run_config(tmp_path, gateway={"gateway_replicas": 1}), everybody()))
     assert (found.cause, found.awaited) == (Cause.ABSENT, "a gateway service")
 
 
@@ -221,9 +221,9 @@ def test_the_launchers_words_are_everybodys(config: RunConfig) -> None:
     common = {"host": "h", "pid": 1, "http": "", "at": NOW}
     launcher = ServiceStatus(service="launcher", instance="launcher", state=wait.cause.name, doing=[telling(wait)], **common)
     assert told_by(launcher) == wait and told_by(None) is None
-    assert run_stall(Situation.of(config, everybody(), told=told_by(launcher))) == wait
+    assert run_stall(RunSituation.of(config, everybody(), told=told_by(launcher))) == wait
     gone = {"NATS": Away(NOW, "x")}
-    assert run_stall(Situation.of(config, (), told=wait, away=gone)).cause is Cause.BUS
+    assert run_stall(RunSituation.of(config, (), told=wait, away=gone)).cause is Cause.BUS
 
 
 def test_a_wait_keeps_its_beginning_while_its_numbers_change() -> None:
