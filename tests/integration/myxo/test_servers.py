@@ -105,7 +105,7 @@ def test_a_frozen_server_is_killed_and_started_again(tmp_path: Path, name: str) 
             away.extend(f"{server}: {gone.why}" for server, gone in servers.away().items())
             return restarts(servers)[name] == 1
 
-        wait_for(back)
+        wait_for("the frozen server to be started again", back)
         assert any("its process runs, and does not answer" in why for why in away), "the words come before the kill"
         reason = next(server.reason for server in servers.restarts() if server.instance == name)
         assert "it was frozen, without an answer for 8 s, and was killed" in reason
