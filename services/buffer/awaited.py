@@ -45,7 +45,7 @@ def awaited(state: BufferState, limits: BufferConfig, held_back: str, ends: str,
         return "a rollout replica that serves weights (none does yet)"
     if source:
         return source
-    if state.evaluations and (not state.outstanding or state.formed_steps >= limits.rollout.num_rollout):
+    if state.evaluations:
         evaluation = next(iter(state.evaluations.values()))
         where = f"{evaluation.dataset} under version {evaluation.version}"
         return f"the evaluation of {where} ({len(evaluation.pending)} of {evaluation.prompts} prompts outstanding)"
