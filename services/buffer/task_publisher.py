@@ -46,6 +46,11 @@ class TaskPublisher:
         for evaluation in state.evaluations.values():
             self.evaluation(evaluation, limits)
 
+    @property
+    def queued(self) -> int:
+        """Returns how many training groups have not been given their prompt yet."""
+        return self._queues[TRAIN].qsize()
+
     def group(self, group: GroupState, state: BufferState, limits: BufferConfig) -> None:
         """Queues a training group's present attempt. Its prompt is read only when it is published: no decision waits for a tokenizer."""
         attempt = {"group": group.id, "attempt": group.attempt, "partial": group.partial, "renew_below": group.renew_below}

@@ -15,6 +15,7 @@ from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed
+from shared.runtime.activities import WORK
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import (
     INFRASTRUCTURE,
@@ -30,6 +31,7 @@ from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
 from shared.schema.sample import Sample, Score
+from shared.schema.service_messages import Doing
 from shared.workers.worker_process import WorkerFailed
 
 declare_metrics(
@@ -52,6 +54,9 @@ _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError
 among them."""
 
 
+SLOW_SECONDS = 30.0
+"""Scoring that takes so long, and longer than its time limit, does not go on."""
+
 HAND_BACK_SECONDS = 1.0
 """The time after which a group goes to another service, or to this one again, where no other is."""
 
@@ -72,6 +77,8 @@ class GroupConsumer:
         consumer = generated_consumer(service.run, service.config.bus, scorer.name)
         self._queue = WorkQueue(service.bus, consumer, Generated, self._on_unreadable)
         self.in_hand: set[asyncio.Task[None]] = set()
+        self._scoring: dict[str, float] = {}  # group → when its scoring began, seconds since the epoch, the oldest first
+        service.activities.watch(self.doing)
 
     async def run(self) -> None:
         """Scores until cancelled. Raises the error that keeps an outcome from being sent."""
@@ -85,6 +92,17 @@ class GroupConsumer:
             for task in [task for task in running if task.done()]:
                 running.discard(task)
                 task.result()
+
+    def doing(self) -> Doing | None:
+        """Returns what the environment does with the groups in hand, since it began with the oldest one."""
+        if not self._scoring:
+            return None
+        oldest, since = next(iter(self._scoring.items()))
+        limit = self._service.config.reward.reward_timeout
+        groups = f"{len(self._scoring)} {'group' if len(self._scoring) == 1 else 'groups'}"
+        what = f"scores {groups} by {self._scorer.name}, the oldest is {oldest}"
+        after = f"a verifier is given up after reward.reward_timeout = {limit:g} s, remote ones after their own timeouts"
+        return Doing(part=WORK, what=what, since=since, next_action=after, stuck=time.time() - since > max(limit, SLOW_SECONDS))
 
     async def close(self) -> None:
         """Drops the groups in progress, which return to the queue by themselves."""
@@ -163,9 +181,11 @@ class GroupConsumer:
 
     async def _timed(self, group: Generated, samples: list[Sample]) -> list[Score]:
         started = time.monotonic()
+        self._scoring[group.group] = time.time()
         try:
             return await self._router.score(group, samples)
         finally:
+            self._scoring.pop(group.group, None)
             self._service.metrics.add("score_seconds", time.monotonic() - started, environment=group.environment)
 
     def _failed(self, group: Generated, reason: str, fault: Fault) -> Failed:

@@ -77,7 +77,7 @@ class RoleWorker:
     ) -> None:
         self._config, self._control, self._log = config, control, structlog.get_logger()
         self._checkpoints = config.trained / ("checkpoints" if role == "actor" else "critic-checkpoints")
-        self._objective = config.algorithm
+        self._objective, self._ranks = config.algorithm, config.trainer.ranks(role)
         self._set_state("loading the model")
         check_architecture(config, role)
         self._custom = CustomFunctions.of(config)
@@ -120,6 +120,14 @@ class RoleWorker:
             self._log.info("prefix_sharing_off", reason=reason)
 
     # --- commands and batches
+
+    def _tell_doing(self, what: str) -> None:
+        """Tells displays what this role does from now on, where this is rank 0."""
+        if self._control is not None:
+            limit = self._config.trainer.collective_timeout
+            many = self._ranks > 1
+            after = f"if a rank hangs, the others end after trainer.collective_timeout = {limit:g} s, and all start again" if many else ""
+            self._control.begin_doing(what, (), after)
 
     def _next_command(self) -> Command:
         if self._scheduler is None:
@@ -248,6 +256,7 @@ class RoleWorker:
     def _save(self) -> None:
         """Writes a checkpoint of the training's present state, in the background if so configured; waits for the last one of a run."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
+        self._tell_doing(f"saving the checkpoint of {steps} steps")
         self._save_began = time.time()
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)

@@ -91,6 +91,8 @@ class BatchRequester:
         if what != self._awaited:
             self._awaited, self._since, self._logged = what, now, now
         waited = now - self._since
+        role = "critic" if "critic" in awaited_from else "trainer" if "actor" in awaited_from else "buffer"
+        self._control.begin_doing(what, [role], f"the trainer stops after {self._timeout + longer:g} s, and starts again")
         if (push := self._push()) is not None and push.seconds > PUSH_SECONDS:
             what, awaited_from = f"{push.what}, which {what} waits for", push.whom
         if waited > self._timeout + longer:

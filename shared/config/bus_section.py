@@ -29,3 +29,9 @@ class BusSection(Section):
     replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
     lease_duration: float = Field(default=5.0, ge=0.5, description="seconds after which a silent buffer's place is taken by another")
     registry_ttl: float = Field(default=10.0, ge=1, description="seconds after which a silent service is taken for gone")
+    frozen_timeout: float = Field(
+        default=60,
+        ge=0,
+        description="seconds without heartbeat, or server's answer, after which `myxo up` kills a process and starts it again; 0: never",
+        **MUTABLE,
+    )

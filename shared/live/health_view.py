@@ -66,7 +66,7 @@ class EventLine:
 @dataclass(frozen=True)
 class HealthView:
     """The health. ``dead``: groups since the run began, None where nobody tells; ``reasons``: of those that are remembered, the most
-    frequent first. ``events``: what services told, the newest first."""
+    frequent first. ``events``: what services told, the newest first. ``waiting_for``: what the next training step waits for."""
 
     alarms: list[Alarm]
     services: list[ServiceHealth]
@@ -75,6 +75,7 @@ class HealthView:
     events: list[EventLine]
     disk: Room | None
     memory: Room | None
+    waiting_for: str = ""
 
 
 def symptoms(
@@ -108,8 +109,10 @@ def symptoms(
     )
 
 
-def health_view(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus], found: Symptoms) -> HealthView:
-    """Returns the health, by these symptoms."""
+def health_view(
+    history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus], found: Symptoms, waiting_for: str = ""
+) -> HealthView:
+    """Returns the health, by these symptoms. ``waiting_for``: what the next training step waits for, in words."""
     statuses = [shown(status) for status in statuses]
     dead = newest_gauges(statuses, "buffer").get("dead")
     return HealthView(
@@ -120,6 +123,7 @@ def health_view(history: FlowHistory, config: RunConfig, statuses: Sequence[Serv
         events=[_line(event) for event in list(history.events)[: -EVENTS_SHOWN - 1 : -1]],
         disk=found.disk,
         memory=found.memory,
+        waiting_for=waiting_for,
     )
 
 

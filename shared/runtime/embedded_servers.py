@@ -95,7 +95,7 @@ class EmbeddedServer(ABC):
         """
         self.process = ChildProcess(self.name, self._command(), self.log_path)
         try:
-            self.process.wait_ready(self._answers, "a first answer", deadline, pause_s=0.01)
+            self.process.wait_ready(self.answers, "a first answer", deadline, pause_s=0.01)
         except DeadlineExceeded:
             self.stop()
             raise
@@ -112,7 +112,8 @@ class EmbeddedServer(ABC):
         lines = self.process.last_lines(1) if self.process is not None else []
         return lines[0] if lines else "no log"
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Returns whether it takes connections and answers now, within a second."""
         family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
         with socket.socket(family) as connection, contextlib.suppress(OSError):
             connection.settimeout(1)

@@ -27,10 +27,12 @@ from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRec
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.weights_section import WeightsSection
+from shared.runtime.activities import PUSH
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
 from shared.schema.messages import Accepted, Message
+from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import (
     WeightChannelAddress,
     WeightsAbort,
@@ -160,6 +162,14 @@ class Pusher:
                 self._end_reading()
 
         self._pushing = run_in_thread(work, f"push-{push.version}")
+
+    def doing(self) -> Doing | None:
+        """Returns what a push under way waits for, on rank 0; any thread may ask. None while there is none."""
+        if (wait := self.awaited) is None:
+            return None
+        after = f"who has not answered is left out weights.push_timeout = {self._config.push_timeout:g} s after its beginning"
+        what = wait.what.removeprefix("the ")
+        return Doing(part=PUSH, what=what, since=time.time() - wait.seconds, awaited_from=list(wait.awaited_from), next_action=after)
 
     def wait(self) -> None:
         """Returns once no push is under way."""

@@ -33,6 +33,7 @@ MUTABLE = {
     "sandbox_memory_bytes",
     "sandbox_processes",
     "sandbox_output_bytes",
+    "frozen_timeout",
     "full_timeout",
     "sync_interval",
     "max_bytes",

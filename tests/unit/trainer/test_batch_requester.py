@@ -1,6 +1,7 @@
 """How long the trainer waits: for a batch, and at the run's end for an evaluation."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ class Pending:
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
         return self._answer
+
+    def begin_doing(self, what: str, awaited_from: Sequence[str], next_action: str) -> None:
+        assert what in ("the batch of step 3", "the run's end") and list(awaited_from) == ["buffer"] and "the trainer stops" in next_action
 
 
 def requester(need: int, timeout: float, evaluation: float) -> BatchRequester:
