@@ -102,9 +102,9 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
-        guest, bus = rights_of(CONSOLE, self._run), self._config.bus
+        guest, given = rights_of(CONSOLE, self._run), self._config.bus
         self._servers = RunServers(
-            self._directory, self._given, self._config.store, guest, sync_interval=bus.sync_interval, frozen_timeout=bus.frozen_timeout
+            self._directory, self._given, self._config.store, guest, sync_interval=given.sync_interval, frozen_timeout=given.frozen_timeout
         )
         self._servers.start()
         try:
