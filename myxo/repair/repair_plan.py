@@ -1,14 +1,14 @@
 """What a run that a loss of power or a bad disk has torn apart needs to go on. It is pure.
 
 The ledger and the checkpoints are written one after the other, to files of their own. Where the last records of the ledger are lost, a
-checkpoint may be ahead of it: it wants the batch of a step whose beginning the ledger does not know. Where records are lost in its middle,
+checkpoint may be ahead of it: it has steps that the ledger does not know as trained. Where records are lost in its middle,
 what follows them has no ground. So the ledger is cut before its first gap, and the run goes back to a checkpoint that the ledger knows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from shared.schema.ledger import BatchFormed, CheckpointDurable, LedgerRecord, LedgerRepaired
+from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, LedgerRepaired
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,13 @@ class LedgerCut:
 class LedgerExtent:
     """How far the good part of a ledger goes.
 
-    formed: steps whose batches were formed. durable: steps below which batches have been freed. cut: what is not good. groups: of
-    the batches that are kept, by step.
+    trained: steps that it says were trained, which is as far as a checkpoint may be. durable: steps below which batches have been freed.
+    cut: what is not good.
     """
 
-    formed: int = 0
+    trained: int = 0
     durable: int = 0
     cut: LedgerCut | None = None
-    groups: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def extent(records: Iterable[tuple[int, LedgerRecord]], last: int) -> LedgerExte
     """
     found = list(records)
     mended = {record.cut_after: record.cut_last for _, record in found if isinstance(record, LedgerRepaired) and record.cut_last}
-    formed, durable, before, batches = 0, 0, 0, dict[int, Sequence[str]]()
+    trained, durable, before = 0, 0, 0
     cut: LedgerCut | None = None
     for sequence, record in found:
         expected = mended.get(before, before) + 1
@@ -72,14 +71,13 @@ def extent(records: Iterable[tuple[int, LedgerRecord]], last: int) -> LedgerExte
             cut = LedgerCut(before, last, f"records {expected} to {sequence - 1} are gone, or cannot be read")
             break
         before = sequence
-        if isinstance(record, BatchFormed):
-            formed = record.step + 1
-            batches[record.step] = record.groups
+        if isinstance(record, BatchTrained):
+            trained = record.step + 1
         elif isinstance(record, CheckpointDurable):
             durable = record.steps
     if cut is None and last > mended.get(before, before):
         cut = LedgerCut(before, last, f"records {before + 1} to {last} are gone, or cannot be read")
-    return LedgerExtent(formed, durable, cut, {step: groups for step, groups in batches.items() if step >= durable})
+    return LedgerExtent(trained, durable, cut)
 
 
 def repair_plan(ledger: LedgerExtent, checkpoints: Iterable[int]) -> RepairPlan:
@@ -90,16 +88,16 @@ def repair_plan(ledger: LedgerExtent, checkpoints: Iterable[int]) -> RepairPlan:
     """
     held = sorted(checkpoints)
     newest = held[-1] if held else 0
-    if ledger.durable <= newest <= ledger.formed:
+    if ledger.durable <= newest <= ledger.trained:
         return RepairPlan(newest, ledger.cut)
-    known = [steps for steps in [0, *held] if ledger.durable <= steps <= ledger.formed]
-    ahead = tuple(steps for steps in held if steps > ledger.formed)
+    known = [steps for steps in [0, *held] if ledger.durable <= steps <= ledger.trained]
+    ahead = tuple(steps for steps in held if steps > ledger.trained)
     if not known:
         kept = ", ".join(map(str, held)) or "none"
         return RepairPlan(
             newest,
             ledger.cut,
-            problem=f"the ledger has the batches of steps {ledger.durable} to {ledger.formed - 1}, and no checkpoint is of steps"
-            f" {ledger.durable} to {ledger.formed} (there: {kept})",
+            problem=f"the ledger can be gone on with from {ledger.durable} to {ledger.trained} steps, and no checkpoint is of so many"
+            f" (there: {kept})",
         )
     return RepairPlan(known[-1], ledger.cut, ahead)

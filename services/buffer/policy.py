@@ -64,6 +64,10 @@ class BadChoice(MyxoError):
     """A buffer filter chose groups that are no batch; the text says which."""
 
 
+AHEAD = "the checkpoint is ahead of the ledger, as after a loss of power; `myxo repair RUN` says what would be lost, and mends it"
+"""What a trainer is told that comes back with more steps than the ledger has."""
+
+
 class WrongStep(MyxoError):
     """A trainer asked for or reported a step that does not follow from the ledger; the text says what was expected."""
 
@@ -325,7 +329,7 @@ def trained(
 def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
     """Takes note of a checkpoint that is on disk; an older one gives no record. Raises WrongStep."""
     if steps > state.trained_steps:
-        raise WrongStep(f"a checkpoint of {steps} steps was reported; {state.trained_steps} are trained")
+        raise WrongStep(f"a checkpoint of {steps} steps was reported; {state.trained_steps} are trained: {AHEAD}")
     return [ledger.CheckpointDurable(steps=steps, at=now)] if steps > state.durable_steps else []
 
 
@@ -368,10 +372,7 @@ def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = 
 def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:
     """Returns the oldest version that the batch of ``step`` may train. Raises WrongStep where it is not the next batch."""
     if step > state.formed_steps:
-        raise WrongStep(
-            f"step {step} was asked for; the next batch is of step {state.formed_steps}: the checkpoint is ahead of the ledger, as after a"
-            " loss of power; `myxo repair RUN` says what would be lost, and mends it"
-        )
+        raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}: {AHEAD}")
     if step != state.formed_steps:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
     if version != limits.version_of_step(step):

@@ -3,13 +3,13 @@
 import pytest
 
 from myxo.repair.repair_plan import LedgerCut, LedgerExtent, RepairPlan, extent, repair_plan
-from shared.schema.ledger import BatchFormed, CheckpointDurable, LedgerRecord, LedgerRepaired, VersionLive
+from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, LedgerRepaired, VersionLive
 
 
 def ledger(*steps: int) -> list[LedgerRecord]:
-    """The batches of these steps, as records; a negative number: a checkpoint of so many steps is durable."""
+    """These steps were trained, as records; a negative number: a checkpoint of so many steps is durable."""
     return [
-        BatchFormed(step=step, version=step, groups=[f"g{step:08d}"], at=1.0) if step >= 0 else CheckpointDurable(steps=-step, at=1.0)
+        BatchTrained(step=step, version=step, started=0.0, ended=1.0, at=1.0) if step >= 0 else CheckpointDurable(steps=-step, at=1.0)
         for step in steps
     ]
 
@@ -20,29 +20,29 @@ def numbered(records: list[LedgerRecord], *lacking: int) -> list[tuple[int, Ledg
 
 def test_a_whole_ledger_is_good_to_its_end() -> None:
     found = extent(numbered(ledger(0, 1, 2, -2, 3)), 5)
-    assert found == LedgerExtent(formed=4, durable=2, groups={2: ["g00000002"], 3: ["g00000003"]})
+    assert found == LedgerExtent(trained=4, durable=2)
     assert extent([], 0) == LedgerExtent()
 
 
 @pytest.mark.parametrize(
-    ("lacking", "after", "formed"), [((3,), 2, 2), ((1,), 0, 0), ((2, 3), 1, 1), ((5,), 4, 3), ((3, 5), 2, 2), ((1, 2, 3, 4, 5), 0, 0)]
+    ("lacking", "after", "trained"), [((3,), 2, 2), ((1,), 0, 0), ((2, 3), 1, 1), ((5,), 4, 3), ((3, 5), 2, 2), ((1, 2, 3, 4, 5), 0, 0)]
 )
-def test_a_ledger_is_cut_before_its_first_gap(lacking: tuple[int, ...], after: int, formed: int) -> None:
+def test_a_ledger_is_cut_before_its_first_gap(lacking: tuple[int, ...], after: int, trained: int) -> None:
     found = extent(numbered(ledger(0, 1, 2, -2, 3), *lacking), 5)
-    assert found.cut is not None and (found.cut.after, found.cut.last, found.formed) == (after, 5, formed)
+    assert found.cut is not None and (found.cut.after, found.cut.last, found.trained) == (after, 5, trained)
     assert f"records {after + 1} to" in found.cut.why
 
 
 def test_what_a_repair_has_cut_is_no_gap() -> None:
     repaired = LedgerRepaired(resume=2, cut_after=2, cut_last=5, at=1.0)
     records = [*enumerate(ledger(0, 1), 1), (6, repaired), *enumerate(ledger(2, 3), 7)]
-    assert extent(records, 8) == LedgerExtent(formed=4, groups={step: [f"g{step:08d}"] for step in range(4)})
+    assert extent(records, 8) == LedgerExtent(trained=4)
     late = extent([*records, (10, VersionLive(version=1, at=1.0))], 10)
     assert late.cut is not None and late.cut.after == 8
 
 
 @pytest.mark.parametrize(
-    ("formed", "durable", "held", "resume", "aside"),
+    ("trained", "durable", "held", "resume", "aside"),
     [
         (5, 4, [2, 4], 4, ()),
         (4, 4, [2, 4], 4, ()),
@@ -53,16 +53,16 @@ def test_what_a_repair_has_cut_is_no_gap() -> None:
     ],
 )
 def test_a_run_goes_back_to_the_newest_checkpoint_that_the_ledger_knows(
-    formed: int, durable: int, held: list[int], resume: int, aside: tuple[int, ...]
+    trained: int, durable: int, held: list[int], resume: int, aside: tuple[int, ...]
 ) -> None:
-    plan = repair_plan(LedgerExtent(formed, durable), held)
+    plan = repair_plan(LedgerExtent(trained, durable), held)
     assert plan == RepairPlan(resume, None, aside) and plan.needed == bool(aside)
 
 
-@pytest.mark.parametrize(("formed", "durable", "held"), [(3, 2, [4]), (5, 4, [2]), (5, 4, [])])
-def test_where_no_checkpoint_fits_nothing_is_touched(formed: int, durable: int, held: list[int]) -> None:
-    plan = repair_plan(LedgerExtent(formed, durable), held)
-    assert plan.problem and not plan.set_aside and f"steps {durable} to {formed - 1}" in plan.problem
+@pytest.mark.parametrize(("trained", "durable", "held"), [(3, 2, [4]), (5, 4, [2]), (5, 4, [])])
+def test_where_no_checkpoint_fits_nothing_is_touched(trained: int, durable: int, held: list[int]) -> None:
+    plan = repair_plan(LedgerExtent(trained, durable), held)
+    assert plan.problem and not plan.set_aside and f"from {durable} to {trained} steps" in plan.problem
 
 
 def test_a_cut_alone_is_worth_a_repair() -> None:
