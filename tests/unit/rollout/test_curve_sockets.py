@@ -1,5 +1,6 @@
 """An engine's sockets at TCP ports take messages from those alone who know its secret."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -43,8 +44,10 @@ def send(secret: str, port: str, text: str, linger: int) -> None:
 @pytest.mark.parametrize("stranger", ["", "another"])
 def test_a_stranger_is_not_heard(stranger: str) -> None:
     """Between two messages of the engine's own one comes without the secret, and one by another: neither arrives."""
-    with subprocess.Popen([sys.executable, "-c", TAKER], env=with_secret("own"), stdout=subprocess.PIPE, text=True) as taker:
+    taking = subprocess.Popen([sys.executable, "-c", TAKER], env=with_secret("own"), stdout=subprocess.PIPE, text=True)
+    with taking as taker, contextlib.ExitStack() as stack:
         assert taker.stdout is not None
+        stack.callback(taker.kill)  # a message that does not come must fail the test, not hold it up
         port = taker.stdout.readline().strip()
         send("own", port, "first", 30_000)
         assert taker.stdout.readline().strip() == "first"
