@@ -195,7 +195,7 @@ def measured(model: Path, samples: "list[Sample]", choices: "ExpertChoices", dty
     from services.trainer.trainer_settings import TrainerSettings
     from shared.config.trainer_section import TrainerSection
 
-    section = TrainerSection(train_dtype=dtype, train_device=device)  # type: ignore[arg-type]
+    section = TrainerSection(train_dtype=dtype, train_device=device)
     actor = Actor.create(TrainerSettings(section), model)
     each = max(1, MICRO_BATCH_TOKENS // samples[0].length)
     packs = [samples[start : start + each] for start in range(0, len(samples), each)]
@@ -213,7 +213,7 @@ def measured(model: Path, samples: "list[Sample]", choices: "ExpertChoices", dty
                 assert told is not None
                 chosen = torch.stack([routing[layer + 1] for layer in choices.layers], 1).numpy()
                 known = (told.numpy() >= 0).all((1, 2))  # the engine does not compute a sequence's last token
-                agrees = np.ones((len(known), len(choices.layers)), bool)
+                agrees = np.ones((len(known), len(choices.layers)), np.bool_)
                 agrees[known] = same(chosen[known], told.numpy()[known])
                 agreeing.append((agrees, known, trained.numpy()))
             difference = np.concatenate(differences)
