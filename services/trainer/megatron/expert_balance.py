@@ -127,7 +127,7 @@ def trained_lengths(cu_seqlens: Tensor, loss_mask: Tensor) -> tuple[list[int], l
     return numbers, [starts[number + 1] - starts[number] for number in numbers]
 
 
-class BalancedRouter(TopKRouter):  # type: ignore[misc]  # Megatron has no types
+class BalancedRouter(TopKRouter):
     """Megatron's router, with losses that leave padding out.
 
     Attributes:
