@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from services.trainer import flops
-from services.trainer.megatron import checkpoint, export, lora, passes, runtime
+from services.trainer.megatron import checkpoint, checkpoint_digests, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.expert_balance import Balancing, update_biases
 from services.trainer.megatron.freezing import freeze
@@ -36,12 +36,24 @@ from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import division_problems
 
-__all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "latest_step"]
+__all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "damage_of", "latest_step", "pass_over"]
 
 
 def complete_steps(root: Path) -> list[int]:
     """Returns the steps of the complete checkpoints below ``root``, as this rank sees them, oldest first. Needs no other rank."""
     return sorted(checkpoint.checkpoints(root))
+
+
+def damage_of(root: Path, step: int, rank: int, world: int) -> str | None:
+    """Returns what this rank finds wrong with its share of a checkpoint's files; None where nothing is, or the step is not here."""
+    path = checkpoint.checkpoints(root).get(step)
+    return None if path is None else checkpoint_digests.damage(path, rank, world)
+
+
+def pass_over(root: Path, step: int) -> None:
+    """Sets a damaged checkpoint aside, so that it counts no more. Raises OSError."""
+    if (path := checkpoint.checkpoints(root).get(step)) is not None:
+        checkpoint_digests.set_aside(path)
 
 
 @dataclass(frozen=True)

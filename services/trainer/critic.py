@@ -67,7 +67,7 @@ class Critic(RoleWorker):
                     self._save_before_leaving(done)
                     return self._report_saved()
                 case Wait(save=save):
-                    if save and self._begun_save < self._progress.steps:
+                    if save and self._room_made < self._progress.steps:
                         self._save_at_once()
             self._report_saved()
 
@@ -101,7 +101,7 @@ class Critic(RoleWorker):
 
     def _report_saved(self) -> None:
         """Publishes the saved steps to the actor, which reports to the buffer once both have saved."""
-        if self._control is not None and self._saved_steps() > self._reported:
-            self._reported = self._saved_steps()
+        if self._control is not None and (steps := self._kept_from()) > self._reported:
+            self._reported = steps
             self._shared.save("critic", self._reported)
             self._shared.forget("kl", self._reported)

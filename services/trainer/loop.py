@@ -104,7 +104,7 @@ class Trainer(RoleWorker):
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait(save=save):
-                    if save and self._begun_save < self._progress.steps:
+                    if save and self._room_made < self._progress.steps:
                         self._colocation.onload()
                         self._save_at_once()
                     self._colocation.offload()
@@ -280,9 +280,15 @@ class Trainer(RoleWorker):
             self._exporter.begin(self._progress.steps)
 
     def _report_durable(self) -> None:
-        """Reports to the buffer the steps that a checkpoint (with a critic, that of both roles) holds: their payloads may be deleted."""
+        """Reports to the buffer the steps that all kept checkpoints (with a critic, of both roles) hold: their payloads may be deleted."""
         control = self._control
-        if control is None or control.stopping or (steps := self._saved_steps()) <= self._durable:  # a resume reports what a stop has not
+        if control is None or control.stopping:  # a resume reports what a stop has not
+            return
+        steps = self._kept_from()
+        if self._saved >= self._begun_save and self._save_began is not None:
+            control.traces.add(checkpoint_span(self._begun_save, self._save_began, time.time()))
+            self._save_began = None
+        if steps <= self._durable:
             return
         if self._exchange is not None:
             self._exchange.save("actor", steps)
@@ -292,5 +298,3 @@ class Trainer(RoleWorker):
             with contextlib.suppress(StopAsked):
                 control.durable(steps)
                 self._durable = steps
-                if steps == self._begun_save and self._save_began is not None:
-                    control.traces.add(checkpoint_span(steps, self._save_began, time.time()))
