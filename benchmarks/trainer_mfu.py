@@ -23,9 +23,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.page_table import put_table
+
+if TYPE_CHECKING:
+    from shared.config.trainer_section import TrainerSection
 
 SHAPE = {
     "model_type": "qwen3",
@@ -96,7 +99,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--case", action="append", metavar="TOKENS:RECOMPUTE", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
-    parser.add_argument("--write", action="store_true", help="put the figures of benchmarks/results into the docs; nothing is measured")
+    parser.add_argument("--write", action="store_true", help="plan the cases of benchmarks/results anew, and put them into the docs")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b", help="of the model")
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="GPUs that share the experts")
@@ -110,8 +113,7 @@ def main() -> int:
             print(json.dumps(measured))
         return 0
     if arguments.write:
-        for name in WRITTEN:
-            put_table(PAGE, "trainer_mfu", table(json.loads((RESULTS / f"{name}.json").read_text())), name)
+        write_page()
         return 0
     rows = []
     mixture = "num_experts" in SHAPES[arguments.shape]
@@ -157,20 +159,14 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     from services.trainer.objective.loss import PolicyLoss
     from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
-    from shared.config.trainer_section import TrainerSection
-    from shared.model.memory_plan import plan_trainer
 
     GroupedExperts.loops = arguments.loop
     tokens, shape, rank = int(case.partition(":")[0]), SHAPES[arguments.shape], int(os.environ.get("RANK", "0"))
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(shape))
-        layout: dict[str, Any] = {"expert_model_parallel_size": arguments.expert_parallel}
-        if arguments.offload:
-            layout["megatron"] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
-        section = TrainerSection(lr=1e-6, max_tokens_per_gpu=tokens, **layout, **recomputation(case.partition(":")[2]))
-        config = TrainerSettings(section)
-        actor = Actor.create(config, directory, random=True)
+        section = trainer_section(tokens, case.partition(":")[2], arguments.expert_parallel, arguments.offload)
+        actor = Actor.create(TrainerSettings(section), directory, random=True)
     batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
     for _ in range(WARM_UP):
@@ -188,7 +184,6 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         show_profile(actor, batches, loss)
     step = statistics.median(seconds)
     tflops = flops.training(actor.architecture, [tokens] * MICRO_BATCHES) / step / 1e12
-    (plan,) = plan_trainer(actor.architecture, section, arguments.expert_parallel)
     actor.close()
     del actor
     if rank:
@@ -196,7 +191,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     if cuda:
         torch.cuda.empty_cache()
     limit = matrix_product_tflops() if cuda else 1.0
-    return {
+    row = {
         "shape": arguments.shape,
         "experts": "" if "num_experts" not in shape else "loop" if arguments.loop else "grouped",
         "gpus": arguments.expert_parallel,
@@ -205,7 +200,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "tflops": round(tflops, 1),
         "mfu": round(tflops / limit, 4),
         "peak_gb": round(peak, 1),
-        "plan_gb": round(plan.peak / 1e9, 1),
+        "plan_gb": 0.0,
         "offloaded": arguments.offload,
         "recompute": case.partition(":")[2],
         "step_seconds": round(step, 3),
@@ -214,6 +209,40 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
     }
+    return row | {"plan_gb": planned_gb(row)}
+
+
+def trainer_section(tokens: int, recomputed: str, expert_parallel: int = 1, offload: bool = False) -> "TrainerSection":
+    """The trainer's section of a case."""
+    from shared.config.trainer_section import TrainerSection
+
+    layout: dict[str, Any] = {"expert_model_parallel_size": expert_parallel}
+    if offload:
+        layout["megatron"] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+    return TrainerSection(lr=1e-6, max_tokens_per_gpu=tokens, **layout, **recomputation(recomputed))
+
+
+def planned_gb(row: dict[str, Any]) -> float:
+    """What `shared.model.memory_plan` plans for the case of a row, in GB of 10^9 bytes; it takes neither a GPU nor torch."""
+    from shared.model.families import read_architecture
+    from shared.model.memory_plan import plan_trainer
+
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(SHAPES[row.get("shape", "qwen3-4b")]))
+        architecture = read_architecture(Path(directory))
+    gpus = row.get("gpus", 1)
+    section = trainer_section(row["tokens"], row["recompute"], gpus, row.get("offloaded", False))
+    (plan,) = plan_trainer(architecture, section, gpus)
+    return round(plan.peak / 1e9, 1)
+
+
+def write_page() -> None:
+    """Puts the tables into the page, with what the present plan says of each measured case."""
+    for name in WRITTEN:
+        path = RESULTS / f"{name}.json"
+        rows = [row | {"plan_gb": planned_gb(row)} for row in json.loads(path.read_text())]
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+        put_table(PAGE, "trainer_mfu", table(rows), name)
 
 
 def finished() -> float:
@@ -299,10 +328,7 @@ def line(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as a table."""
-    planned = any("plan_gb" in row for row in rows)
     head = ["| tokens a micro-batch | recomputed | tokens/s | TFLOP/s | MFU | peak memory |", "|---|---|---|---|---|---|"]
-    if not planned:
-        return "\n".join([*head, *map(line, rows)])
     wider = [f"{head[0]} planned |", f"{head[1]}---|"]
     return "\n".join([*wider, *(f"{line(row)} {row['plan_gb']:.0f} GB |" for row in rows)])
 

@@ -105,7 +105,8 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
 
 DEFAULTS: dict[str, Any] = {
     "moe_router_dtype": "fp32",
-    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_bias_update_rate": 0.0,
     "bias_activation_fusion": "true on GPUs",
     "main_grads_dtype": "fp32",
     "main_params_dtype": "fp32",
@@ -130,15 +131,12 @@ FIXED: dict[str, tuple[Any, str]] = {
     "align_param_gather": (False, "parameters are gathered in the optimizer step: they may be pushed right after it"),
     "average_in_collective": (False, "gradients are summed; the objective's weights make them means"),
     "deallocate_pipeline_outputs": (True, "a stage's output is of no use once it is sent; on a CPU it is kept: gloo may still read it"),
-    "moe_aux_loss_coeff": (0.0, "the objective alone is optimised"),
-    "moe_router_bias_update_rate": (0.0, "the router's bias is the checkpoint's"),
     "moe_router_force_load_balancing": (False, "the router is the policy's"),
     "moe_token_drop_policy": ("probs", "no token is dropped"),
     "moe_expert_capacity_factor": (None, "no token is dropped"),
     "moe_pad_expert_input_to_capacity": (False, "no token is dropped"),
     "moe_token_dropping": (False, "no token is dropped"),
     "moe_input_jitter_eps": (None, "log-probs must be those of the policy that the engine samples from"),
-    "moe_z_loss_coeff": (None, "the objective alone is optimised"),
     "optimizer": ("adam", "no other is there"),
     "decoupled_weight_decay": (True, "the optimizer is AdamW"),
     "moe_use_legacy_grouped_gemm": (False, "Megatron gives it up"),
@@ -154,9 +152,6 @@ _WITHOUT_EFFECT = {
     # the reason: flags of which every value is accepted, and changes nothing
     "updates are computed on the model's device, from pinned host memory; the values are the same": (
         "use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params"
-    ),
-    "tokens go to their experts by an all-to-all exchange that takes variable lengths; the values are the same": (
-        "moe_token_dispatcher_type moe_enable_deepep moe_deepep_num_sms moe_flex_dispatcher_backend moe_hybridep_num_sms"
     ),
 }
 

@@ -65,7 +65,8 @@ twice the last counts, and that is told. A switch that is on by default is turne
 | `--ref-load …_torch_dist` | It is taken for a conversion of `--hf-checkpoint` and not read. |
 | `--save DIR` | The run's directory is `DIR/NAME`: checkpoints, logs, TensorBoard, weights, and the state of every service. |
 | `--load DIR` | The newest run in `DIR` goes on where it was; where there is none, a new one begins. `--fresh` begins anew. |
-| `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines. Colocated, all GPUs of the trainer are theirs, too. |
+| `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. |
+| `--rollout-num-gpus --colocate` | Without effect, as with slime: all GPUs are the engines', too. `--rollout-replicas` takes fewer. |
 | `--custom-config-path FILE` | Its keys stand over all flags: fields of that name, the rest are attributes of `args` for your functions. |
 | `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
 | user functions | The same files, with slime's import names, `args` and `Sample`: [hooks.md](hooks.md). |

@@ -13,7 +13,7 @@ from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.live.text import figure_table, json_text
+from shared.live.text import by_fault, figure_table, json_text
 from shared.runtime import exit_codes
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
@@ -61,10 +61,13 @@ def table(run: str, config: RunConfig, report: AuditReport) -> Table:
     outside = "".join(f", {count} {what}" for what, count in untrained.items() if count)
     figures = {
         "conservation": f"{report.admitted} admitted = {' + '.join(ends)}",
+        **({"dead by fault": by_fault(report.faults)} if report.faults else {}),
         "staleness": f"{report.max_staleness} at most in {samples} trained samples, bound {bound}{outside}",
         "steps": f"{report.steps} trained, {report.durable_steps} durable{amended}" + (", finished" if report.finished else ""),
         "live version": "none yet" if report.live_version < 0 else str(report.live_version),
     }
+    if report.repairs:
+        figures["repaired"] = f"{report.repairs} times, by `myxo repair`"
     rows = figure_table(figures.items(), f"Audit of run {run}")
     verdict = Text("ok", style="green") if report.ok else Text(f"{len(report.violations)} violations", style="bold red")
     rows.add_row(Text("verdict", style="dim"), verdict)

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.history.run_summary import collect
 from shared.live.run_view import RunView, look
-from shared.live.service_failures import with_all_failures, with_newest_failures
+from shared.live.service_failures import read_failures, with_all_failures, with_newest_failures
+from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by
+from shared.live.stall_causes import run_stall
 from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import printable_line, say
+from shared.schema.service_messages import ServiceStatus
 
 POLL_INTERVAL_S = 0.5
 
@@ -62,7 +66,8 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         running = any(service.service != ENVIRONMENT for service in services)
         if running:
-            view = await with_all_failures(access.bus, look(access.config, services))
+            wait = await _wait(access, services)
+            view = await with_all_failures(access.bus, look(access.config, services, wait=wait))
             found = _running(view, console, as_json)
         else:
             found = await _at_rest(access, phase, console, as_json)
@@ -123,20 +128,32 @@ async def watch(run: str, directory: Path, console: Console) -> int:
         return code
 
 
+async def _wait(access: Access, services: Sequence[ServiceStatus]) -> Stall:
+    """Returns what a live run waits for, as its launcher tells it, else by its services."""
+    told = told_by(await Registry(access.bus, access.run).launcher())
+    errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
+    return run_stall(RunSituation.of(access.config, services, told=told, errors=errors))
+
+
 async def _until_end(access: Access, console: Console) -> None:
     config, run, bus = access.config, access.run, access.bus
     began = await runs.trained_steps(bus, run)
     view = RunView.at_start(config, began)
     registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
+    waits = StallWatch()
     try:
         while True:
             try:
-                view = await with_newest_failures(bus, look(config, await registry.alive(), before=view, began=began))
+                services = await registry.alive()
+                wait = waits.see(await _wait(access, services), time.time())
+                view = await with_newest_failures(bus, look(config, services, before=view, began=began, wait=wait))
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:
-                view = replace(view, services=(), waiting_for=f"the bus ({str(error) or type(error).__name__})")
+                away = {NATS: Away(0.0, str(error) or type(error).__name__)}
+                wait, now = waits.see(run_stall(RunSituation.of(config, (), away=away)), time.time()), time.time()
+                view = replace(view, services=(), waiting_for=wait.words(now), waiting_since=wait.since, stalled=True)
             if phase == runs.FINISHED:
                 view = view.finished()
             shown.show(view, time.monotonic())

@@ -23,6 +23,9 @@ from shared.live.flow_reader import FlowReader
 from shared.live.flow_view import WINDOWS, FlowView, flow_view
 from shared.live.health_view import symptoms
 from shared.live.room import disk_room, memory_room
+from shared.live.service_failures import read_failures
+from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by
+from shared.live.stall_causes import run_stall
 from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.schema.service_messages import ServiceStatus
@@ -47,38 +50,62 @@ async def top(parsed: argparse.Namespace, console: Console) -> int:
     async with reach(parsed.run, parsed.dir) as access:
         last = await stream_replay.last_sequence(access.bus, Subjects(access.run).ledger_stream, deadline=READ_SECONDS)
         reader = FlowReader(access.run, functools.partial(stream_replay.read, access.bus, deadline=READ_SECONDS), last)
-        view, raised = await _look(access, reader, parsed.window)
+        waits = RunWaits(access)
+        view, raised = await _look(access, reader, parsed.window, waits)
         if parsed.json:
             console.file.write(json_text(_plain(view, raised)) + "\n")
         elif parsed.once or not access.live or not console.is_terminal:
             console.print(flow_panel(access.run, view, raised))
         else:
             with Live(flow_panel(access.run, view, raised), console=console, screen=True, auto_refresh=False) as shown:
-                view, raised = await _until_end(access, reader, parsed.window, shown)
+                view, raised = await _until_end(access, reader, parsed.window, shown, waits)
             console.print(flow_panel(access.run, view, raised))
     return exit_codes.DONE
 
 
-async def _look(access: Access, reader: FlowReader, window_s: float, away: str = "") -> tuple[FlowView, list[Alarm]]:
+class RunWaits:
+    """What a run waits for, from one look to the next."""
+
+    def __init__(self, access: Access) -> None:
+        self._access, self._watch = access, StallWatch()
+        self._bus_since: float | None = None
+
+    async def look(self, statuses: Sequence[ServiceStatus], away: str, now: float) -> Stall | None:
+        """Returns the wait; None of a run at rest. ``away``: why the bus is not there. Raises `BUS_ERRORS`."""
+        access = self._access
+        self._bus_since = (self._bus_since or now) if away else None
+        if away:
+            found = run_stall(RunSituation.of(access.config, (), away={NATS: Away(self._bus_since or now, away)}))
+        elif not statuses:
+            return None
+        else:
+            told = told_by(await Registry(access.bus, access.run).launcher())
+            errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
+            found = run_stall(RunSituation.of(access.config, statuses, told=told, errors=errors))
+        return self._watch.see(found, now)
+
+
+async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:
     """Returns the pipeline and the alarms now. ``away``: why the bus is not there, which leaves what is known. Raises `BUS_ERRORS`."""
     statuses: Sequence[ServiceStatus] = ()
     if not away:
         statuses = await Registry(access.bus, access.run).alive() if access.live else ()
         await reader.catch_up()
     now, history = time.time(), reader.history
+    wait = await waits.look(statuses, away, now)
     reader.look(statuses, now)
     machine = (disk_room(access.directory.root), memory_room()) if access.live else (None, None)
-    raised = alarms(symptoms(history, statuses, now, {"NATS": away} if away else {}, *machine), access.config)
-    return flow_view(history, access.config, statuses, now, window_s, {alarm.kind for alarm in raised}), raised
+    raised = alarms(symptoms(history, statuses, now, {NATS: away} if away else {}, *machine), access.config)
+    return flow_view(history, access.config, statuses, now, window_s, {alarm.kind for alarm in raised}, wait), raised
 
 
-async def _until_end(access: Access, reader: FlowReader, window_s: float, shown: Live) -> tuple[FlowView, list[Alarm]]:
+async def _until_end(access: Access, reader: FlowReader, window_s: float, shown: Live, waits: RunWaits) -> tuple[FlowView, list[Alarm]]:
     """Shows the run until it has ended; a bus that is away is waited for."""
     while True:
         try:
-            found, phase = await _look(access, reader, window_s), await runs.phase(access.bus, access.run)
+            found, phase = await _look(access, reader, window_s, waits), await runs.phase(access.bus, access.run)
         except BUS_ERRORS as error:
-            found, phase = await _look(access, reader, window_s, str(error) or type(error).__name__), None
+            found, phase = await _look(access, reader, window_s, waits, str(error) or type(error).__name__), None
         shown.update(flow_panel(access.run, *found), refresh=True)
         if phase in runs.ENDS:
             return found

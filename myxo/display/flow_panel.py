@@ -27,7 +27,7 @@ KEY = "▁▄█ busy  ▒ stopped for weights or a checkpoint  · waits"
 def flow_panel(run: str, view: FlowView, alarms: Iterable[Alarm]) -> RenderableType:
     """Returns the pipeline and the alarms as a panel."""
     when = "now" if view.live else "at its last record"
-    parts: list[RenderableType] = [*_verdict(view.bottleneck), _waits(view), _stages(view.stages), _services(view)]
+    parts: list[RenderableType] = [*_verdict(view.bottleneck), *_next_step(view), _waits(view), _stages(view.stages), _services(view)]
     parts.append(Text(f"{KEY}   {duration(view.end - view.begin)} back from {when}", style="dim"))
     parts += [_staleness(view), *(_alarm(alarm) for alarm in alarms)]
     return Panel(Group(*(Padding(part, (0, 0, 1, 0)) for part in parts)), title=f"[bold]{escape(run)}", border_style="cyan")
@@ -39,6 +39,12 @@ def _verdict(found: Bottleneck) -> list[RenderableType]:
         withheld = f" (withheld: {advice.withheld})" if advice.withheld else ""
         lines.append(Text(f"→ {advice.text}{withheld}", style="dim" if advice.withheld else ""))
     return [Group(*lines)]
+
+
+def _next_step(view: FlowView) -> list[RenderableType]:
+    if not view.waiting_for or view.waiting_for in view.bottleneck.sentence:
+        return []
+    return [Text(f"now waiting for {view.waiting_for}", style="yellow" if view.stalled else "dim")]
 
 
 def _waits(view: FlowView) -> Text:

@@ -21,12 +21,12 @@ PLAIN_SECONDS = 5.0
 PACE_STEPS = 20
 """The most steps over which the pace, and the time left, are measured."""
 
-_SECONDS = re.compile(r"\d+ s\b|\d+/min\b")
+_SECONDS = re.compile(r"\d+ s\b|\d+/min\b|\b(?:\d+h)?(?:\d+m)?\d+s\b")
 
 _STATE_STYLES = {
     "ready": "green",
     "standby": "cyan",
-    **dict.fromkeys(("starting", "fenced", "late", "away"), "yellow"),
+    **dict.fromkeys(("starting", "waiting", "ending", "fenced", "late", "away"), "yellow"),
     "stopping": "dim",
     **dict.fromkeys(("refused", "down", "failed", "run failed"), "bold red"),
 }
@@ -100,7 +100,7 @@ def what_happened(view: RunView) -> str:
     staleness = "" if view.staleness_max is None else f"staleness {_mean_staleness(view)} mean {number(view.staleness_max)} max"
     parts = [
         f"step {view.steps}/{view.of}",
-        f"waiting for {view.waiting_for}" if view.waiting_for else "",
+        f"waiting for {view.waiting_for}" if view.waiting_for and view.stalled else "",
         f"reward {number(view.reward, '.3f')}" if view.reward is not None else "",
         *(f"eval/{name} {found}" for name, found in view.evaluations.items()),
         staleness,
@@ -123,7 +123,7 @@ def panel(view: RunView, elapsed: float | None = None, remaining: float | None =
         depths = ", ".join(f"{name} {number(waiting)} waiting + {number(held)} held" for name, (waiting, held) in view.queues.items())
         parts.append(Text(f"queues  {depths}", style="dim"))
     if view.waiting_for:
-        parts.append(Text(f"waiting for {view.waiting_for}", style="yellow"))
+        parts.append(Text(f"waiting for {view.waiting_for}", style="yellow" if view.stalled else "dim"))
     parts += [_services(view), *(Text(line, style="red") for line in view.troubles.lines())]
     times = None if elapsed is None else Text(_times(elapsed, remaining))
     return Panel(Group(*parts), title=Text(view.run, style="bold"), subtitle=times, border_style="cyan")

@@ -16,7 +16,7 @@ from myxo.display.text_chart import text_chart
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import TRANSIENT, Bus
 from shared.history.run_summary import EvaluationSummary, Summary, SummaryTally, collect
-from shared.live.text import duration, figure_table, json_text, shortened_line
+from shared.live.text import by_fault, duration, figure_table, json_text, shortened_line
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded
@@ -86,8 +86,9 @@ async def report_troubles(bus: Bus, run: str, console: Console) -> None:
 
 
 def troubles_of(summary: Summary) -> list[tuple[str, str]]:
-    """Returns dead groups and failed prompts by reason, restarts and failures by service, the most frequent of each."""
-    rows = []
+    """Returns dead groups by what was at fault; they and failed prompts by reason, restarts and failures by service, the most frequent of
+    each, and the last waits."""
+    rows = [("dead by fault", by_fault(summary.groups.faults))] if summary.groups.faults else []
     for name, reasons in (("dead", summary.groups.dead), ("held-out failed", summary.eval_failed)):
         rows += [(name, f"{count}: {shortened_line(reason)}") for reason, count in failure_summary.most(reasons, MOST)]
     restarts = sorted(summary.restarts.items(), key=lambda entry: -entry[1])
@@ -95,7 +96,8 @@ def troubles_of(summary: Summary) -> list[tuple[str, str]]:
         reason = summary.errors.get(instance)
         rows.append(("restarts", f"{instance} {count}" + (f", last {shortened_line(reason)}" if reason else "")))
     elsewhere = [(instance, reason) for instance, reason in summary.errors.items() if instance not in summary.restarts]
-    return rows + [("failed", f"{instance}: {shortened_line(reason)}") for instance, reason in elsewhere[-MOST:]]
+    rows += [("failed", f"{instance}: {shortened_line(reason)}") for instance, reason in elsewhere[-MOST:]]
+    return rows + [("waited", shortened_line(words)) for words in summary.waits[-MOST:]]
 
 
 def table(summary: Summary) -> Table:

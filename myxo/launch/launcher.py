@@ -18,6 +18,7 @@ from myxo.launch.disk_watch import DiskWatch
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import StopReason, Supervisor
+from myxo.launch.wait_report import WaitReport
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_access import told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls
@@ -29,16 +30,23 @@ from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.live.heartbeats import Heartbeats
+from shared.live.live_services import InstanceStatus, present
 from shared.live.run_view import RunView, look
-from shared.live.service_failures import RESTARTED, full_disk
+from shared.live.service_failures import full_disk
+from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
 from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
+from shared.runtime.service_base import HEARTBEATS
 from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
+
+STALE_SHARE = 0.5
+"""A service is silent that has not renewed its status for this share of its TTL: it does so five times within."""
 
 TICK_SECONDS = 0.1
 POLL_SECONDS = 0.5
@@ -83,6 +91,9 @@ class Launch:
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
+        self._gone: dict[str, Away] = {}  # the servers that did not answer when they were last asked
+        self._waits, self._heartbeats = WaitReport(), Heartbeats()
+        self._cut_off = 0.0  # since when the launcher's own connection is broken, seconds since the epoch
         self._browser: ConsoleProcess | None = None
         self._log = structlog.get_logger()
 
@@ -91,7 +102,10 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
-        self._servers = RunServers(self._directory, self._given, self._config.store, rights_of(CONSOLE, self._run))
+        guest, given = rights_of(CONSOLE, self._run), self._config.bus
+        self._servers = RunServers(
+            self._directory, self._given, self._config.store, guest, sync_interval=given.sync_interval, frozen_timeout=given.frozen_timeout
+        )
         self._servers.start()
         try:
             inbox = Subjects(self._run).inbox("operator")
@@ -195,38 +209,80 @@ class Launch:
             if now >= show_at or self._ended:
                 show_at = now + SHOW_SECONDS
                 instances, servers = supervisor.statuses(now), self._servers.restarts()
-                view = look(self._config, self._statuses, instances, servers, view, self._began, disk.text)
+                wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
+                view = look(self._config, self._statuses, instances, servers, view, self._began, disk.text, wait)
                 shown.show(view.finished() if self._finished else view.stopped(self._failure), now)
             if self._ended:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
 
+    def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
+        """Returns what is known of the run now."""
+        gone = {**self._gone, **self._servers.away()}
+        if bus.connection.is_connected or NATS in gone:
+            self._cut_off = 0.0
+        else:
+            self._cut_off = self._cut_off or time.time()
+            gone[NATS] = Away(self._cut_off, "the connection broke, and is being restored")
+        silent = self._heartbeats.silent(self._config.bus.registry_ttl * STALE_SHARE, [item.instance for item in instances])
+        statuses = [status for status in self._statuses if status.instance not in silent]
+        return RunSituation.of(self._config, statuses, instances, away=gone, silent=silent, disk=disk, failure=self._failure)
+
     async def _poll(self, bus: Bus, supervisor: Supervisor) -> None:
-        """Reads the registry and the run's phase, tells of restarts, and notes when bus or store do not answer. Runs until cancelled."""
-        registry, store = Registry(bus, self._run), Store(self._servers.redis_url)
+        """Reads the registry and the run's phase, tells of restarts and waits, and notes when bus or store do not answer. Runs until
+        cancelled."""
+        registry, store, renewed = Registry(bus, self._run), Store(self._servers.redis_url), float("-inf")
         try:
             while True:
                 try:
+                    if time.monotonic() - renewed >= self._config.bus.registry_ttl / HEARTBEATS:
+                        await registry.renew(self._waits.status())  # it also proves that the bus takes heartbeats
+                        renewed = time.monotonic()
                     self._statuses = await registry.alive()
+                    self._listen(supervisor)
                     phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     self._finished, self._ended = phase == runs.FINISHED, phase in runs.ENDS
-                    await self._publish_restarts(bus, supervisor.restarted)
+                    await self._publish(bus, supervisor.restarted)
+                    await self._publish(bus, self._waits.events)
+                    self._gone.pop(NATS, None)
+                except BUS_ERRORS as error:
+                    self._heartbeats.look_away()
+                    self._note_gone(NATS, error)
+                try:
                     await store.ping(deadline=POLL_DEADLINE)
+                    self._gone.pop(STORE, None)
                 except (RedisError, *BUS_ERRORS) as error:
-                    self._away = time.monotonic()
-                    self._log.warning("servers_away", error=str(error) or type(error).__name__)
+                    self._note_gone(STORE, error)
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             await store.close()
 
-    async def _publish_restarts(self, bus: Bus, restarted: list[ServiceEvent]) -> None:
-        """Publishes which services were started again, since the summary counts these events."""
-        while restarted:
-            event = restarted[0]
-            subject, message_id = Subjects(self._run).event("service", RESTARTED), f"{event.instance}.{event.at}"
+    def _listen(self, supervisor: Supervisor) -> None:
+        """Takes the heartbeats that the registry holds, and kills services that have been silent for too long: they are frozen."""
+        now, timeout = time.monotonic(), self._config.bus.frozen_timeout
+        instances = supervisor.statuses(now)
+        self._heartbeats.look(present(self._statuses, instances), now, time.time())
+        for item in instances:
+            if item.due_in is not None:
+                self._heartbeats.forget(item.instance)
+        for instance in self._heartbeats.silent(timeout, [item.instance for item in instances]) if timeout else ():
+            self._heartbeats.forget(instance)
+            supervisor.kill_frozen(instance, f"it was frozen, without a heartbeat for {timeout:g} s, and was killed")
+
+    def _note_gone(self, server: str, error: BaseException) -> None:
+        """Notes that a server did not answer."""
+        self._away, why = time.monotonic(), str(error) or type(error).__name__
+        self._gone[server] = Away(self._gone[server].since if server in self._gone else time.time(), why)
+        self._log.warning("servers_away", server=server, error=why)
+
+    async def _publish(self, bus: Bus, events: list[ServiceEvent]) -> None:
+        """Publishes events, which the summary counts: of services that were started again, and of waits."""
+        while events:
+            event = events[0]
+            subject, message_id = Subjects(self._run).event("service", event.what), f"{event.instance}.{event.at}"
             await bus.publish(subject, event, msg_id=message_id, deadline=POLL_DEADLINE)
-            restarted.remove(event)
+            events.remove(event)
 
     # --- before and after
 
@@ -291,6 +347,8 @@ class Launch:
         """Prints the part of the summary that lists failures, for a run that ends before it is finished."""
         if full := full_disk(self._directory.root):
             self._say(full)
+        if self._waits.newest is not None:
+            self._say(f"At its end the run waited for {self._waits.newest.words(time.time())}.")
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
                 await exit_report.report_troubles(bus, self._run, self._console)

@@ -1,10 +1,12 @@
 """`myxo up` on a node other than the first: its part of trainer, critic and engines alone, until the run has ended."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import structlog
 from rich.console import Console
@@ -17,10 +19,9 @@ from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import Bus
-from shared.bus.registry import Registry
+from shared.bus.registry import ENGINE_NODE, NODE, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.nodes.node_agent import ENGINE_NODE, NODE
 from shared.runtime import devices, exit_codes
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.node_rank import NODE_RANK, RANK_VARIABLES, node_rank
@@ -60,29 +61,46 @@ def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -
 
 
 def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
-    """Returns the services of a node other than the first: its part of each role, and of each engine, that has so many."""
+    """Returns the services of a node other than the first: its part of each role, and of each engine, that has so many.
+
+    Raises ConfigError where it has too few GPUs for them.
+    """
     trainer, rollout = config.trainer, config.rollout
     modules: dict[str, tuple[str, tuple[str, ...]]] = {"actor": ("trainer", (SERVICE_MODULES["trainer"],))}
     if config.algorithm.has_critic:
         modules["critic"] = ("critic", CRITIC)
-    specs, gpus = [], 0
+    specs, free = [], iter(devices.visible_gpus())
     for role, (service, module) in modules.items():
         if rank >= trainer.nodes(role):
             continue
         instance, share = f"{service}-node-{rank}", trainer.ranks_per_node(role)
         environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
         if (len(modules) > 1 or rollout.nodes_per_engine > rank) and devices.resolve(trainer.train_device) == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(gpus, gpus + share)))
-            gpus += share
+            environment[devices.VISIBLE] = _next_gpus(free, share, f"trainer.{role}_num_gpus_per_node", rank)
         specs.append(ServiceSpec(NODE, instance, (sys.executable, "-m", *module), environment))
     for index in range(rollout.rollout_replicas if rank < rollout.nodes_per_engine else 0):
         engine, share = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine
         environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": engine, "PYTHONUNBUFFERED": "1"}
         if devices.resolve(rollout.rollout_device) == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(gpus, gpus + share)))
-            gpus += share
+            environment[devices.VISIBLE] = _next_gpus(free, share, "rollout.rollout_num_gpus_per_engine", rank)
         specs.append(ServiceSpec(ENGINE_NODE, f"{engine}-node-{rank}", (sys.executable, "-m", SERVICE_MODULES["rollout"]), environment))
     return specs
+
+
+def _next_gpus(free: Iterator[str], share: int, field: str, rank: int) -> str:
+    """Returns the next GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError where it has too few."""
+    found = list(itertools.islice(free, share))
+    if len(found) < share:
+        raise ConfigError(
+            field, share, f"{len(found)} of them at most: node {rank} has no more of the {len(devices.visible_gpus())} that it shows"
+        )
+    return ",".join(found)
+
+
+def with_engines_of(config: RunConfig, frozen: RunConfig) -> RunConfig:
+    """Returns a node's config with as many engines as the run has: the first node may have counted them by its GPUs."""
+    replicas = {"rollout_replicas": frozen.rollout.rollout_replicas}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=replicas)})
 
 
 class NodeLaunch:
@@ -109,6 +127,7 @@ class NodeLaunch:
             if not await self._run_is_there(bus):
                 return 128 + self._signals[0]
             await runs.refuse_differences(bus, self._config)
+            self._config = with_engines_of(self._config, await runs.load(bus, run))
             return await self._supervise(bus)
         finally:
             await bus.close()

@@ -3,9 +3,10 @@
 The trainer's ranks come first: node N has the Nth share of the actor's, then of the critic's. Engines take the GPUs that are left, node
 by node. Everything else runs on node 0.
 
-``python -m myxo.launch.node_placement CONFIG --nodes N --gpus-per-node N [flags]`` checks a config and prints ``run NAME ROOT``, then a
-line for each service, ``NODE ROLE INSTANCE GPUS MODULE…``, with ``-`` for no GPUs. ROLE is the account that it takes (docs/accounts.md).
-`deploy/slurm` starts what it prints.
+``python -m myxo.launch.node_placement CONFIG --nodes N --gpus-per-node N [flags]`` checks a config and prints ``run NAME ENGINES ROOT``,
+then a line for each service, ``NODE RANK ROLE INSTANCE GPUS MODULE…``, with ``-`` for no GPUs. ENGINES: how many there are; they fill the
+GPUs where the config does not say. RANK: of the node in the service's own job, as MYXO_NODE_RANK has it: a trainer's, or that of an engine
+over several nodes, whose parts share INSTANCE. ROLE is the account that it takes (docs/accounts.md). `deploy/slurm` starts what it prints.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from myxo.launch.service_plan import CRITIC, SERVICE_MODULES
-from myxo.preflight import Source, checked_config
+from myxo.preflight import Source, checked_config, engine_filling
 from shared.config.run_config import RunConfig
 from shared.runtime import devices, exit_codes
 from shared.runtime.command_line import ended
@@ -27,17 +28,19 @@ NO_GPUS = "-"
 
 @dataclass(frozen=True)
 class PlacedService:
-    """A service on a node. ``gpus``: their indexes there; empty for a service that has none, or computes on a CPU."""
+    """A service on a node. ``gpus``: their indexes there; empty for a service that has none, or computes on a CPU. ``rank``: of the node
+    among those of its trainer or engine."""
 
     node: int
     role: str
     instance: str
     module: tuple[str, ...]
     gpus: tuple[int, ...] = ()
+    rank: int = 0
 
     def __str__(self) -> str:
         gpus = ",".join(map(str, self.gpus)) or NO_GPUS
-        return " ".join((str(self.node), self.role, self.instance, gpus, *self.module))
+        return " ".join((str(self.node), str(self.rank), self.role, self.instance, gpus, *self.module))
 
 
 def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedService]:
@@ -53,9 +56,8 @@ def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedServi
         placed += _colocated(config, next(service.gpus for service in placed if service.instance == "trainer-0"))
     elif devices.resolve(rollout.rollout_device) == "cuda":
         placed += _engines(config, free)
-    else:  # on nodes without a share of the trainer, where there are such
-        turns = itertools.cycle(range(min(trainer.nodes("actor"), nodes - 1), nodes))
-        placed += [_engine(next(turns), index) for index in range(rollout.rollout_replicas)]
+    else:
+        placed += _engines_on_cpus(config, nodes)
     return sorted(placed, key=lambda service: service.node)
 
 
@@ -70,7 +72,7 @@ def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: i
             left = f"{len(free[node])} GPUs are left on node {node}"
             raise ConfigError(f"trainer.{role}_num_gpus_per_node", share, left)
         own, free[node] = tuple(free[node][:share]), free[node][share:]
-        yield PlacedService(node, "trainer", f"{name}-node-{node}" if node else f"{name}-0", module, own)
+        yield PlacedService(node, "trainer", f"{name}-node-{node}" if node else f"{name}-0", module, own, node)
 
 
 def _first_node(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -83,20 +85,34 @@ def _first_node(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "console", "console-0", "services.console"
 
 
-def _engine(node: int, index: int, gpus: Sequence[int] = ()) -> PlacedService:
-    return PlacedService(node, "rollout", f"rollout-{index}", (SERVICE_MODULES["rollout"],), tuple(gpus))
+def _engine(node: int, index: int, gpus: Sequence[int] = (), rank: int = 0) -> PlacedService:
+    return PlacedService(node, "rollout", f"rollout-{index}", (SERVICE_MODULES["rollout"],), tuple(gpus), rank)
 
 
 def _engines(config: RunConfig, free: list[list[int]]) -> Iterator[PlacedService]:
-    """Yields each engine on the first node that has GPUs for it, taking them out of ``free``."""
-    size, replicas = config.rollout.rollout_num_gpus_per_engine, config.rollout.rollout_replicas
+    """Yields each engine on the next nodes that have GPUs for it, taking them out of ``free``."""
+    rollout, replicas = config.rollout, config.rollout.rollout_replicas
+    size, spans = rollout.rollout_num_gpus_per_engine, rollout.nodes_per_engine
+    share = size // spans
     for index in range(replicas):
-        node = next((node for node, gpus in enumerate(free) if len(gpus) >= size), None)
-        if node is None:
+        nodes = engine_filling.next_nodes([len(gpus) for gpus in free], spans, share)
+        if nodes is None:
             left = f"{index} engines of {size} GPUs fit on what the trainer leaves of {len(free)} nodes"
             raise ConfigError("rollout.rollout_replicas", replicas, f"at most {index}: {left}")
-        own, free[node] = free[node][:size], free[node][size:]
-        yield _engine(node, index, own)
+        for rank, node in enumerate(nodes):
+            own, free[node] = free[node][:share], free[node][share:]
+            yield _engine(node, index, own, rank)
+
+
+def _engines_on_cpus(config: RunConfig, nodes: int) -> Iterator[PlacedService]:
+    """Yields the engines in turn on the nodes without a share of the trainer, where there are such."""
+    rollout = config.rollout
+    if (spans := rollout.nodes_per_engine) > nodes:
+        raise ConfigError("rollout.sglang.nnodes", spans, f"at most {nodes}, the nodes of this job")
+    turns = itertools.cycle(range(min(config.trainer.nodes("actor"), nodes - spans), nodes))
+    for index in range(rollout.rollout_replicas):
+        for rank, node in enumerate(sorted(itertools.islice(turns, spans))):
+            yield _engine(node, index, rank=rank)
 
 
 def _colocated(config: RunConfig, shared: tuple[int, ...]) -> Iterator[PlacedService]:
@@ -113,8 +129,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parsed, flags = parser.parse_known_args(arguments)
-    config = checked_config(Source.of(parsed.config, flags))
-    print("run", config.run.name, config.run.root)
+    config = checked_config(Source.of(parsed.config, flags), cluster=(parsed.nodes, parsed.gpus_per_node))
+    print("run", config.run.name, config.rollout.rollout_replicas, config.run.root)
     for service in place(config, parsed.nodes, parsed.gpus_per_node):
         print(service)
     return exit_codes.DONE

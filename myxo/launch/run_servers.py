@@ -1,6 +1,7 @@
 """The bus and the store of a run: servers that the environment names, or embedded ones that this launcher keeps alive."""
 
 import re
+import threading
 import time
 from dataclasses import dataclass
 
@@ -12,11 +13,18 @@ from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
 from shared.config.store_section import StoreSection
 from shared.live.run_view import ServiceError
+from shared.live.stall import NATS, STORE, Away
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import MyxoError
 
 RESTART_SECONDS = 10.0
 """The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server."""
+
+PROBE_SECONDS = 2.0
+"""The interval at which an embedded server is asked whether it answers."""
+
+SILENT_SECONDS = 6.0
+"""A server is away that has not answered for so long."""
 
 _ERROR = re.compile(r"error|fail|fatal|panic|no space|\[ERR\]|\[FTL\]", re.IGNORECASE)
 
@@ -28,7 +36,8 @@ class ServerLost(MyxoError):
 @dataclass
 class ManagedServer:
     """An embedded server that is kept alive. ``since``: its last start, ``due``: its next one, monotonic seconds; ``reason``: its newest
-    error."""
+    error; ``died_at``: seconds since the epoch; ``silent_s``: for how long it has not
+    answered although it runs."""
 
     server: EmbeddedServer
     backoff: BackOff
@@ -36,6 +45,16 @@ class ManagedServer:
     restarts: int = 0
     due: float | None = None
     reason: str = ""
+    died_at: float = 0.0
+    silent_s: float = 0.0
+
+    def probe(self) -> None:
+        """Asks the server whether it answers; each question that it does not answer counts for `PROBE_SECONDS`, however long it took: a
+        machine that was suspended makes nobody silent."""
+        if self.server.answers():
+            self.silent_s = 0.0
+        elif self.server.alive():
+            self.silent_s += PROBE_SECONDS
 
 
 class RunServers:
@@ -44,16 +63,29 @@ class RunServers:
     Args:
         given: servers from the environment; what is absent there is embedded, with its files in ``directory``.
         store: durability and memory of the embedded Valkey. guest: an account that embedded servers have besides their own.
+        sync_interval: seconds between two syncs of the embedded NATS. frozen_timeout: seconds without an answer after which an embedded
+            server is killed and started again; 0: never.
 
     ``guest_urls``: those of NATS and the store for that account; of given servers their own.
     """
 
-    def __init__(self, directory: RunDirectory, given: GivenServers, store: StoreSection, guest: Rights | None = None) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        given: GivenServers,
+        store: StoreSection,
+        guest: Rights | None = None,
+        *,
+        sync_interval: float = 1.0,
+        frozen_timeout: float = 0.0,
+    ) -> None:
         self.managed: list[ManagedServer] = []
+        self._frozen_timeout, self._probe_at = frozen_timeout, 0.0
+        self._probes: list[threading.Thread] = []
         self.troubled = float("-inf")
         """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
         nats_url, redis_url = given.nats_url, given.redis_url
-        self.nats_url, guest_nats = (nats_url, nats_url) if nats_url else self._managed(EmbeddedNats(directory.nats, guest))
+        self.nats_url, guest_nats = (nats_url, nats_url) if nats_url else self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
         self.redis_url, guest_redis = (
             (redis_url, redis_url)
             if redis_url
@@ -77,7 +109,12 @@ class RunServers:
 
     def tick(self, now: float) -> None:
         """Restarts dead servers: at once, then with growing waits. Raises ServerLost where one is given up."""
+        self._probe(now)
         for managed in self.managed:
+            if managed.silent_s >= SILENT_SECONDS:
+                self.troubled = now
+            if self._frozen_timeout and managed.silent_s >= self._frozen_timeout and managed.server.alive():
+                self._kill_frozen(managed, now)
             if managed.server.alive():
                 continue
             self.troubled = now
@@ -85,6 +122,22 @@ class RunServers:
                 self._died(managed, now, ready=True)
             if managed.due is not None and now >= managed.due:
                 self._restart(managed)
+
+    def _probe(self, now: float) -> None:
+        """Asks every embedded server, on threads of their own, whether it answers: one that is frozen is alive and says nothing."""
+        if now < self._probe_at or any(thread.is_alive() for thread in self._probes):
+            return
+        self._probe_at = now + PROBE_SECONDS
+        self._probes = [threading.Thread(target=managed.probe, daemon=True) for managed in self.managed if managed.due is None]
+        for thread in self._probes:
+            thread.start()
+
+    def _kill_frozen(self, managed: ManagedServer, now: float) -> None:
+        reason = f"it was frozen, without an answer for {managed.silent_s:.0f} s, and was killed"
+        structlog.get_logger().error("server_frozen", server=managed.server.name, error=reason)
+        managed.server.stop(0)
+        self._died(managed, now, ready=True)
+        managed.reason, managed.silent_s = reason, 0.0
 
     def write_again(self) -> None:
         """Restarts the embedded NATS server after its disk was full: a stream that could not be written refuses messages until then.
@@ -107,15 +160,20 @@ class RunServers:
             log.warning("server_not_back", error=str(error))
             self._died(managed, time.monotonic(), ready=False)
             return
-        managed.due = None
+        managed.due, managed.silent_s = None, 0.0
         log.info("server_restarted", seconds=round(time.monotonic() - managed.since, 3))
 
     def _died(self, managed: ManagedServer, now: float, ready: bool) -> None:
         wait = managed.backoff.died(now - managed.since, ready)
         if wait is None:
             raise ServerLost(f"{managed.server.name} does not come back after {managed.restarts} restarts; see {managed.server.log_path}")
-        managed.due, managed.reason = now + wait, _reason(managed.server.last_words())
+        managed.due, managed.reason, managed.died_at = now + wait, _reason(managed.server.last_words()), time.time()
         structlog.get_logger().warning("server_died", server=managed.server.name, reason=managed.reason, restart_in=wait)
+
+    def away(self) -> dict[str, Away]:
+        """Returns the embedded servers that are not there now, as displays name them."""
+        found = {_shown(managed.server): _absence(managed) for managed in self.managed}
+        return {name: away for name, away in found.items() if away is not None}
 
     def restarts(self) -> list[ServiceError]:
         """Returns how often each embedded server was restarted, and its newest error."""
@@ -125,6 +183,18 @@ class RunServers:
         """Stops the embedded ones; the store first, since nothing needs it once the services are gone."""
         for managed in reversed(self.managed):
             managed.server.stop()
+
+
+def _shown(server: EmbeddedServer) -> str:
+    return NATS if isinstance(server, EmbeddedNats) else STORE
+
+
+def _absence(managed: ManagedServer) -> Away | None:
+    if managed.due is None:
+        since, why = time.time() - managed.silent_s, "its process runs, and does not answer"
+        return Away(since, why, "killed and started again once it is taken for frozen") if managed.silent_s >= SILENT_SECONDS else None
+    wait = max(0.0, managed.due - time.monotonic())
+    return Away(managed.died_at, managed.reason, f"starts again in {wait:.0f} s, everybody reconnects by itself")
 
 
 def _reason(words: str) -> str:

@@ -5,6 +5,7 @@ It works in ticks, none of which waits, so that the launcher goes on watching ev
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from shared.live.service_failures import RESTARTED
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import MyxoError
+from shared.runtime.parent_watchdog import kill_descendants
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 
 LAST_LINES = 15
@@ -64,6 +66,8 @@ class SupervisedService:
     due: float | None = None
     last_code: int | None = None
     last_error: str = ""
+    ended_at: float = 0.0
+    killed_for: str = ""
     same: SameDeaths = field(default_factory=SameDeaths)
 
     def status(self, now: float) -> InstanceStatus:
@@ -71,7 +75,8 @@ class SupervisedService:
         ready, lived = self.ready and self.due is None, now - self.child.started_s
         due_in = None if self.due is None else max(0.0, self.due - now)
         life = (self.child.pid, self.restarts, ready, lived, self.child.started_at)
-        return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, self.last_code, self.last_error, self.spec.foreign)
+        told = (self.last_code, self.last_error, self.spec.foreign, self.ended_at)
+        return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, *told)
 
 
 class Supervisor:
@@ -149,14 +154,28 @@ class Supervisor:
                 service.child.stop(0)
         return [service.spec.instance for service in left]
 
+    def kill_frozen(self, instance: str, reason: str) -> None:
+        """Kills a service that no longer lives although its process does, with all that it started; `tick` starts it again.
+
+        Args:
+            reason: why, as its last error.
+        """
+        for service in self._services:
+            if service.spec.instance == instance and service.due is None and service.child.running():
+                service.killed_for = reason
+                self._log.error("service_frozen", frozen=instance, pid=service.child.pid, error=reason)
+                kill_descendants(service.child.pid)
+                service.child.kill()
+
     def _died(self, service: SupervisedService, code: int, now: float, steps: int) -> StopReason | None:
         child, instance, excused = service.child, service.spec.instance, self._excused(service.child.started_s)
-        service.last_code = code
+        service.last_code, service.ended_at = code, time.time()
         if code == exit_codes.BAD_INPUT and not excused:
             self._log.error("bad_input", of=instance)
             return StopReason(instance, True, 1, child.last_lines(1), self._logs(instance))
         words = "" if from_outside(code) or code == 0 else failure_summary.of_log(child.last_lines(REASON_LINES))
-        service.last_error = f"{cause(code)}: {words}" if words else cause(code)
+        service.last_error = service.killed_for or (f"{cause(code)}: {words}" if words else cause(code))
+        service.killed_for = ""
         lived = now - child.started_s
         wait = service.backoff.died(lived, service.ready or (service.spec.foreign and lived >= service.backoff.healthy))
         self._log.warning("service_died", died=instance, reason=service.last_error, lived=round(lived, 1), restart_in=wait)

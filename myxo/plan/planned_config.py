@@ -6,6 +6,7 @@ from typing import Any
 
 from myxo.plan.run_plan import RunPlan
 from myxo.preflight import Source
+from myxo.preflight.engine_filling import filled
 from shared.config.config_layers import Layers
 from shared.config.config_reading import read
 from shared.config.known_fields import known_fields
@@ -55,7 +56,8 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
         if gpus is not None:
             notes.append(f"no run's config: the engine is planned on {gpus} GPU{'s' if gpus > 1 else ''}, the fewest that hold the model")
             config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_num_gpus_per_engine": gpus})})
-    return PlannedConfig(RunPlan(config, architecture, gpu_bytes, own), notes)
+    config, engines = filled(config, 0, 0, trains=True)
+    return PlannedConfig(RunPlan(config, architecture, gpu_bytes, own), [*notes, *filter(None, [engines])])
 
 
 def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:

@@ -16,6 +16,7 @@ from myxo.preflight import (
     curriculum_checks,
     data_checks,
     dump_checks,
+    engine_filling,
     epochs,
     ingest_checks,
     label_checks,
@@ -36,6 +37,7 @@ from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
+from shared.runtime import devices
 from shared.runtime.errors import BadInput, problems_of, raise_problems
 from shared.runtime.safe_text import printable_line, say
 
@@ -138,13 +140,13 @@ class Source(NamedTuple):
         return cls(path, flags.read(arguments))
 
 
-def checked_config(source: Source, *, starts: bool = False, fresh: bool = False) -> RunConfig:
+def checked_config(source: Source, *, starts: bool = False, fresh: bool = False, cluster: tuple[int, int] | None = None) -> RunConfig:
     """Returns the config with its flags (of `shared.config.flags`) laid over it, after all checks; its names on the hub are pinned, and
     their files on this machine.
 
     Args:
         source: where it comes from. starts: whether this is the machine that all services start on. fresh: whether what the run has done so
-            far is to be removed.
+            far is to be removed. cluster: nodes, and GPUs of each, that the run has to itself; default: this machine where it starts here.
 
     Raises ConfigError, or Problems of several.
     """
@@ -157,7 +159,7 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False)
             problems += slime_rules.problems(config)
         if config is not None:
             hub = Hub.of()
-            config = server_checks.pinned(config, hub, fresh=fresh)
+            config, engines = _with_all_engines(server_checks.pinned(config, hub, fresh=fresh), starts, cluster)
             inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
             rollout, steps = epochs.settled(inspection), epochs.sft_steps(inspection)
             inspection.config, config = (
@@ -166,13 +168,24 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False)
             )
             inspection.frozen = config
             os.environ.update(given.environment)
-            told = [] if problems else [*given.notes, *reading.notes]
+            told = [] if problems else [*given.notes, *reading.notes, *filter(None, [engines])]
             problems += map(reading.with_origin, inspect(inspection, told))
     except BadInput as error:
         problems += problems_of(error)
     raise_problems([typed_flags.named(problem, given.typed, alone=path is None) for problem in problems])
     assert config is not None  # or there was a problem
     return config
+
+
+def _with_all_engines(config: RunConfig, starts: bool, cluster: tuple[int, int] | None) -> tuple[RunConfig, str]:
+    """Returns the config with engines on all GPUs, where it does not say how many there are, and the line about it.
+
+    Services that are started elsewhere are as many as somebody starts.
+    """
+    if not (starts or cluster) or devices.resolve(config.rollout.rollout_device) != "cuda":
+        return config, ""
+    nodes, gpus = cluster or (config.rollout.nodes_per_engine, len(devices.visible_gpus()))
+    return engine_filling.filled(config, nodes, gpus, trains=devices.resolve(config.trainer.train_device) == "cuda")
 
 
 def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:

@@ -6,6 +6,7 @@ The counts are in the ledger, so neither the trainer's deaths nor the buffer's o
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BatchRecord, BufferState, GroupState
+from shared.runtime.errors import POLICY
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_number
 from shared.schema.messages import BatchRefused
@@ -23,7 +24,7 @@ def refused(state: BufferState, message: BatchRefused, now: float) -> list[Ledge
     records: list[LedgerRecord] = [ledger.SampleRefused(**name, refused=message.at, at=now)]
     if len(group.refused) + 1 >= MOST_REFUSALS:
         reason = f"trainer: sample {message.group}/{message.sample}: {message.reason}"
-        records.append(ledger.GroupDead(group=message.group, reason=reason, at=now))
+        records.append(ledger.GroupDead(group=message.group, reason=reason, fault=POLICY, at=now))
     return records
 
 

@@ -16,6 +16,13 @@ declare_metrics(
     MetricSpec("trained", "groups", "of them, trained"),
     MetricSpec("dropped", "groups", "of them, dropped"),
     MetricSpec("dead", "groups", "of them, given up"),
+    MetricSpec(
+        "groups_dead",
+        "groups",
+        "and held-out prompts, that were given up since the service started, by [what was at fault](rewards.md#what-a-group-dies-of)",
+        labels=("fault",),
+        counter=True,
+    ),
     MetricSpec("in_flight", "groups", "admitted and not ended"),
     MetricSpec("ready", "groups", "of those in flight, scored and ready for a batch"),
     MetricSpec("outstanding", "groups", "of those in flight, sent out and not back yet"),

@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import amendment, ended_groups, evaluation_report, policy
+from services.buffer import amendment, awaited, ended_groups, evaluation_report, policy
+from services.buffer.awaited import EndsSinceBatch
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.buffer_gauges import QueueGauges, show_groups
@@ -33,10 +34,12 @@ from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
 from shared.bus.subjects import EVAL, TRAIN
 from shared.hooks.loading import eval_function, shows_samples
+from shared.runtime.activities import BATCH
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.service_base import Service
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
+from shared.schema.ledger_audit import NOT_SAID
 from shared.schema.messages import (
     Accepted,
     BatchAnswer,
@@ -49,6 +52,7 @@ from shared.schema.messages import (
     RunDone,
     Trained,
 )
+from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import WeightsLive
 
 ANSWER_SECONDS = 1.5
@@ -97,6 +101,9 @@ class Buffer:
         self._ledger = LedgerWriter(service.bus, service.run, self._lease.held, self._followed)
         self._spans = GroupSpans()
         self._state = BufferState()
+        self._ends = EndsSinceBatch()
+        self._asked: tuple[int, float] | None = None  # the step whose batch was asked for and is not complete, and since when
+        service.activities.watch(self._doing)
         self._room = StoreRoom(service)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -223,6 +230,7 @@ class Buffer:
                 self._prompts.follow(self._state, record)
                 self._state.apply(record)
                 self._trace(record)
+                self._ends.see(record)
                 await self._failure.see(record, self._state.dead)
                 self._eval_log.see(record)
                 self._eval_log.release(self._state.released)
@@ -257,8 +265,12 @@ class Buffer:
                 self._tasks.group(self._state.groups[name], self._state, self._limits)
             case ledger.GroupsDropped(groups=names, reason=reason):
                 self._log.info("groups_dropped", groups=names, reason=reason)
-            case ledger.GroupDead(group=name, reason=reason) | ledger.EvalScored(group=name, rewards=[], reason=reason):
-                self._log.warning("group_dead", group=name, reason=reason)
+            case (
+                ledger.GroupDead(group=name, reason=reason, fault=fault)
+                | ledger.EvalScored(group=name, rewards=[], reason=reason, fault=fault)
+            ):
+                self._log.warning("group_dead", group=name, reason=reason, fault=fault)
+                self._service.metrics.add("groups_dead", fault=fault or NOT_SAID)
             case ledger.SampleRefused(step=step, group=name, sample=sample, reason=reason):
                 self._log.warning("sample_refused", step=step, group=name, sample=sample, reason=reason)
             case ledger.BatchAmended(step=step, removed=removed, added=added):
@@ -306,6 +318,8 @@ class Buffer:
             async with self._changed:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), remaining)
+        if not isinstance(answer, BatchPending):
+            self._asked = None
         return answer
 
     async def _batch(self, request: BatchRequest) -> BatchAnswer:
@@ -335,6 +349,8 @@ class Buffer:
         return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.ready), need=size)
 
     def _pending(self, step: int, have: int, need: int) -> BatchPending:
+        if self._asked is None or self._asked[0] != step:
+            self._asked = step, time.time()
         return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))
 
     async def _lose_missing(self) -> None:
@@ -363,17 +379,17 @@ class Buffer:
 
     def _awaited(self) -> str:
         """Returns, in words, the reason why the next batch waits."""
-        state = self._state
-        if held := self._service.held_back:
-            return held
-        if state.live_version < 0:
-            return "a rollout replica that serves weights (none does yet)"
-        if state.evaluations:
-            evaluation = next(iter(state.evaluations.values()))
-            where = f"{evaluation.dataset} under version {evaluation.version}"
-            return f"the evaluation of {where} ({len(evaluation.pending)} of {evaluation.prompts} prompts outstanding)"
-        away = f"{len(state.outstanding)} groups with the rollout and reward services"
-        return f"{away}; live version {state.live_version}; {state.dead} dead so far"
+        config, queued = self._config.data, self._tasks.queued
+        source = (
+            f"prompts of data.data_source ({config.data_source}): {queued} groups have none yet" if self._prompts.drawn and queued else ""
+        )
+        return awaited.awaited(self._state, self._limits, self._service.held_back, self._ends.words(), source)
+
+    def _doing(self) -> Doing | None:
+        """Returns which batch the trainer has asked for in vain, since it first did."""
+        if self._asked is None:
+            return None
+        return Doing(part=BATCH, what=f"step {self._asked[0]} waits for {self._awaited()}", since=self._asked[1])
 
     async def _watch_gauges(self) -> None:
         """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""

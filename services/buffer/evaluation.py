@@ -54,7 +54,7 @@ def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[
         return []
     known: dict[str, Any] = {"dataset": current.dataset, "version": current.version, "payload": message.payload, "at": now}
     if isinstance(message, Failed):
-        return [EvalScored(group=message.group, rewards=[], reason=f"{message.by}: {message.reason}", **known)]
+        return [EvalScored(group=message.group, rewards=[], reason=f"{message.by}: {message.reason}", fault=message.fault, **known)]
     samples = message.samples
     return [
         EvalScored(

@@ -6,6 +6,7 @@ An outcome may speak of the blobs of its own attempt alone: the buffer frees wha
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from shared.bus.subjects import Subjects
+from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, Fault
 from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored
 from shared.schema.overlong import too_long
 
@@ -24,16 +25,17 @@ def checked(outcome: Outcome, subjects: Subjects, *, last: bool) -> GroupOutcome
     keys = [] if payload is None else payload.keys
     prefix = subjects.payload_prefix(outcome.group, outcome.attempt)
     own = list(dict.fromkeys(key for key in keys if key.startswith(prefix)))
+    fault = TASK
     if other := next((key for key in keys if not key.startswith(prefix)), None):
         reason = f"names the blob {other}, which is not its own"
     elif len(own) < len(keys):
         reason = "names a blob twice"
     elif last:
-        reason = "was delivered too often"
+        reason, fault = "was delivered too often", INFRASTRUCTURE
     else:
         return outcome
     kept = None if payload is None or not own else payload.model_copy(update={"keys": own, "sizes": ()})
-    return Failed(group=outcome.group, attempt=outcome.attempt, reason=f"its outcome {reason}", by=BUFFER, payload=kept)
+    return Failed(group=outcome.group, attempt=outcome.attempt, reason=f"its outcome {reason}", by=BUFFER, fault=fault, payload=kept)
 
 
 def aligned(message: Scored) -> Scored | Failed:
@@ -41,7 +43,12 @@ def aligned(message: Scored) -> Scored | Failed:
     problem = _alignment_problem(message)
     if problem is None:
         return message
-    return Failed(group=message.group, attempt=message.attempt, reason=problem, by=BUFFER, payload=message.payload)
+    return Failed(group=message.group, attempt=message.attempt, reason=problem, by=BUFFER, fault=TASK, payload=message.payload)
+
+
+def fault_of(message: Scored, limits: BufferConfig) -> Fault:
+    """Returns what is at fault where a group has a problem: a sample that is too long is the model's."""
+    return POLICY if max(message.payload.tokens, default=0) > limits.longest_sample else TASK
 
 
 def group_problem(message: Scored, state: BufferState, limits: BufferConfig) -> str | None:

@@ -9,6 +9,7 @@ from services.buffer.state import BufferState
 from services.buffer.trial import BadRecord
 from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.runtime.errors import TASK
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import LedgerRecord
@@ -94,4 +95,5 @@ class OutcomeConsumer:
         self._service.metrics.add("outcomes_refused")
         self._service.log.error("outcome_refused", group=outcome.group, attempt=outcome.attempt, error=reason)
         if not isinstance(outcome, Failed):
-            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=outcome_check.BUFFER)])
+            by = outcome_check.BUFFER
+            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=by, fault=TASK)])

@@ -14,7 +14,7 @@ from services.buffer import batch_order, evaluation, outcome_check, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import TASK, MyxoError
 from shared.schema import codec, ledger
 from shared.schema.ledger import LedgerRecord, group_number
 from shared.schema.messages import (
@@ -62,6 +62,10 @@ PARTS_BYTES = MOST_PARTS * 384
 
 class BadChoice(MyxoError):
     """A buffer filter chose groups that are no batch; the text says which."""
+
+
+AHEAD = "the checkpoint is ahead of the ledger, as after a loss of power; `myxo repair RUN` says what would be lost, and mends it"
+"""What a trainer is told that comes back with more steps than the ledger has."""
 
 
 class WrongStep(MyxoError):
@@ -132,7 +136,8 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
         if group is None:
             records += evaluation.came_back(state, outcome_check.aligned(message), now)
         elif (problem := outcome_check.group_problem(message, state, limits)) is not None:
-            records.append(ledger.GroupDead(group=name, reason=problem, payload=message.payload, at=now))
+            fault = outcome_check.fault_of(message, limits)
+            records.append(ledger.GroupDead(group=name, reason=problem, fault=fault, payload=message.payload, at=now))
         else:
             fresh.append(message)
             if (reason := _filtered(message)) is not None:
@@ -159,7 +164,8 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
         return evaluation.came_back(state, message, now)
     if not _awaited(group, message):
         return []
-    return [ledger.GroupDead(group=message.group, reason=f"{message.by}: {message.reason}", payload=message.payload, at=now)]
+    reason = f"{message.by}: {message.reason}"
+    return [ledger.GroupDead(group=message.group, reason=reason, fault=message.fault, payload=message.payload, at=now)]
 
 
 def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, now: float) -> list[LedgerRecord]:
@@ -248,7 +254,7 @@ def form_batch(
         names = sorted(chosen, key=group_number)
         if (largest := _over_limit([state.groups[name] for name in names], mask_below, limits)) is not None:
             reason = f"a batch with it is over the bus's limit of {limits.message_bytes} bytes, and it is the largest of its groups"
-            return [*records, ledger.GroupDead(group=largest, reason=reason, at=now)]
+            return [*records, ledger.GroupDead(group=largest, reason=reason, fault=TASK, at=now)]
         records.append(ledger.BatchFormed(step=step, version=version, groups=names, mask_below=mask_below, at=now))
     return records
 
@@ -323,7 +329,7 @@ def trained(
 def durable(state: BufferState, steps: int, now: float) -> list[LedgerRecord]:
     """Takes note of a checkpoint that is on disk; an older one gives no record. Raises WrongStep."""
     if steps > state.trained_steps:
-        raise WrongStep(f"a checkpoint of {steps} steps was reported; {state.trained_steps} are trained")
+        raise WrongStep(f"a checkpoint of {steps} steps was reported; {state.trained_steps} are trained: {AHEAD}")
     return [ledger.CheckpointDurable(steps=steps, at=now)] if steps > state.durable_steps else []
 
 
@@ -365,6 +371,8 @@ def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = 
 
 def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:
     """Returns the oldest version that the batch of ``step`` may train. Raises WrongStep where it is not the next batch."""
+    if step > state.formed_steps:
+        raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}: {AHEAD}")
     if step != state.formed_steps:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}")
     if version != limits.version_of_step(step):

@@ -6,7 +6,7 @@ message to the limit, and numbers grow when they are written out.
 
 from collections.abc import Iterable, Iterator
 
-from shared.runtime.errors import MessageTooLarge
+from shared.runtime.errors import TASK, MessageTooLarge
 from shared.schema.ledger import EvalScored, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, LedgerRecord
 from shared.schema.messages import Payload
 
@@ -37,7 +37,7 @@ def _smaller(record: LedgerRecord, reason: str) -> list[LedgerRecord]:
             middle = len(groups) // 2
             return [record.model_copy(update={"groups": half}) for half in (groups[:middle], groups[middle:])]
         case GroupsScored(groups=[group], at=at):
-            return [GroupDead(group=group.group, reason=reason, payload=group.payload, at=at)]
+            return [GroupDead(group=group.group, reason=reason, fault=TASK, payload=group.payload, at=at)]
         case EvalScored(rewards=[_, *_]):
             return [record.model_copy(update={"rewards": [], "parts": (), "reason": reason})]
         case GroupDead(payload=Payload()) | EvalScored(payload=Payload()):  # its blobs stay in the store, which is the lesser evil

@@ -262,6 +262,9 @@ class BufferState:
     def _run_finished(self, record: ledger.RunFinished) -> None:
         self.finished_steps = record.steps
 
+    def _ledger_repaired(self, record: ledger.LedgerRepaired) -> None:
+        """Nothing that the ledger says has changed; what it does not say any more was never folded."""
+
     def _end(self, name: str) -> None:
         group = self.groups.pop(name)
         self.ready.pop(name, None)

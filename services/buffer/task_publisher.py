@@ -14,7 +14,7 @@ from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
-from shared.runtime.errors import ConfigError, MessageTooLarge
+from shared.runtime.errors import TASK, ConfigError, MessageTooLarge
 from shared.schema.ledger import eval_group_parts
 from shared.schema.messages import Evaluate, Failed, Sampling, Task
 
@@ -45,6 +45,11 @@ class TaskPublisher:
             self.group(group, state, limits)
         for evaluation in state.evaluations.values():
             self.evaluation(evaluation, limits)
+
+    @property
+    def queued(self) -> int:
+        """Returns how many training groups have not been given their prompt yet."""
+        return self._queues[TRAIN].qsize()
 
     def group(self, group: GroupState, state: BufferState, limits: BufferConfig) -> None:
         """Queues a training group's present attempt. Its prompt is read only when it is published: no decision waits for a tokenizer."""
@@ -154,4 +159,4 @@ def _set_fields(view: EvalView, stop_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def _failed(fields: Mapping[str, Any], error: Exception) -> Failed:
-    return Failed(group=fields["group"], attempt=fields["attempt"], reason=str(error), by=BUFFER)
+    return Failed(group=fields["group"], attempt=fields["attempt"], reason=str(error), by=BUFFER, fault=TASK)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
+from shared.live.live_services import needed
+from shared.live.stall import Away
 from shared.schema.service_messages import ServiceStatus
 
 STALE_SHARE = 0.5
@@ -17,15 +19,10 @@ STALE_SHARE = 0.5
 NOT_STARTED = "not started yet"
 """Why a kind of service is away that was never seen."""
 
+SILENT = "silent: its status is no longer renewed"
+"""Why an instance is away that is in the registry all the same."""
+
 NOT_AT_WORK = ("starting", "stopping", "failed")
-
-
-@dataclass(frozen=True)
-class Away:
-    """Since when something is away (seconds since the epoch), and why."""
-
-    since: float
-    why: str
 
 
 @dataclass
@@ -70,7 +67,7 @@ class AbsentServices:
     def _missing(self, config: RunConfig, services: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
         """Returns the kinds of services of which the registry has none."""
         absent = {}
-        for kind in _needed(config) - {status.service for status in services}:
+        for kind in set(needed(config)) - {status.service for status in services}:
             seen = [known.seen for (service, _), known in self._seen.items() if service == kind]
             absent[kind] = Away(max(seen, default=now), "its status is gone from the registry" if seen else "not started yet")
         return absent
@@ -78,14 +75,7 @@ class AbsentServices:
 
 def _problem(status: ServiceStatus, known: _Seen, now: float, patience: float) -> str:
     if now - known.seen > patience:
-        return "silent: its status is no longer renewed"
+        return SILENT
     if known.worked and status.state in NOT_AT_WORK:
         return f"{status.state} again" if status.state == "starting" else status.state
     return ""
-
-
-def _needed(config: RunConfig) -> set[str]:
-    """Returns the kinds of services that a run cannot do without."""
-    critic = {"critic"} if config.algorithm.has_critic and not config.debug.debug_rollout_only else set()
-    gateway = {"gateway"} if config.gateways else set()
-    return {"buffer", "rollout", "reward", "trainer"} | critic | gateway

@@ -5,10 +5,10 @@ import contextlib
 import time
 from collections.abc import Collection, Sequence
 
-from services.console.absence import NOT_STARTED
+from services.console.absence import NOT_STARTED, SILENT
 from services.console.change_feed import FLOW, HEALTH
-from services.console.run_source import READ_SECONDS, RunSource, SourceAway
-from shared.bus import stream_replay
+from services.console.run_source import NATS, READ_SECONDS, STORE, RunSource, SourceAway
+from shared.bus import runs, stream_replay
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.config.run_config import RunConfig
 from shared.live.alarms import alarms
@@ -16,7 +16,11 @@ from shared.live.flow_reader import FlowReader
 from shared.live.flow_view import FlowView, flow_view
 from shared.live.health_view import HealthView, health_view, symptoms
 from shared.live.room import disk_room, memory_room
+from shared.live.stall import RunSituation, Stall, StallWatch
+from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import ServiceStatus
+
+SERVERS = {NATS, STORE}
 
 FIRST_READ_SECONDS = 10.0
 """The time that an answer waits for the first reading of the ledger: half of one would be a wrong answer."""
@@ -30,6 +34,7 @@ class RunPipeline:
         self._reader: FlowReader | None = None
         self._life: str | None = None
         self._read = asyncio.Event()
+        self._waits = StallWatch()
         source.followers.append(self._follow)
         source.lookers.append(self._look)
 
@@ -39,14 +44,15 @@ class RunPipeline:
         statuses = self._statuses()
         found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         alarmed = {alarm.kind for alarm in alarms(found, config)}
-        return flow_view(reader.history, config, statuses, now, window_s, alarmed, self._away())
+        return flow_view(reader.history, config, statuses, now, window_s, alarmed, self._wait(config, now))
 
     async def health(self) -> HealthView:
         """Returns the health. Raises SourceAway where nothing is known of it."""
         reader, config, now = await self._known()
         statuses = self._statuses()
         found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
-        return health_view(reader.history, config, statuses, found)
+        wait = None if reader.history.finished else self._wait(config, now)
+        return health_view(reader.history, config, statuses, found, wait.words(now) if wait is not None else "")
 
     async def _known(self) -> tuple[FlowReader, RunConfig, float]:
         if self._source.live and not self._read.is_set():
@@ -64,6 +70,18 @@ class RunPipeline:
     def _away(self) -> dict[str, str]:
         """Returns what is away that was there: the start of a run is no alarm."""
         return {name: away.why for name, away in self._source.away.items() if away.why != NOT_STARTED}
+
+    def _wait(self, config: RunConfig, now: float) -> Stall | None:
+        """Returns what a run that is under way waits for."""
+        source, statuses = self._source, self._statuses()
+        away = {name: away for name, away in source.away.items() if away.why != NOT_STARTED}
+        if source.at_rest or source.phase not in (None, runs.RUNNING) or not (statuses or SERVERS & away.keys()):
+            return None
+        silent = {name: gone.since for name, gone in away.items() if gone.why == SILENT}
+        errors = self._reader.history.failures.errors if self._reader is not None else {}
+        told = source.told if source.connected else None
+        found = run_stall(RunSituation.of(config, statuses, away=away, silent=silent, errors=errors, told=told))
+        return self._waits.see(found, now)
 
     async def _follow(self) -> Collection[str]:
         """Reads what is new; begins anew where the run did. Raises SourceAway."""
@@ -84,3 +102,5 @@ class RunPipeline:
     def _look(self, statuses: Sequence[ServiceStatus]) -> None:
         if self._reader is not None:
             self._reader.look(statuses, time.time())
+        if self._source.config is not None:
+            self._wait(self._source.config, time.time())  # its beginning is known before anybody asks

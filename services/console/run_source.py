@@ -17,7 +17,7 @@ import nats.js.errors
 import structlog
 from redis.exceptions import RedisError
 
-from services.console.absence import AbsentServices, Away
+from services.console.absence import AbsentServices
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
 from shared.accounts.permissions import CONSOLE, ROLES, user_name
 from shared.bus import direct_read, runs, streams
@@ -27,12 +27,13 @@ from shared.bus.registry import Registry
 from shared.bus.stream_replay import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.live.stall import NATS, STORE, Away, Stall, told_by
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
 
-NATS, STORE, LEDGER = "NATS", "Redis", "the ledger"
-"""What may be away besides services."""
+LEDGER = "the ledger"
+"""What may be away besides the servers and services."""
 
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 5.0
@@ -60,7 +61,8 @@ class RunSource:
             at work.
 
     Attributes:
-        config: None until it is known. statuses: of the live services. phase, failure: as `runs.phase_and_reason` gives them.
+        config: None until it is known. statuses: of the live services. told: what the run waits for, as its launcher tells.
+        phase, failure: as `runs.phase_and_reason` gives them.
         trained: steps when the bus was last connected. life: when the run on the bus began, which changes where it is begun anew under its
             name; None until it is known. Whoever folds streams begins anew with it.
         away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
@@ -73,6 +75,7 @@ class RunSource:
         self.config: RunConfig | None = None if directory is None else runs.frozen(directory)
         self.live, self.at_rest = nats_url is not None, at_rest
         self.statuses: list[ServiceStatus] = []
+        self.told: Stall | None = None
         self.phase: str | None = None
         self.failure = ""
         self.trained: int | None = None
@@ -186,7 +189,8 @@ class RunSource:
         if not bus.connection.is_connected:
             raise SourceAway("the connection broke, and is being restored")
         await self._look_at_life(bus)
-        statuses = await Registry(bus, self.run).alive()
+        registry = Registry(bus, self.run)
+        statuses, self.told = await registry.alive(), told_by(await registry.launcher())
         phase, failure = await runs.phase_and_reason(bus, self.run, deadline=LOOK_SECONDS)
         if (phase, failure) != (self.phase, self.failure):
             self.phase, self.failure = phase, failure

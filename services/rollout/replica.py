@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_health import patience, until_hung
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine_nodes.engine_leader import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
@@ -16,7 +17,8 @@ from services.rollout.replica_command import engine_log, replica_command
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
-from shared.runtime import devices, failure_summary
+from shared.runtime import devices
+from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ProcessEnded
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
@@ -79,6 +81,7 @@ class Replica:
         self._life = service.incarnation
         self._shown = asyncio.Event()
         self._process: EngineProcess | None = None
+        self._killed = ""  # why this service has killed its engine, if it has
         self._last: EngineProcess | None = None  # of several nodes: the part that was begun last
 
     # --- the served version
@@ -156,11 +159,11 @@ class Replica:
         try:
             while True:
                 engine = await self._start_on_all_nodes(self._leader) if self._leader is not None else await self._start(None)
-                while engine.running():
-                    await asyncio.sleep(WATCH_SECONDS)
+                cause = await self._fault(engine)
                 self.engine_up.clear()
                 self.served.engine_died()
-                await self.fence(f"the engine died: {self._cause(engine)}")
+                await self._stop_at_once(engine)  # what others still ask of it fails now, not at its deadlines
+                await self.fence(f"the engine died: {cause}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
@@ -172,9 +175,31 @@ class Replica:
         if self._leader is not None:
             await self._leader.keep()
 
-    def _cause(self, engine: EngineProcess) -> str:
+    async def _fault(self, engine: EngineProcess) -> str:
+        """Returns why the engine cannot be used any more, once it cannot."""
+        self._killed, client = "", self.client
+        assert client is not None  # it has started
+        seconds = patience(devices.resolve(self._rollout.rollout_device), self._rollout.generate_timeout)
+        probing = asyncio.create_task(until_hung(client, self._can_be_asked, seconds))
+        try:
+            while not (fault := await asyncio.to_thread(engine.fault)):
+                await asyncio.wait({probing}, timeout=WATCH_SECONDS)
+                if probing.done() and not self._killed:
+                    await self.kill_engine(probing.result())
+        finally:
+            await cancelled([probing])
         ended = self._leader.ended if self._leader is not None else ""
-        return ended or failure_summary.of_log(engine.last_lines())
+        return self._killed or ended or (f"it {fault}" if engine.running() else engine.last_words())
+
+    def _can_be_asked(self) -> tuple[int, int] | None:
+        """Returns what the engine serves; None while it is being loaded, sleeps or is paused."""
+        served, client = self.served, self.client
+        paused = client is None or client.paused is not None or self.update_lock.locked()
+        return None if paused or served.asleep or served.target is not None else (served.incarnation, served.version)
+
+    async def _stop_at_once(self, engine: EngineProcess) -> None:
+        with contextlib.suppress(MyxoError):  # `_close` tells of it
+            await asyncio.to_thread(engine.stop, 0)
 
     async def _start_on_all_nodes(self, leader: EngineLeader) -> EngineProcess:
         """Starts the engine in an attempt of all nodes, or in the next where one ends before the engine is ready."""
@@ -194,6 +219,7 @@ class Replica:
         """Kills an engine that no longer answers; `keep_engine` restarts it."""
         if self._process is not None:
             self._service.log.warning("engine_killed", reason=reason)
+            self._killed = reason
             await asyncio.to_thread(self._process.stop, 0)
 
     async def attach(self, client: EngineClient) -> None:

@@ -30,6 +30,7 @@ from services.rollout.token_rate import DrawnTokens, TokenRate
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus.bus_errors import StreamFull
+from shared.bus.registry import ENGINE_NODE
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
@@ -38,15 +39,16 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.model.replayed_choices import replayed_choices
-from shared.nodes.node_agent import ENGINE_NODE
+from shared.runtime.activities import WORK
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
+from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.failures import fatal
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.sample import Sample
+from shared.schema.service_messages import Doing
 from shared.store.payload_store import StoreFull
 
 declare_metrics(
@@ -87,6 +89,9 @@ RETRY_SECONDS = 1.0
 Generator = Callable[[Task, list[Sample], InFlight | None], Awaitable[PlayedGroup]]
 """Generates a task, going on from what an earlier attempt left."""
 
+QUIET_SECONDS = 10.0
+"""An engine with groups in hand that draws no token for so long does not go on, or waits for agents and environments."""
+
 RATE_SECONDS = 1.0
 """The interval at which the engine's token count is read and the gauges are set."""
 
@@ -118,6 +123,9 @@ class Rollout:
         self.producer = None if function is None else Producer(service, *parts)
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
+        self._taken: dict[asyncio.Task[None], float] = {}  # when each was taken, seconds since the epoch, the oldest first
+        self._drawn = (0.0, time.time())  # tokens of the engine, and when there were more the last time
+        service.activities.watch(self.doing)
         self.tokens = 0
 
     async def run(self) -> None:
@@ -179,7 +187,7 @@ class Rollout:
                 continue
             for lease in await queue.fetch(room):
                 handling = asyncio.create_task(self._handle(lease))
-                self.running[handling] = lease.message
+                self.running[handling], self._taken[handling] = lease.message, time.time()
                 handling.add_done_callback(self._handled)
 
     def _count(self, tokens: int) -> None:
@@ -195,7 +203,7 @@ class Rollout:
         return limit - (len(self.running) - evaluating) - min(evaluating, limit // 2)
 
     def _handled(self, handling: asyncio.Task[None]) -> None:
-        del self.running[handling]
+        del self.running[handling], self._taken[handling]
         if not handling.cancelled() and (error := handling.exception()) is not None:
             if isinstance(error, StoreFull | StreamFull):
                 return fatal("the storing of a group", error)
@@ -209,7 +217,7 @@ class Rollout:
                 if task.deadline and time.time() >= task.deadline:  # nobody waits for it any more
                     log.info("task_late")
                 elif lease.exhausted:
-                    failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries")
+                    failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries", INFRASTRUCTURE)
                     await self._outcomes.publish(task, failed, started)
                 else:
                     await self._generate_in_time(task, started)
@@ -227,7 +235,7 @@ class Rollout:
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
         except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:
             log.warning("group_refused", error=str(error))
-            await self._outcomes.publish(task, self._outcomes.failed(task, str(error)), started)
+            await self._outcomes.publish(task, self._outcomes.failed(task, str(error), getattr(error, "fault", TASK)), started)
             await lease.ack()
 
     async def _generate_in_time(self, task: Task, started: float) -> None:
@@ -304,11 +312,34 @@ class Rollout:
                 self._service.log.warning("stale_not_stopped", version=version, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
 
+    def doing(self) -> Doing | None:
+        """Returns what the replica does with the groups in hand, since it took the oldest one."""
+        if not self.running:
+            return None
+        since, config = next(iter(self._taken.values())), self._config.rollout
+        groups = f"{len(self.running)} {'group' if len(self.running) == 1 else 'groups'}"
+        silent_since = max(self._drawn[1], since)
+        quiet = self.replica.serving and time.time() - silent_since >= QUIET_SECONDS
+        if any(self._agents.program(task) is not None for task in self.running.values()):
+            what, after = f"plays {groups} with agents", f"a rollout is given up after rollout.agent_timeout = {config.agent_timeout:g} s"
+        elif self._episodes is not None:
+            limit = self._config.episode.episode_timeout
+            what = f"plays {groups} in {self._config.episode.episode_url}"
+            after = f"a step of an episode is given up after episode.episode_timeout = {limit:g} s"
+        else:
+            what = f"generates {groups}"
+            after = f"a group goes back to the queue after rollout.generate_timeout = {config.generate_timeout:g} s"
+        if quiet:
+            what, since = f"{what}, but its engine draws no token", silent_since
+        return Doing(part=WORK, what=what, since=since, next_action=after, stuck=quiet)
+
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""
         drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
         while True:
             tokens = await drawn.read(self.replica.client, self.tokens)
+            if tokens != self._drawn[0] or not self.running:
+                self._drawn = (tokens, time.time())
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from services.rollout.generation_spans import generation_span
 from services.rollout.teachers import Teachers
 from shared.bus.subjects import ROLLOUT
-from shared.runtime.errors import BadMessage, PayloadMissing
+from shared.runtime.errors import BadMessage, Fault, PayloadMissing
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
@@ -61,8 +61,8 @@ class TaskOutcomes:
         self._service.log.info("group_interrupted", group=task.group, attempt=task.attempt, stale=stale, kept=bool(samples))
         return Interrupted(group=task.group, attempt=task.attempt, stale=stale, replica=self._service.instance, payload=payload)
 
-    def failed(self, task: Task, reason: str) -> Failed:
-        return Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance)
+    def failed(self, task: Task, reason: str, fault: Fault) -> Failed:
+        return Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance, fault=fault)
 
     async def earlier(self, task: Task) -> list[Sample]:
         """Returns the samples that the task continues; none where they are lost, so that the group begins anew."""

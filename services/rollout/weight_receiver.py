@@ -1,9 +1,10 @@
 """The replica's side of a push: prepare, receive, commit, or abort.
 
 Requests of one push come in that order and carry its version; anything out of order is refused, so that a late message of an older push
-cannot affect a newer one. During prepare, the engine goes on generating; from receive to commit nothing is served. Any failure there, a
-trainer that stops sending included, fences the replica, unless nothing had been loaded yet: then it goes on serving its version. No version
-is served whose digest is not the one that the commit names.
+cannot affect a newer one. One that is sent again, since the bus lost it or its answer, is answered as before. During prepare, the engine
+goes on generating; from receive to commit nothing is served. Any failure there, a trainer that stops sending included, fences the replica,
+unless nothing had been loaded yet: then it goes on serving its version. No version is served whose digest is not the one that the commit
+names.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from services.rollout.colocated_engine import ColocatedEngine
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.push_spans import PushSpans
+from services.rollout.repeated_requests import AnsweredOnce
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -41,6 +43,10 @@ END_SECONDS = 10.0
 
 POLL_INTERVAL_S = 0.05
 
+OWN_PART, OWN_LEAST = 0.25, 10.0
+"""The part of a push's deadline, and the least seconds, that an engine has for each step that is its own alone: to begin to join, to pause
+and begin to receive, to go on. All others wait for it meanwhile; one that takes longer is left out of the push."""
+
 
 class PushRefused(MyxoError):
     """A push's request does not fit what this replica is doing."""
@@ -55,6 +61,7 @@ class WeightsReceiver:
         self._channels: frozenset[str] = frozenset()  # that the engine has joined, or is joining
         self._joined_by = -1  # the replica's incarnation then
         self._prepared: int | None = None  # the version whose channels the engine was last told to join
+        self._pushed: int | None = None  # the number of the push that is, or was last, received
         self._receiving = False
         self._paused_at = 0.0
         self._expiry: asyncio.Task[None] | None = None
@@ -67,8 +74,9 @@ class WeightsReceiver:
         spans = PushSpans(self._service.traces, instance)
         await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self._offer)
         await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, spans.around("prepare", self._prepare))
-        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, spans.around("receive", self._receive))
-        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, spans.around("commit", self._commit))
+        receive, commit = AnsweredOnce(spans.around("receive", self._receive)), AnsweredOnce(spans.around("commit", self._commit))
+        await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, receive)
+        await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, commit)
         await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, spans.around("abort", self._abort))
         await self.colocation.listen()
 
@@ -106,7 +114,8 @@ class WeightsReceiver:
             channels = frozenset(channel.name for channel in request.channels)
             if channels != self._joined():
                 self._channels = frozenset()
-                await client.join_channels(request.channels, request.rank, timeout=request.deadline, deadline=request.deadline)
+                own = own_seconds(request.deadline)
+                await client.join_channels(request.channels, request.rank, timeout=request.deadline, deadline=own)
                 self._channels, self._joined_by = channels, self._replica.incarnation
             self._prepared = request.version
             self._agree(request.deadline)  # its receive comes when all the others have joined
@@ -127,14 +136,18 @@ class WeightsReceiver:
             if not self._joined().issuperset(request.channels):
                 names = sorted(self._joined()) or "none"
                 raise PushRefused(f"version {request.version} comes over channels {sorted(request.channels)}; the engine is in {names}")
+            end = time.monotonic() + own_seconds(request.deadline)
             try:
                 if not again:
-                    await self._begin(client, request)
-                report = await self._received(client, request)
+                    await self._begin(client, request, end - time.monotonic())
+                report = await self._received(client, request, max(1.0, end - time.monotonic()))
             except MyxoError as error:
                 # an engine that did not answer may hold some of the failed push; one that was never asked still holds its earlier weights
                 served.touched |= not isinstance(error, ReceiverError | DeadlineExceeded) or getattr(error, "touched", False)
-                await self._break_off(str(error))
+                if isinstance(error, DeadlineExceeded):  # the others wait for this answer, and its engine may answer to nothing
+                    self._service.spawn(self._break_off_now(request.version, str(error)))
+                else:
+                    await self._break_off(str(error))
                 raise
             if request.check:
                 served.compared(report.digest, bool(report.differences))
@@ -144,7 +157,7 @@ class WeightsReceiver:
 
     async def _commit(self, request: WeightsCommit) -> Message:
         async with self._replica.update_lock:
-            client, served, seconds = self._client(), self._served, request.deadline
+            client, served, seconds = self._client(), self._served, own_seconds(request.deadline)
             if served.target != request.version:
                 raise PushRefused(f"version {request.version} is to be served, version {served.target} is being received")
             if served.received != request.digest:
@@ -165,7 +178,8 @@ class WeightsReceiver:
 
     async def _abort(self, request: WeightsAbort) -> Message:
         served = self._served
-        if served.target not in (None, request.version):
+        another = self._pushed is not None and request.push not in (0, self._pushed, self._pushed - 1)
+        if served.target not in (None, request.version) or (served.target is not None and another):
             return Accepted()  # a late message of another push
         while self._receiving and served.target == request.version and self._replica.client is not None:
             with contextlib.suppress(MyxoError):  # then it ends with its own deadline
@@ -197,22 +211,32 @@ class WeightsReceiver:
         """Returns the channels that the present engine has joined."""
         return self._channels if self._joined_by == self._replica.incarnation else frozenset()
 
-    async def _begin(self, client: EngineClient, request: WeightsReceive) -> None:
+    async def _begin(self, client: EngineClient, request: WeightsReceive, seconds: float) -> None:
+        """Pauses the engine, within so many seconds. Raises DeadlineExceeded."""
         self._end()
+        self._pushed = request.push
         self._served.begin_update(request.version)
         self._replica.show()
         self._expiry = self._service.spawn(self._expire(request.version, request.deadline))
         self._paused_at = time.monotonic()
-        await self.colocation.make_room(request.deadline)
-        await client.pause(self._mode, deadline=request.deadline)
-        await client.begin_weight_update(deadline=request.deadline)
+        await self.colocation.make_room(seconds)
+        await client.pause(self._mode, deadline=seconds)
+        await client.begin_weight_update(deadline=seconds)
 
-    async def _received(self, client: EngineClient, request: WeightsReceive) -> WeightsReceived:
-        self._receiving = True
+    async def _received(self, client: EngineClient, request: WeightsReceive, begin: float) -> WeightsReceived:
+        """Receives, beginning within ``begin`` seconds."""
+        push, seconds = request.push, request.deadline
+        self._pushed, self._receiving = push, True  # a check has a number of its own
         try:
-            return await client.receive(request.version, request.push, request.channels, check=request.check, deadline=request.deadline)
+            return await client.receive(request.version, push, request.channels, check=request.check, deadline=seconds, begin=begin)
         finally:
             self._receiving = False
+
+    async def _break_off_now(self, version: int, reason: str) -> None:
+        """Ends a push that has failed here, once the trainer has its answer."""
+        async with self._replica.update_lock:
+            if self._served.target == version:
+                await self._break_off(reason)
 
     async def _expire(self, version: int, seconds: float) -> None:
         """Ends a push whose trainer has stopped sending: without this the engine would stay paused."""
@@ -245,8 +269,10 @@ class WeightsReceiver:
                 await client.end_weight_update(deadline=END_SECONDS)
             await client.resume(deadline=END_SECONDS)
         except MyxoError as error:
+            reason = f"after the push of version {version} the engine did not go on: {error}"
             if not touched:
-                await self._replica.fence(f"after the push of version {version} the engine did not go on: {error}")
+                await self._replica.fence(reason)
+            await self._replica.kill_engine(reason)
             return False
         return True
 
@@ -263,3 +289,8 @@ class WeightsReceiver:
                 await client.leave_channels(deadline=END_SECONDS)
             except MyxoError as error:
                 self._service.log.warning("channels_not_left", channels=sorted(channels), error=str(error))
+
+
+def own_seconds(deadline: float) -> float:
+    """Returns the deadline of a step that is one engine's own, in a push that has ``deadline`` seconds left."""
+    return min(deadline, max(OWN_LEAST, deadline * OWN_PART))

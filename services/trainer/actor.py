@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from services.trainer import flops
-from services.trainer.megatron import checkpoint, export, lora, passes, runtime
+from services.trainer.megatron import checkpoint, checkpoint_digests, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
+from services.trainer.megatron.expert_balance import Balancing, update_biases
 from services.trainer.megatron.freezing import freeze
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
@@ -35,12 +36,24 @@ from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import division_problems
 
-__all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "latest_step"]
+__all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "damage_of", "latest_step", "pass_over"]
 
 
 def complete_steps(root: Path) -> list[int]:
     """Returns the steps of the complete checkpoints below ``root``, as this rank sees them, oldest first. Needs no other rank."""
     return sorted(checkpoint.checkpoints(root))
+
+
+def damage_of(root: Path, step: int, rank: int, world: int) -> str | None:
+    """Returns what this rank finds wrong with its share of a checkpoint's files; None where nothing is, or the step is not here."""
+    path = checkpoint.checkpoints(root).get(step)
+    return None if path is None else checkpoint_digests.damage(path, rank, world)
+
+
+def pass_over(root: Path, step: int) -> None:
+    """Sets a damaged checkpoint aside, so that it counts no more. Raises OSError."""
+    if (path := checkpoint.checkpoints(root).get(step)) is not None:
+        checkpoint_digests.set_aside(path)
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,7 @@ class Actor:
         if initialized is not None:
             initialized()
         megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
+        balancing = Balancing.of(megatron, adapted=settings.lora is not None)
         least = least_saved(trainer.prefix_sharing, megatron)
         chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head)
         if settings.lora is not None:
@@ -119,6 +133,7 @@ class Actor:
             settings.freezing,
             least,
             chunk_size=trainer.log_probs_chunk_size,
+            balancing=balancing,
         )
         with deadline("the making of the optimizer"):
             optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)
@@ -193,13 +208,16 @@ class Actor:
             before()
         with deadline("the forward and backward passes"):
             divisor = self.settings.temperature if temperature is None else temperature
-            loss, metrics = passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy)
+            balanced = passes.balanced_step(self.model, batches)
+            loss, metrics = passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy, balanced)
         lr = self.optimizer.lr
         if not math.isfinite(loss):
             return StepResult(loss, metrics, math.nan, lr, skipped=f"loss is {loss}")
         self.model.readers.wait("optimizer step")
         with deadline("the optimizer step"):
             grad_norm, skipped = self.optimizer.update()
+            if balanced is not None and skipped is None:
+                update_biases(self.model.modules, balanced)
         return StepResult(loss, metrics, grad_norm, lr, skipped)
 
     def loss_alone(self, batch: PackedBatch, loss_fn: LossFunction, *, need_entropy: bool = False) -> float | None:

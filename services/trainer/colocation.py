@@ -20,6 +20,7 @@ from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron.offload import Offload, Part
 from services.trainer.megatron.runtime import together
+from services.trainer.weights.push_protocol import ABSENCE_SECONDS
 from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
 from shared.runtime import devices
@@ -207,7 +208,8 @@ class ColocationScheduler:
         async def ask(instance: str) -> None:
             subject = service.subjects.replica_weights(instance, verb)
             try:
-                asking = service.bus.request(subject, request, reply, deadline=request.deadline, awaited_from=instance, patient=False)
+                seconds = request.deadline
+                asking = service.bus.request(subject, request, reply, deadline=seconds, awaited_from=instance, absence=ABSENCE_SECONDS)
                 answers.append(await asking)
             except MyxoError as error:
                 self._log.warning("replica_unanswered", verb=verb, replica=instance, error=str(error))

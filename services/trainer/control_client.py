@@ -9,13 +9,14 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from services.trainer.untrainable import Untrainable
 from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
+from shared.runtime.activities import LOOP
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import SupervisedThread, log_failure
@@ -144,6 +145,10 @@ class ControlClient:
     def set_state(self, state: str) -> None:
         self.service.state = state
 
+    def begin_doing(self, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None:
+        """Tells the service's status what the loop does from now on, or whom it waits for."""
+        self.service.activities.begin(LOOP, what, awaited_from, next_action)
+
     def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None:
         """Sets live gauges for Prometheus, and with ``in_status`` for the registry, whose entries are to stay small."""
         for name, value in values.items():
@@ -161,6 +166,11 @@ class ControlClient:
 
         self.service.version = live.version
         self.call(announce(), REQUEST_SECONDS + CALL_MARGIN)
+
+    def live_version(self) -> int:
+        """Returns the run's live version; -1: none has been announced."""
+        known = self.call(self.service.bus.get(self.service.subjects.weights_bucket, "live"), REQUEST_SECONDS)
+        return -1 if known is None else WeightsLive.decode(known).version
 
     # --- running
 
@@ -222,8 +232,9 @@ class ControlClient:
             await service.bus.close()
 
     async def _read_registry(self) -> None:
-        registry = self.service.registry
-        self.replicas = [status for status in await registry.alive("rollout") if status.state not in ("starting", "stopping")]
+        service, registry = self.service, self.service.registry
+        read = [status for status in await registry.alive("rollout") if status.state not in ("starting", "stopping")]
+        self.replicas = still_known(self.replicas, read, time.monotonic() - service.bus.restored_s, service.config.bus.registry_ttl)
         self._evaluated = max([0.0, *(status.gauges.get("evaluations", 0.0) for status in await registry.alive("buffer"))])
 
     async def _read_evaluations(self) -> None:
@@ -251,6 +262,15 @@ class ControlClient:
             except (MyxoError, *TRANSIENT) as error:
                 self.service.log.warning("registry_unread", error=str(error))
             await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def still_known(known: Sequence[ServiceStatus], read: Sequence[ServiceStatus], restored: float, ttl: float) -> list[ServiceStatus]:
+    """Returns the statuses to go by: those read, and until a TTL after the bus came back those known before, which it may have let expire
+    while nobody could renew them. ``restored``: seconds since then."""
+    if restored >= ttl:
+        return list(read)
+    renewed = {status.instance for status in read}
+    return [*read, *(status for status in known if status.instance not in renewed)]
 
 
 def now() -> float:

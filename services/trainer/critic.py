@@ -54,18 +54,20 @@ class Critic(RoleWorker):
             match self._next_command():
                 case Value(batch=batch):
                     self._valued = None
+                    self._tell_doing(f"computing the values of step {batch.step}")
                     with self._refusing():
                         self._valued = self._value(batch)
                     if self._valued is None and isinstance(self._scheduler, CriticStepScheduler):
                         self._scheduler.forget()
-                case Train():
+                case Train(batch=batch):
+                    self._tell_doing(f"training step {batch.step}")
                     self._train()
                     self._save_if_due()
                 case Leave(done=done):
                     self._save_before_leaving(done)
                     return self._report_saved()
                 case Wait(save=save):
-                    if save and self._begun_save < self._progress.steps:
+                    if save and self._room_made < self._progress.steps:
                         self._save_at_once()
             self._report_saved()
 
@@ -99,7 +101,7 @@ class Critic(RoleWorker):
 
     def _report_saved(self) -> None:
         """Publishes the saved steps to the actor, which reports to the buffer once both have saved."""
-        if self._control is not None and self._saved_steps() > self._reported:
-            self._reported = self._saved_steps()
+        if self._control is not None and (steps := self._kept_from()) > self._reported:
+            self._reported = steps
             self._shared.save("critic", self._reported)
             self._shared.forget("kl", self._reported)

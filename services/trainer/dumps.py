@@ -52,7 +52,8 @@ def write_tensors(template: str, batch: TrainBatch, results: Sequence[StepResult
             name, packed = f"{step_index}.{index}", micro_batch.packed
             samples[name] = [batch.partition.name(sample) for sample in micro_batch.indices]
             plain = {"tokens": packed.tokens, "labels": packed.labels, "loss_mask": packed.loss_mask, "cu_seqlens": packed.cu_seqlens}
-            tensors.update({f"{name}.{field}": tensor.contiguous().cpu() for field, tensor in (plain | packed.fields).items()})
+            replayed = {} if packed.experts is None else {"experts": packed.experts}
+            tensors.update({f"{name}.{field}": tensor.contiguous().cpu() for field, tensor in (plain | replayed | packed.fields).items()})
     path = Path(filled(template, batch.step, rank))
     path.parent.mkdir(parents=True, exist_ok=True)
     described = {"step": batch.step, "version": batch.version, "samples": samples, "results": [asdict(result) for result in results]}

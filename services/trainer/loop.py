@@ -72,6 +72,7 @@ class Trainer(RoleWorker):
         self._profiler = StepProfiler(config, runtime.rank())
         self._snapshots = SnapshotWriter(config, control, self._actor)
         if control is not None:
+            control.service.activities.watch(self._pusher.doing)
             self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange)
 
     def run(self) -> None:
@@ -88,8 +89,10 @@ class Trainer(RoleWorker):
                 case Push() as push:
                     self._push(push)
                 case Snapshot(version=version):
+                    self._tell_doing(f"writing the weights of version {version} to disk")
                     self._snapshots.write(version)
                 case Train(batch=batch, ahead=ahead):
+                    self._tell_doing(f"training step {batch.step}")
                     self._colocation.onload()
                     version = self._version
                     self._profiler.begin(batch.step)
@@ -97,10 +100,11 @@ class Trainer(RoleWorker):
                         self._train(batch, ahead)
                         self._save_if_due()
                     self._profiler.end()
+                    self._rest_doing()
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait(save=save):
-                    if save and self._begun_save < self._progress.steps:
+                    if save and self._room_made < self._progress.steps:
                         self._colocation.onload()
                         self._save_at_once()
                     self._colocation.offload()
@@ -108,6 +112,11 @@ class Trainer(RoleWorker):
                     return self._leave(done)
             self._report_pushes()
             self._report_durable()
+
+    def _rest_doing(self) -> None:
+        """Tells that a command has been carried out: the next thing that the trainer waits for is its next batch."""
+        if self._control is not None:
+            self._control.begin_doing(f"the batch of step {self._progress.steps}", ["buffer"])
 
     def close(self) -> None:
         self._profiler.close()
@@ -243,6 +252,7 @@ class Trainer(RoleWorker):
             self._metrics.stood_still("push", time.monotonic() - started)
 
     def _leave(self, done: bool) -> None:
+        self._tell_doing("leaving")
         self._pusher.wait()
         self._report_pushes()
         if not done and self._begun_save < self._progress.steps:
@@ -270,9 +280,15 @@ class Trainer(RoleWorker):
             self._exporter.begin(self._progress.steps)
 
     def _report_durable(self) -> None:
-        """Reports to the buffer the steps that a checkpoint (with a critic, that of both roles) holds: their payloads may be deleted."""
+        """Reports to the buffer the steps that all kept checkpoints (with a critic, of both roles) hold: their payloads may be deleted."""
         control = self._control
-        if control is None or control.stopping or (steps := self._saved_steps()) <= self._durable:  # a resume reports what a stop has not
+        if control is None or control.stopping:  # a resume reports what a stop has not
+            return
+        steps = self._kept_from()
+        if self._saved >= self._begun_save and self._save_began is not None:
+            control.traces.add(checkpoint_span(self._begun_save, self._save_began, time.time()))
+            self._save_began = None
+        if steps <= self._durable:
             return
         if self._exchange is not None:
             self._exchange.save("actor", steps)
@@ -282,5 +298,3 @@ class Trainer(RoleWorker):
             with contextlib.suppress(StopAsked):
                 control.durable(steps)
                 self._durable = steps
-                if steps == self._begun_save and self._save_began is not None:
-                    control.traces.add(checkpoint_span(steps, self._save_began, time.time()))

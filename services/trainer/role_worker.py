@@ -11,15 +11,17 @@ import structlog
 from torch import Tensor
 
 from services.trainer import batches, flops
-from services.trainer.actor import Actor, StepResult, complete_steps, latest_step
+from services.trainer.actor import Actor, StepResult, complete_steps, damage_of, pass_over
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
 from services.trainer.attribution import agreed, attributed, refuse_infinite
 from services.trainer.batches import TrainBatch
 from services.trainer.commands import Command, CommandBroadcast, Resume, newest_of_all
 from services.trainer.control_client import ControlClient, StopAsked
+from services.trainer.kept_steps import kept_from
 from services.trainer.log_hook import RolloutLog
 from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
+from services.trainer.megatron.checkpoint_digests import CheckpointDamaged
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.megatron.prefix_sharing import obstacle
 from services.trainer.megatron_hooks import MegatronHooks
@@ -77,7 +79,7 @@ class RoleWorker:
     ) -> None:
         self._config, self._control, self._log = config, control, structlog.get_logger()
         self._checkpoints = config.trained / ("checkpoints" if role == "actor" else "critic-checkpoints")
-        self._objective = config.algorithm
+        self._objective, self._ranks = config.algorithm, config.trainer.ranks(role)
         self._set_state("loading the model")
         check_architecture(config, role)
         self._custom = CustomFunctions.of(config)
@@ -97,6 +99,8 @@ class RoleWorker:
             self._metrics = MetricsLogger(control, config, TrainingSpeed.of(self._actor), role, log)
         self._progress = Progress()
         self._begun_save = self._saved = 0  # steps of the checkpoint last begun, and of the newest that is known to be on disk
+        self._room_made = -1  # steps at which a full store was last answered by a save; the same on every rank
+        self._freed, self._room_needed, self._look = 0, False, True  # payloads below; the store is full; checkpoints are to be looked for
         self._save_began: float | None = None  # the checkpoint last begun; None: by an earlier life
         self._skipped = 0
         architecture = self._actor.architecture
@@ -120,6 +124,14 @@ class RoleWorker:
             self._log.info("prefix_sharing_off", reason=reason)
 
     # --- commands and batches
+
+    def _tell_doing(self, what: str) -> None:
+        """Tells displays what this role does from now on, where this is rank 0."""
+        if self._control is not None:
+            limit = self._config.trainer.collective_timeout
+            many = self._ranks > 1
+            after = f"if a rank hangs, the others end after trainer.collective_timeout = {limit:g} s, and all start again" if many else ""
+            self._control.begin_doing(what, (), after)
 
     def _next_command(self) -> Command:
         if self._scheduler is None:
@@ -228,7 +240,7 @@ class RoleWorker:
 
         Ranks on other machines may have disks of their own.
         """
-        held = self._broadcast.gather(complete_steps(self._checkpoints))
+        held = self._sound_steps()
         if self._scheduler is None:
             told = self._broadcast.receive()
             assert isinstance(told, Resume)  # the first command
@@ -240,6 +252,29 @@ class RoleWorker:
         self._broadcast.send(Resume(step))
         return step
 
+    def _sound_steps(self) -> list[list[int]]:
+        """Returns the steps that each rank holds, once the newest that all hold has its files as they were written.
+
+        One that has not is set aside on every disk. Raises CheckpointDamaged where that is the last one.
+        """
+        while True:
+            held = self._broadcast.gather(complete_steps(self._checkpoints))
+            if (step := newest_of_all(held)) is None:
+                return held
+            reasons = self._broadcast.gather(damage_of(self._checkpoints, step, runtime.rank(), len(held)))
+            if not any(reasons):
+                return held
+            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+            if newest_of_all([[other for other in steps if other != step] for steps in held]) is None:  # it stays: no start would see it
+                raise CheckpointDamaged(f"step {step} in {self._checkpoints} is damaged (rank {rank}: {reason}), and no older one is left")
+            if self._control is not None:
+                self._set_state(f"passing over the damaged checkpoint of step {step}")
+                detail = f"the checkpoint of step {step} is damaged (rank {rank}: {reason}); the next older one is tried"
+                self._log.error("checkpoint_damaged", step=step, rank=rank, reason=reason)
+                self._control.tell("checkpoint_damaged", detail)
+            with runtime.together(f"setting the damaged checkpoint of step {step} aside"):
+                pass_over(self._checkpoints, step)
+
     def _save_if_due(self) -> None:
         steps, rollout = self._progress.steps, self._config.rollout
         if is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout:
@@ -248,7 +283,8 @@ class RoleWorker:
     def _save(self) -> None:
         """Writes a checkpoint of the training's present state, in the background if so configured; waits for the last one of a run."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
-        self._save_began = time.time()
+        self._tell_doing(f"saving the checkpoint of {steps} steps")
+        self._save_began, self._room_needed = time.time(), False
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps
@@ -258,9 +294,11 @@ class RoleWorker:
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(seconds, 2))
 
     def _save_at_once(self) -> None:
-        """Returns once the training's present state is on disk, ahead of its interval."""
-        self._save()
+        """Returns once the present state is on disk, ahead of its interval, since the store is full: what is behind it is freed."""
+        if self._begun_save < self._progress.steps:
+            self._save()
         self._actor.finish_save()
+        self._room_made, self._room_needed, self._look = self._progress.steps, True, True
 
     def _save_before_leaving(self, done: bool) -> None:
         """Returns once everything that a resume needs is on disk."""
@@ -268,11 +306,15 @@ class RoleWorker:
             self._save()
         self._actor.finish_save()
 
-    def _saved_steps(self) -> int:
-        """Returns the steps of the newest checkpoint on disk. Only rank 0's answer counts, since it publishes checkpoints."""
-        if self._saved < self._begun_save:
-            self._saved = max(latest_step(self._checkpoints) or 0, self._saved)
-        return self._saved
+    def _kept_from(self) -> int:
+        """Returns the step from which on payloads stay (`services.trainer.kept_steps`). Only rank 0's counts: it publishes checkpoints."""
+        if self._saved < self._begun_save or self._look:
+            steps, trainer = complete_steps(self._checkpoints), self._config.trainer
+            self._saved = max([self._saved, *steps])
+            self._look = False
+            needed = kept_from(steps, trainer.keep_checkpoints, self._config.rollout.num_rollout, room_needed=self._room_needed)
+            self._freed = max(self._freed, needed)
+        return self._freed
 
     # --- state
 

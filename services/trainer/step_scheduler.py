@@ -5,6 +5,7 @@ gives each batch its values, and trains it; where the reward has a KL penalty, i
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -13,6 +14,7 @@ from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind
 from services.trainer.colocation import ColocationScheduler
 from services.trainer.commands import Command, Leave, Push, Snapshot, Train, Value, Wait
 from services.trainer.control_client import ControlClient, StopAsked
+from services.trainer.weights.push_record import PushWait
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
 from shared.config.run_config import RunConfig
@@ -22,6 +24,9 @@ from shared.schema.versions import version_after
 
 LOG_INTERVAL_S = 30.0
 """The interval at which a long wait is logged, with the name of the awaited thing."""
+
+PUSH_SECONDS = 5.0
+"""The time after which a push that goes on beside a wait is named as what is awaited: no groups come while replicas are paused for it."""
 
 POLL_INTERVAL_S = 0.02
 HOLD_SECONDS = 2.0
@@ -33,10 +38,19 @@ class BatchRequester:
 
     Args:
         timeout: seconds of the longest wait for one batch, or for the other role, before the error that names the awaited service.
-        evaluation: seconds that an evaluation may last besides, where nothing is left to train.
+        evaluation: seconds that an evaluation may last besides, where nothing is left to train. push: what a push waits for now, if one
+            is under way.
     """
 
-    def __init__(self, control: ControlClient, exchange: ActorCriticExchange | None, timeout: float, evaluation: float = 0.0) -> None:
+    def __init__(
+        self,
+        control: ControlClient,
+        exchange: ActorCriticExchange | None,
+        timeout: float,
+        evaluation: float = 0.0,
+        push: Callable[[], PushWait | None] = lambda: None,
+    ) -> None:
+        self._push = push
         self._control, self._exchange, self._timeout, self._evaluation = control, exchange, timeout, evaluation
         self._awaited, self._since, self._logged = "", 0.0, 0.0  # the newest wait: for what, and when it began and was logged
         self._log: Any = structlog.get_logger()
@@ -77,6 +91,10 @@ class BatchRequester:
         if what != self._awaited:
             self._awaited, self._since, self._logged = what, now, now
         waited = now - self._since
+        role = "critic" if "critic" in awaited_from else "trainer" if "actor" in awaited_from else "buffer"
+        self._control.begin_doing(what, [role], f"the trainer stops after {self._timeout + longer:g} s, and starts again")
+        if (push := self._push()) is not None and push.seconds > PUSH_SECONDS:
+            what, awaited_from = f"{push.what}, which {what} waits for", push.whom
         if waited > self._timeout + longer:
             raise DeadlineExceeded(what, awaited_from, waited, "the trainer stops")
         if now - self._logged > LOG_INTERVAL_S:
@@ -99,7 +117,7 @@ class StepScheduler:
         self._control, self._pusher, self._snapshots, self._colocation = control, pusher, snapshots, colocation
         self._steps, self._interval = config.rollout.num_rollout, config.weights.update_weights_interval
         self._has_critic = exchange is not None
-        self._batches = BatchRequester(control, exchange, config.trainer.batch_timeout, config.eval.eval_timeout)
+        self._batches = BatchRequester(control, exchange, config.trainer.batch_timeout, config.eval.eval_timeout, lambda: pusher.awaited)
 
     def next(self, step: int, version: int) -> Command:
         """Returns the next command. ``step``: the next to train. ``version``: that of the trainer's weights. Raises DeadlineExceeded."""

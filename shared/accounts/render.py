@@ -30,7 +30,7 @@ class NatsSettings:
 
     Args:
         tls: the directory of `KEY` and `CERTIFICATE`; None for plain connections. monitor: HTTP address for health checks
-            inside the container.
+            inside the container. sync: the time between two syncs of its files to disk, as long as Redis's ``everysec``.
     """
 
     listen: str = "0.0.0.0:4222"
@@ -38,6 +38,7 @@ class NatsSettings:
     store: str = "/data"
     tls: str | None = None
     max_payload: int = MAX_PAYLOAD
+    sync: str = "1s"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: 
         "listen": settings.listen,
         "http": settings.monitor,
         "max_payload": settings.max_payload,
-        "jetstream": {"store_dir": settings.store},
+        "jetstream": {"store_dir": settings.store, "sync_interval": settings.sync},
     }
     if settings.tls is not None:
         files = {"cert_file": f"{settings.tls}/{CERTIFICATE}", "key_file": f"{settings.tls}/{KEY}"}

@@ -61,7 +61,9 @@ class WrongSequence(MyxoError):
 
 
 class RequestRefused(MyxoError):
-    """The receiver answered a request with a refusal and its reason."""
+    """The receiver answered a request with a refusal and its reason. ``error``: the class of the receiver's error; empty if not told."""
+
+    error = ""
 
 
 class PermissionErrors:

@@ -94,6 +94,11 @@ class Bus:
         """
         self._client.raise_if_refused(start, *subjects)
 
+    @property
+    def restored_s(self) -> float:
+        """Returns when the connection was last restored, monotonic seconds; 0: never."""
+        return self._client.restored_s
+
     # --- attempts
 
     async def retry(
@@ -220,23 +225,47 @@ class Bus:
     # --- request and reply
 
     async def request(
-        self, subject: str, message: Message, reply: type[Reply], *, deadline: float, awaited_from: str, patient: bool = True
+        self,
+        subject: str,
+        message: Message,
+        reply: type[Reply],
+        *,
+        deadline: float,
+        awaited_from: str,
+        patient: bool = True,
+        absence: float | None = None,
     ) -> Reply:
         """Sends a request and returns its answer.
 
         Args:
             reply: the message class (or base class) expected back.
             deadline: seconds in all. awaited_from: the expected sender of the answer, for the error.
-            patient: whether to retry while nobody listens on the subject (only for idempotent requests).
+            patient: whether to ask again while there is no answer, and as soon as a broken connection is restored (only for idempotent
+                requests).
+            absence: of a patient request, for how many seconds nobody may listen on the subject after somebody did, or after the connection
+                was restored, which others' may be a little later; None: for the whole deadline.
 
         Raises RequestRefused if the receiver declines, DeadlineExceeded, BadMessage.
         """
         payload = message.encode()
-        start = time.monotonic()
+        start, heard = time.monotonic(), 0.0
+
+        def nobody() -> DeadlineExceeded:
+            self.raise_if_refused(start, subject)
+            return DeadlineExceeded(f"an answer on {subject}", awaited_from, round(time.monotonic() - start, 3), "nobody listens there")
 
         async def attempt() -> bytes:
+            nonlocal heard
             left = max(0.05, start + deadline - time.monotonic())
-            return (await self.connection.request(subject, payload, timeout=min(left, ATTEMPT_SECONDS))).data
+            try:
+                return await self._client.request(subject, payload, min(left, ATTEMPT_SECONDS))
+            except nats.errors.NoRespondersError as error:
+                if absence is not None and time.monotonic() > max(heard, self._client.restored_s) + absence:
+                    raise nobody() from error
+                raise
+            except TRANSIENT:
+                heard = time.monotonic()
+                raise
 
         if patient:
             self._check_size(subject, payload, {})
@@ -245,12 +274,12 @@ class Bus:
             try:
                 data = await self.ask(subject, payload, deadline=deadline, awaited_from=awaited_from)
             except nats.errors.NoRespondersError as error:
-                self.raise_if_refused(start, subject)
-                waited = round(time.monotonic() - start, 3)
-                raise DeadlineExceeded(f"an answer on {subject}", awaited_from, waited, "nobody listens there") from error
+                raise nobody() from error
         answer = Message.decode(data)
         if isinstance(answer, Refused):
-            raise RequestRefused(f"{awaited_from}: {answer.reason}")
+            refused = RequestRefused(f"{awaited_from}: {answer.reason}")
+            refused.error = answer.error
+            raise refused
         if not isinstance(answer, reply):
             raise BadMessage(f"{awaited_from} answered {subject} with a {type(answer).__name__} where {reply.__name__} was expected")
         return answer
@@ -296,7 +325,7 @@ class Bus:
             self._check_size(f"an answer on {message.subject}", reply, {})
         except MyxoError as error:
             self._log.warning("request_refused", subject=message.subject, reason=str(error))
-            reply = Refused(reason=str(error)).encode()
+            reply = Refused(reason=str(error), error=type(error).__name__).encode()
         except Exception as error:
             self._log.exception("request_failed", subject=message.subject)
             reply = Refused(reason=f"internal error: {type(error).__name__}: {error}").encode()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import nats.errors
@@ -15,12 +16,18 @@ from shared.runtime.cancellation import cancelled
 
 
 class NatsClient:
-    """A connection that is restored whenever it breaks. ``connection``: the library's; ``js``: its JetStream."""
+    """A connection that is restored whenever it breaks.
+
+    Attributes:
+        connection: the library's. js: its JetStream. restored_s: when it was last restored, monotonic seconds; 0: never.
+    """
 
     def __init__(self, url: str, inbox: str) -> None:
         self.url, self._inbox = url, inbox
         self.connection = Client()
         self.js: JetStreamContext = self.connection.jetstream(timeout=ATTEMPT_SECONDS)
+        self.restored_s = 0.0
+        self._restored = asyncio.Event()  # replaced by another each time
         self._refusals = PermissionErrors(inbox)
         self._last_error = "no answer"
         self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -72,7 +79,23 @@ class NatsClient:
             self._log.warning("bus_disconnected")
 
     async def _on_reconnected(self) -> None:
+        self.restored_s = time.monotonic()
+        self._restored.set()
+        self._restored = asyncio.Event()
         self._log.info("bus_reconnected")
+
+    async def request(self, subject: str, payload: bytes, seconds: float) -> bytes:
+        """Sends a request once and returns the answer. Raises one of `TRANSIENT` without it, at once when the connection was restored
+        meanwhile: what was under way when it broke is lost, the request or its answer."""
+        asked = asyncio.ensure_future(self.connection.request(subject, payload, timeout=seconds))
+        restored = asyncio.ensure_future(self._restored.wait())
+        try:
+            await asyncio.wait({asked, restored}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return bytes(asked.result().data)
+            raise nats.errors.StaleConnectionError
+        finally:
+            await cancelled([asked, restored])
 
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""

@@ -15,6 +15,18 @@ from shared.schema.service_messages import ServiceStatus
 ENVIRONMENT = "environment"
 """The ``service`` of the status of an environment outside of Myxo, which is no process of the run."""
 
+LAUNCHER = "launcher"
+"""The ``service`` and the instance of the status of a launch, which supervises services and is none of them."""
+
+NODE = "node"
+"""The kind of service that a trainer's agent is on each of its nodes: rank 0's process is the trainer."""
+
+ENGINE_NODE = "engine-node"
+"""The kind of service that a further node of an engine is; the first one is the rollout service."""
+
+WAITING = "waiting"
+"""The state of a node that waits for another; its detail says which."""
+
 STANDBY = "standby"
 """The state of a service that waits to replace the active one (`shared.bus.leader_lease`)."""
 
@@ -55,16 +67,24 @@ class Registry:
         await self._bus.delete(self._bucket, f"{status.service}.{status.instance}", deadline=RENEW_SECONDS / 2)
 
     async def alive(self, service: str | None = None) -> list[ServiceStatus]:
-        """Returns the statuses of all live services, or of one kind, by instance."""
+        """Returns the statuses of all live services, or of one kind, by instance. The launcher is none of them."""
         statuses = []
         for key in await self._bus.keys(self._bucket):
-            if service is None or key.split(".", 1)[0] == service:
+            if (kind := key.split(".", 1)[0]) == service or (service is None and kind != LAUNCHER):
                 try:
                     if (value := await self._bus.get(self._bucket, key)) and self._belongs(key, status := ServiceStatus.decode(value)):
                         statuses.append(status)
                 except BadMessage:
                     continue  # services of another schema version are ignored
         return statuses
+
+    async def launcher(self) -> ServiceStatus | None:
+        """Returns the status of the run's launch; None where there is none that is alive."""
+        value = await self._bus.get(self._bucket, f"{LAUNCHER}.{LAUNCHER}")
+        try:
+            return ServiceStatus.decode(value) if value else None
+        except BadMessage:
+            return None
 
     def _belongs(self, key: str, status: ServiceStatus) -> bool:
         """Returns whether a status is that of its key's service."""

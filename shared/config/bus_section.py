@@ -19,6 +19,19 @@ class BusSection(Section):
     full_timeout: float = Field(
         default=3600, gt=0, description="seconds that a service waits for room in a full stream or store before it ends", **MUTABLE
     )
+    sync_interval: float = Field(
+        default=1.0,
+        ge=0,
+        le=3600,
+        description="seconds between two syncs of the embedded NATS's files to disk: what a loss of power may take; 0: with each write",
+        **MUTABLE,
+    )
     replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
     lease_duration: float = Field(default=5.0, ge=0.5, description="seconds after which a silent buffer's place is taken by another")
     registry_ttl: float = Field(default=10.0, ge=1, description="seconds after which a silent service is taken for gone")
+    frozen_timeout: float = Field(
+        default=60,
+        ge=0,
+        description="seconds without heartbeat, or server's answer, after which `myxo up` kills a process and starts it again; 0: never",
+        **MUTABLE,
+    )

@@ -20,6 +20,9 @@ from pydantic import TypeAdapter
 
 from shared.runtime.errors import ConfigError, near
 
+OF_DEEPEP = frozenset({"moe_enable_deepep", "moe_deepep_num_sms", "moe_flex_dispatcher_backend", "moe_hybridep_num_sms"})
+"""Flags that only the flex dispatcher of tokens looks at."""
+
 UNSET = object()
 """The mark for no fixed value."""
 
@@ -135,6 +138,11 @@ def has_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def has_deepep() -> bool:
+    """Returns whether DeepEP is installed."""
+    return importlib.util.find_spec("deep_ep") is not None
+
+
 def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Yields an error for each flag that needs Transformer Engine if that is not installed. ``given``: name → value."""
     if has_engine():
@@ -149,11 +157,13 @@ def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def without_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields each flag that changes nothing in this installation, and why. ``given``: name → value."""
-    engine = has_engine()
+    engine, deepep = has_engine(), has_deepep()
     for name, value in given.items():
         flag = catalogue().get(name)
         if flag is not None and flag.ignored:
             yield flag.command_line[0], flag.reason
+        elif flag is not None and not deepep and (name in OF_DEEPEP or (name, value) == ("moe_token_dispatcher_type", "flex")):
+            yield flag.command_line[0], "DeepEP is not installed: tokens go to their experts by all-to-all; the values are the same"
         elif flag is not None and flag.kernels and value != flag.default and not engine:
             yield flag.command_line[0], "it chooses among kernels of Transformer Engine's, which is not installed; the values are the same"
 

@@ -224,7 +224,13 @@ class RolloutSection(Section):
     )
     rollout_stop: list[str] = Field(default=[], max_length=32, description="stop strings; SGLang takes 32")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
-    rollout_replicas: int = Field(default=1, gt=0, description="rollout services that `myxo up` starts", **MUTABLE)
+    rollout_replicas: int = Field(
+        default=1,
+        gt=0,
+        description="rollout services that `myxo up` starts; default: on a CPU 1, else as many as fill the GPUs that the trainer leaves, "
+        "colocated those that it has",
+        **MUTABLE,
+    )
     rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
     rollout_num_gpus: int | None = Field(
         default=None,

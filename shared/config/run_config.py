@@ -32,7 +32,6 @@ from shared.config.run_section import RunSection
 from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
 from shared.config.sft_section import SftSection
-from shared.config.sglang_flags import plain_name
 from shared.config.store_section import StoreSection
 from shared.config.trainer_section import TrainerSection
 from shared.config.weights_section import WeightsSection
@@ -189,8 +188,6 @@ class RunConfig(Section):
             yield f"{field}: {nodes} nodes do not share rollout_num_gpus_per_engine = {rollout.rollout_num_gpus_per_engine} GPUs evenly"
         if self.trainer.colocate:
             yield f"{field}: with colocate an engine shares the GPUs of one machine; leave it out"
-        if any(plain_name(name) == "enable-dp-attention" and value is not False for name, value in rollout.sglang.items()):
-            yield f"{field}: with enable-dp-attention SGLang's processes take pickled messages at open ports between nodes"
 
     def _groups_from_outside(self) -> Iterator[str]:
         """Yields what does not go with groups that come in from outside."""

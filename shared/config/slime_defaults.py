@@ -53,12 +53,14 @@ def _presets(algorithm: Mapping[str, Any], field: str) -> bool:
 
 def settle(given: dict[str, dict[str, Any]]) -> list[str]:
     """Takes out of a command line what is without effect in slime; returns the lines for the user."""
-    algorithm = given.get("algorithm", {})
+    algorithm, rollout, told = given.get("algorithm", {}), given.get("rollout", {}), list[str]()
     coefficient = algorithm.get("kl_loss_coef")
-    if coefficient is None or _is_on(algorithm.get("use_kl_loss")) or not _is_above_zero(coefficient):
-        return []
-    del algorithm["kl_loss_coef"]
-    return [f"--kl-loss-coef {coefficient} changes nothing without --use-kl-loss, as with slime"]
+    if coefficient is not None and not _is_on(algorithm.get("use_kl_loss")) and _is_above_zero(coefficient):
+        del algorithm["kl_loss_coef"]
+        told.append(f"--kl-loss-coef {coefficient} changes nothing without --use-kl-loss, as with slime")
+    if _is_on(given.get("trainer", {}).get("colocate")) and "rollout_num_gpus" in rollout and "rollout_replicas" not in rollout:
+        told.append(f"--rollout-num-gpus {rollout.pop('rollout_num_gpus')} changes nothing with --colocate, as with slime: all are taken")
+    return told
 
 
 def note(fields: Values) -> str:

@@ -13,6 +13,7 @@ from shared.history.activity import ActivitySpan
 from shared.history.intervals import Interval
 from shared.history.wait_causes import GroupPassage
 from shared.live.service_failures import RESTARTED, ServiceFailures
+from shared.runtime.errors import Fault
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -83,11 +84,13 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeadGroup:
-    """A group that ended without being trained, at ``at`` (seconds since the epoch), for ``reason``."""
+    """A group that ended without being trained, at ``at`` (seconds since the epoch), for ``reason``. ``fault``: what was at fault there, if
+    it was told."""
 
     group: str
     reason: str
     at: float
+    fault: Fault = ""
 
 
 @dataclass
@@ -150,8 +153,8 @@ class FlowHistory:
                 self.dropped[reason] += len(names)
                 self._count(DROPPED, record.at, len(names))
                 self._lose(names)
-            case GroupDead(group=name, reason=reason):
-                self.dead.append(DeadGroup(name, reason, record.at))
+            case GroupDead(group=name, reason=reason, fault=fault):
+                self.dead.append(DeadGroup(name, reason, record.at, fault))
                 self._count(DEAD, record.at, 1)
                 self._lose([name])
             case BatchFormed():

@@ -50,13 +50,14 @@ class EvaluationSummary:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """The number of admitted groups that came to each end, by reason."""
+    """The number of admitted groups that came to each end, by reason. ``faults``: the dead ones by what was at fault."""
 
     admitted: int
     trained: int
     dropped: dict[str, int]
     dead: dict[str, int]
     in_flight: int
+    faults: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Summary:
     max_staleness: the run's bound; the other staleness figures are over the samples of all batches.
     overlap_seconds: how long some group was generated while some step was trained, of generation_seconds and training_seconds, in
     which at least one was. trained_tokens: response tokens of the trained samples.
-    eval_failed: held-out prompts that failed, by reason. errors: what each service that failed or was restarted last ended with.
+    eval_failed: held-out prompts that failed, by reason. errors: what each service that failed or was restarted last ended with. waits:
+    the newest waits out of the ordinary, how long and what for.
     mean_abs_logprob_diff: between engine and trainer, over tokens that both computed under the same weight version.
     """
 
@@ -105,6 +107,7 @@ class Summary:
     evaluations: list[EvaluationSummary]
     eval_failed: dict[str, int] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    waits: list[str] = field(default_factory=list)
 
 
 class SummaryTally:
@@ -182,10 +185,13 @@ class SummaryTally:
             warm_start=self._warm_start(),
             trained_tokens=self._tokens,
             wall_seconds=self._times[1] - self._times[0] if self._times is not None else 0.0,
-            groups=GroupCounts(report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight),
+            groups=GroupCounts(
+                report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight, dict(report.faults)
+            ),
             eval_failed=dict(+self._eval_failed),
             restarts=dict(self.failures.restarts),
             errors=dict(self.failures.errors),
+            waits=list(self.failures.waits),
             finished=report.finished,
             audit="ok" if report.ok else list(report.violations),
             evaluations=evaluations,

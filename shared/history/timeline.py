@@ -22,6 +22,7 @@ from shared.schema.ledger import (
     GroupsDropped,
     GroupsScored,
     LedgerRecord,
+    LedgerRepaired,
     RunFinished,
     SampleRefused,
     group_id,
@@ -116,12 +117,19 @@ class Timeline:
                 yield from self._evaluation("b", dataset, version, record.at, {"prompts": prompts})
             case EvalEnded(dataset=dataset, version=version, mean_reward=mean_reward):
                 yield from self._evaluation("e", dataset, version, record.at, {"mean reward": mean_reward})
+            case _:
+                yield from self._moment(record)
+
+    def _moment(self, record: LedgerRecord) -> Iterator[TraceEvent]:
+        match record:
             case SampleRefused(group=name, reason=reason):
                 yield from self._mark(TRAINER, "sample refused", record.at, {"group": name, "reason": reason})
             case CheckpointDurable(steps=steps):
                 yield from self._mark(TRAINER, "checkpoint durable", record.at, {"steps": steps})
             case RunFinished():
                 yield from self._mark(BUFFER, "run finished", record.at, {})
+            case LedgerRepaired(resume=steps):
+                yield from self._mark(BUFFER, "repaired", record.at, {"goes on from": steps})
 
     def _admit(self, name: str, at: float, version: int) -> Iterator[TraceEvent]:
         self._open[name] = _OpenGroup(OUTSTANDING, at)

@@ -1,7 +1,7 @@
 """The pipeline of a run at one moment: the one model that the console's Flow page and `myxo top` show. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.bus.registry import ENVIRONMENT
@@ -23,8 +23,9 @@ from shared.live.alarm_kinds import AlarmKind
 from shared.live.bottleneck import FEW_STEPS, Bottleneck, Workload, bottleneck
 from shared.live.live_services import newest_gauges
 from shared.live.shown_status import shown
+from shared.live.stall import TROUBLES, RunSituation, Stall
+from shared.live.stall_causes import run_stall
 from shared.live.step_load import GENERATING, causes_of, generating, sums, workload
-from shared.live.step_wait import waiting_for
 from shared.schema.service_messages import ServiceStatus
 
 TRAINING, RATING = "training", "scoring"
@@ -36,9 +37,6 @@ WORKERS = {"rollout", "reward", "trainer"}
 
 ORDER = {service: place for place, service in enumerate(("buffer", "rollout", "gateway", "reward", "critic", "trainer"))}
 """Services as they are shown, along the way of a group."""
-
-SERVERS = ("NATS", "Redis")
-"""Those without which no service goes on."""
 
 WAITING = "waiting"
 
@@ -135,6 +133,9 @@ class FlowView:
     ages: Ages
     lengths: list[LengthClass]
     dropped: dict[str, int]
+    waiting_for: str = ""
+    waiting_since: float = 0.0
+    stalled: bool = False
 
 
 def flow_view(
@@ -144,19 +145,23 @@ def flow_view(
     now: float,
     window_s: float,
     alarmed: Collection[AlarmKind] = (),
-    away: Mapping[str, str] | None = None,
+    wait: Stall | None = None,
 ) -> FlowView:
     """Returns the pipeline at ``now``, of a run at rest at its last record, looking back ``window_s`` seconds.
 
     Args:
-        statuses: what the registry holds; empty where the run is at rest or the bus away. alarmed: alarms that stand. away: server or
-            service that is away → why.
+        statuses: what the registry holds; empty where the run is at rest or the bus away. alarmed: alarms that stand. wait: what the
+            run waits for, where the caller knows more than the statuses tell.
     """
+    if wait is None and statuses:
+        wait = run_stall(RunSituation.of(config, statuses))
+    if history.finished:
+        wait = None
     statuses = [shown(status) for status in statuses if status.service != ENVIRONMENT]
     live = bool(statuses)
     end = now if live else history.newest
     window = (max(end - window_s, min(history.oldest or end, end - 1.0)), end)
-    load = workload(history, window, _blocked(history, config, statuses, away or {}))
+    load = workload(history, window, _blocked(history, statuses, wait, now))
     return FlowView(
         at=now,
         begin=window[0],
@@ -169,6 +174,9 @@ def flow_view(
         ages=_ages(history, config, window),
         lengths=length_classes(history.lengths),
         dropped=dict(history.dropped.most_common()),
+        waiting_for=wait.words(now) if wait is not None else "",
+        waiting_since=wait.since if wait is not None else 0.0,
+        stalled=wait is not None and wait.worth_a_line(now),
     )
 
 
@@ -191,18 +199,13 @@ def doing(status: ServiceStatus) -> str:
 # --- who waits
 
 
-def _blocked(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus], away: Mapping[str, str]) -> str:
+def _blocked(history: FlowHistory, statuses: Sequence[ServiceStatus], wait: Stall | None, now: float) -> str:
     """Returns what keeps a live run from going on; before its first steps, what it waits for."""
-    if not history.finished and (servers := [f"{name}, which is away: {away[name]}" for name in SERVERS if name in away]):
-        return "; and for ".join(servers)
-    if not statuses or history.finished:
+    if wait is None:
         return ""
-    for status in statuses:
-        if status.held_back:
-            return f"room: {status.instance} holds back ({status.held_back})"
     at_work = {status.service for status in statuses if status.state == "ready" or (status.service == "rollout" and status.version >= 0)}
     begun = len(history.steps) >= FEW_STEPS and at_work >= {"buffer", "rollout", "reward", "trainer"}
-    return "" if begun else waiting_for(config, statuses, ())
+    return "" if begun and wait.cause not in TROUBLES else wait.words(now)
 
 
 def _by_activity(load: Workload) -> dict[str, float]:

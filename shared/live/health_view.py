@@ -15,6 +15,7 @@ from shared.live.room import Room
 from shared.live.service_failures import RESTARTED
 from shared.live.shown_status import shown
 from shared.live.text import shortened_line
+from shared.runtime.errors import Fault
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 
 LATELY_S = 600.0
@@ -42,12 +43,14 @@ class ServiceHealth:
 
 @dataclass(frozen=True)
 class DeadReason:
-    """Groups that died for one reason. ``newest``: the last of them, which died at ``at`` (seconds since the epoch)."""
+    """Groups that died for one reason. ``newest``: the last of them, which died at ``at`` (seconds since the epoch). ``fault``: what was at
+    fault there, if it was told."""
 
     reason: str
     count: int
     newest: str
     at: float
+    fault: Fault = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class EventLine:
 @dataclass(frozen=True)
 class HealthView:
     """The health. ``dead``: groups since the run began, None where nobody tells; ``reasons``: of those that are remembered, the most
-    frequent first. ``events``: what services told, the newest first."""
+    frequent first. ``events``: what services told, the newest first. ``waiting_for``: what the next training step waits for."""
 
     alarms: list[Alarm]
     services: list[ServiceHealth]
@@ -72,6 +75,7 @@ class HealthView:
     events: list[EventLine]
     disk: Room | None
     memory: Room | None
+    waiting_for: str = ""
 
 
 def symptoms(
@@ -105,8 +109,10 @@ def symptoms(
     )
 
 
-def health_view(history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus], found: Symptoms) -> HealthView:
-    """Returns the health, by these symptoms."""
+def health_view(
+    history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus], found: Symptoms, waiting_for: str = ""
+) -> HealthView:
+    """Returns the health, by these symptoms. ``waiting_for``: what the next training step waits for, in words."""
     statuses = [shown(status) for status in statuses]
     dead = newest_gauges(statuses, "buffer").get("dead")
     return HealthView(
@@ -117,6 +123,7 @@ def health_view(history: FlowHistory, config: RunConfig, statuses: Sequence[Serv
         events=[_line(event) for event in list(history.events)[: -EVENTS_SHOWN - 1 : -1]],
         disk=found.disk,
         memory=found.memory,
+        waiting_for=waiting_for,
     )
 
 
@@ -138,7 +145,10 @@ def services_of(history: FlowHistory, statuses: Sequence[ServiceStatus]) -> list
 def reasons_of(dead: Sequence[DeadGroup]) -> list[DeadReason]:
     """Returns why groups died, the most frequent reason first."""
     counts, newest = Counter(group.reason for group in dead), {group.reason: group for group in dead}
-    return [DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at) for reason, count in counts.most_common()]
+    return [
+        DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at, newest[reason].fault)
+        for reason, count in counts.most_common()
+    ]
 
 
 def _line(event: ServiceEvent) -> EventLine:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.bus.registry import ENVIRONMENT, STANDBY
+from shared.config.run_config import RunConfig
 from shared.live.text import duration, number
 from shared.schema.service_messages import ServiceStatus
 
@@ -14,7 +15,8 @@ class InstanceStatus:
     """One service process as its launcher knows it.
 
     ``lived``: seconds; ``started_at``: seconds since the epoch; ``due_in``: seconds to its next start, None while it runs;
-    ``last_error``: the error that the life before ended with; ``foreign``: it is the user's, and publishes no status.
+    ``last_error``: the error that the life before ended with, at ``ended_at`` (seconds since the epoch); ``foreign``: it is the
+    user's, and publishes no status.
     """
 
     service: str
@@ -28,12 +30,19 @@ class InstanceStatus:
     last_code: int | None
     last_error: str = ""
     foreign: bool = False
+    ended_at: float = 0.0
 
 
 def present(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> list[ServiceStatus]:
     """Returns the statuses without those that the dead left behind: a status outlives its service by its TTL."""
     started = {instance.instance: instance.started_at if instance.due_in is None else float("inf") for instance in instances}
     return [status for status in services if status.service == ENVIRONMENT or status.at > started.get(status.instance, 0.0)]
+
+
+def needed(config: RunConfig) -> tuple[str, ...]:
+    """Returns the kinds of services that a run cannot do without."""
+    critic = config.algorithm.has_critic and not config.debug.debug_rollout_only  # then nothing is trained
+    return ("buffer", "reward", "rollout", "trainer", *(("critic",) if critic else ()), *(("gateway",) if config.gateways else ()))
 
 
 def newest_status(services: Sequence[ServiceStatus], service: str) -> ServiceStatus | None:

@@ -4,14 +4,16 @@ It is made from the statuses that services publish and from the launcher's recor
 gaps; every figure may be absent.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shared.bus.registry import ENVIRONMENT, STANDBY
+from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus, newest_gauges, newest_status, present, warm_start
 from shared.live.shown_status import count, shown
-from shared.live.step_wait import waiting_for
+from shared.live.stall import RunSituation, Stall
+from shared.live.stall_causes import run_stall
 from shared.live.text import number, shortened_line
 from shared.runtime.child_process import cause
 from shared.schema.service_messages import ServiceStatus
@@ -105,7 +107,8 @@ class RunView:
     """A run at one moment. ``queues``: name → (waiting, in workers' hands). A figure that a service gives as nan or inf stays that.
 
     Rates are in tokens a second: ``generated_per_s`` over the last seconds, ``trained_per_s`` over the newest step and the wait before it,
-    ``computed_per_s`` over that step's optimizer steps alone. ``evaluations``: by the held-out sets' names.
+    ``computed_per_s`` over that step's optimizer steps alone. ``evaluations``: by the held-out sets' names. ``waiting_for``: what the next
+    step waits for, ``waiting_since`` then (seconds since the epoch, 0: not known); ``stalled``: that is out of the ordinary.
     """
 
     run: str
@@ -127,6 +130,8 @@ class RunView:
     services: tuple[InstanceLine, ...] = ()
     restarts: int = 0
     waiting_for: str | None = None
+    waiting_since: float = 0.0
+    stalled: bool = False
     troubles: Troubles = field(default_factory=Troubles)
 
     @classmethod
@@ -140,7 +145,7 @@ class RunView:
 
     def finished(self) -> "RunView":
         """Returns the view of the finished run; what services tell may be seconds behind."""
-        return replace(self, steps=self.of, waiting_for=None)
+        return replace(self, steps=self.of, waiting_for=None, stalled=False)
 
     @property
     def replicas_ready(self) -> tuple[int, int]:
@@ -157,15 +162,19 @@ def look(
     before: RunView | None = None,
     began: int = 0,
     disk: str = "",
+    wait: Stall | None = None,
+    now: float | None = None,
 ) -> RunView:
     """Returns the view made of these.
 
     Args:
         services: what the registry holds. instances, servers: the launcher's own processes and the restarts of its embedded servers; empty
             where this process is not the launcher. before: the view that this one follows; its figures stand in for those that no service
-            tells. began: steps trained when the launch began: until there is one more the view says what it waits for. disk: what to say
-            of a disk that is full.
+            tells. began: steps trained when the launch began: until there is one more every wait is worth a line. disk: what to say
+            of a disk that is full. wait: what the run waits for, where the caller knows more than the statuses tell. now: seconds since
+            the epoch; None: by this machine's clock.
     """
+    now, wait = time.time() if now is None else now, wait or run_stall(RunSituation.of(config, services, instances, disk=disk))
     before, services = before or RunView.at_start(config, 0), [shown(status) for status in services]
     buffer, trainer = newest_gauges(services, "buffer"), newest_gauges(services, "trainer")
     served = [status.version for status in services if status.service == "trainer"]  # the version its last push made live
@@ -190,7 +199,9 @@ def look(
         queues={name: (buffer[f"queue_{name}"], buffer.get(f"queue_{name}_held", 0)) for name in QUEUES if f"queue_{name}" in buffer},
         services=_lines(services, instances),
         restarts=sum(instance.restarts for instance in instances) + sum(server.restarts for server in servers),
-        waiting_for=waiting_for(config, services, instances) if steps <= began else None,
+        waiting_for=wait.words(now),
+        waiting_since=wait.since,
+        stalled=steps <= began or wait.worth_a_line(now),
         troubles=troubles(services, instances, servers, before.troubles, disk),
     )
 
@@ -232,6 +243,10 @@ def _line(status: ServiceStatus, restarts: int | None) -> InstanceLine:
 def _detail(status: ServiceStatus) -> str:
     gauges = status.gauges
     match status.service:
+        case kind if kind in (NODE, ENGINE_NODE):
+            return status.detail
+        case "rollout" if status.state != "ready" and status.detail:  # other nodes of its engine are not there
+            return status.detail
         case "rollout" if "running_groups" in gauges:
             rate = gauges.get("generated_tokens_per_s", 0.0)
             return f"{number(gauges['running_groups'])} groups, {number(gauges.get('running_samples', 0))} samples, {number(rate)} tokens/s"

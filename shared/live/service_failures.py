@@ -18,22 +18,31 @@ from shared.schema.service_messages import ServiceEvent
 FAILED, RESTARTED = "failed", "restarted"
 """The events of a service that ends by an error, and of the launcher that started one again."""
 
+WENT_ON = "went_on"
+"""The launcher's event that the run goes on after a wait out of the ordinary; its detail says for how long, and for what."""
+
+MOST_WAITS = 20
+"""The newest waits that are kept."""
+
 FULL_BYTES = 32 << 20
 """A disk with less room than this counts as full."""
 
 
 @dataclass
 class ServiceFailures:
-    """The restarts of each service, and the last error of each service that failed or was restarted."""
+    """The restarts of each service, the last error of each service that failed or was restarted, and what the run has waited for."""
 
     restarts: Counter[str] = field(default_factory=Counter)
     errors: dict[str, str] = field(default_factory=dict)
+    waits: list[str] = field(default_factory=list)
 
     def take(self, event: ServiceEvent) -> None:
         """Takes an event, in the order of the stream: the launcher's event that it started a service again comes after the service's own
         that it failed, and says more."""
         if event.what == RESTARTED:
             self.restarts[event.instance] += 1
+        if event.what == WENT_ON:
+            self.waits = [*self.waits, event.detail][-MOST_WAITS:]
         if event.what in (FAILED, RESTARTED) and event.detail:
             self.errors[event.instance] = event.detail
 

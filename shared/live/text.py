@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -42,6 +42,11 @@ def shortened_line(text: str) -> str:
 def json_text(value: Any) -> str:
     """Returns plain data as strict JSON, indented and in ASCII; what is not finite becomes null."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=2)
+
+
+def by_fault(faults: Mapping[str, int]) -> str:
+    """Returns how many groups died of what, the most frequent first."""
+    return ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items(), key=lambda entry: -entry[1]))
 
 
 def figure_table(figures: Iterable[tuple[str, str]], title: str | None = None) -> Table:

@@ -157,7 +157,11 @@ def attention_parameters(a: Architecture, tensor: int) -> int:
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes that a layer saves for its backward pass, by what saves them."""
+    """Bytes that a layer saves for its backward pass, by what saves them.
+
+    Args:
+        working: what that pass holds beside them at most, and releases: gradients, some while what they were made of is there no more.
+    """
 
     attention: int
     core: int
@@ -165,6 +169,7 @@ class LayerActivations:
     mlp: int
     act: int
     input: int
+    working: int
 
     @property
     def total(self) -> int:
@@ -177,7 +182,8 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
     whole = tokens // tensor if layout.sequence_parallel else tokens  # tokens of what the ranks do not divide by channels
     if a.latent is None:
         queries, keys = a.num_attention_heads * a.head_dim // tensor, a.num_key_value_heads * a.head_dim // tensor
-        attention = tokens * width * ((queries + 2 * keys) + queries + 2 * keys + 4 * a.head_dim)  # projected; rotated; cosines
+        normed = queries if a.qk_norm else 0  # a norm keeps its input: keys are a view of the projection, queries are a copy
+        attention = tokens * width * ((queries + 2 * keys) + normed + queries + keys + 4 * a.head_dim)  # projected; rotated; cosines
         core = tokens * (width * queries + 4 * a.num_attention_heads // tensor)
     else:
         m = a.latent
@@ -190,11 +196,16 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
         e = a.experts
         routed = (tokens // tensor if layout.sequence_parallel else tokens) * e.per_token
         shared = e.shared_ffn_hidden_size // tensor
-        mlp = routed * width * (4 * h + 2 * e.ffn_hidden_size) + tokens * width * 2 * shared + whole * 12 * e.count
-        act = routed * width * e.ffn_hidden_size + tokens * width * shared
+        row, inner = routed * width, e.ffn_hidden_size
+        mlp = row * (h + 2 * inner) + 32 * routed + tokens * width * 2 * shared + whole * 5 * e.count  # ordered, projected; indices; scores
+        act = row * inner + tokens * width * shared
+        matrices = e.count // layout.expert * h * inner // layout.expert_tensor_size * width
+        # the second product's backward pass: gradients of its output, input and matrices; the first one's, whose output is gone
+        working = max(row * (h + inner) + matrices, row * (h - inner) + 2 * matrices) + whole * width * h
     else:
         mlp, act = (tokens * width * parts * a.ffn_hidden_size // tensor for parts in (2, 1))
-    return LayerActivations(attention, core, norms, mlp, act, 2 * whole * width * h)
+        working = mlp + act
+    return LayerActivations(attention, core, norms, mlp, act, 2 * whole * width * h, working)
 
 
 def activation_bytes(
@@ -203,7 +214,7 @@ def activation_bytes(
     """Returns the bytes that a stage holds for the backward passes, and what the pass through one layer needs beside."""
     tokens = trainer.max_tokens_per_gpu
     found = [layer_activations(a, layout, layer, tokens, width) for layer in layers]
-    widest = max((each.mlp + each.act for each in found), default=0)
+    widest = max((each.working for each in found), default=0)
     if trainer.recomputes_layers:
         whole = tokens // layout.tensor if layout.sequence_parallel else tokens
         saved, working = _with_layers_recomputed(trainer, found, whole * width * a.hidden_size, widest)

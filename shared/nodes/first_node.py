@@ -8,6 +8,7 @@ Invariants:
 - why it is over is said once every node has no ranks any more or is known to be lost: ranks that saw another go away are not the cause.
 """
 
+from shared.bus.registry import WAITING
 from shared.nodes.attempt_commands import (
     ATTEMPT_BEGUN,
     ATTEMPT_ENDED,
@@ -33,16 +34,23 @@ STOP_SECONDS = 120.0
 MOST_UNEXPLAINED = 3
 """The attempts in a row that may end with all ranks saying that others went away, and no node lost. The next one has failed."""
 
+HEALTHY_SECONDS = 600.0
+"""The seconds of an attempt after which those before it are no reason to give up, as with a process that has lived for long
+(`myxo.launch.restart_policy`)."""
+
 
 class FirstNode:
     """The state machine of node 0.
 
     Args:
         nodes: how many there are. patience: seconds that missing nodes are waited for. known: number of the newest attempt so far.
+        healthy: seconds of an attempt after which earlier ones that ended without a reason no longer count; longer than ranks may take to
+            start, or those that never come up would be started for ever.
     """
 
-    def __init__(self, nodes: int, patience: float, known: int = 0) -> None:
-        self._nodes, self._patience, self._number = nodes, patience, known
+    def __init__(self, nodes: int, patience: float, known: int = 0, healthy: float = HEALTHY_SECONDS) -> None:
+        self._nodes, self._patience, self._number, self._healthy = nodes, patience, known, healthy
+        self._begun = 0.0
         self._attempt: Attempt | None = None  # announced, and not over
         self._opening = self._ending = False
         self._waiting_since: float | None = None
@@ -51,6 +59,7 @@ class FirstNode:
         self._unexplained = 0
         self._lost: dict[int, str] = {}  # nodes that were lost in this attempt, in words
         self._named: set[int] = set()
+        self._first_failed: list[int] = []  # the nodes for which the attempt was ended
         self._terms: dict[int, str] = {}
 
     def step(self, now: NodeSituation) -> list[NodeCommand]:
@@ -76,12 +85,12 @@ class FirstNode:
             if now.now - self._waiting_since > self._patience:
                 error = DeadlineExceeded("an attempt of all nodes", names, self._patience, "this node stops")
                 return [LeaveNode(exit_codes.FAILED, str(error))]
-            return [ShowState("waiting", f"for {names}, of {self._nodes} nodes")]
+            return [ShowState(WAITING, f"for {names}, of {self._nodes} nodes")]
         if busy := [node for node in now.nodes.values() if node.running]:
-            return [ShowState("waiting", f"for the earlier ranks of {', '.join(map(str, busy))} to end")]
+            return [ShowState(WAITING, f"for the earlier ranks of {', '.join(map(str, busy))} to end")]
         self._number = max(self._number, now.attempt.number if now.attempt else 0) + 1
         self._opening, self._waiting_since, self._stop_asked = True, None, None
-        self._lost, self._named = {}, set()
+        self._lost, self._named, self._begun = {}, set(), now.now
         self._terms = {0: now.term, **{rank: node.term for rank, node in now.nodes.items()}}
         return [BeginRanks(self._number, now.address), ShowState("starting", f"attempt {self._number} of {self._nodes} nodes")]
 
@@ -125,10 +134,11 @@ class FirstNode:
         self._named.update(told)
         return [TellNodes(NODE_LOST, self._lost[rank]) for rank in told]
 
-    def _failed(self, now: NodeSituation) -> bool:
-        ends = [(now.ranks.ended, now.ranks.code)]
-        ends += [(node.state.ended, node.state.code) for node in (now.nodes or {}).values() if node.state is not None]
-        return any(ended == self._number and code for ended, code in ends)
+    def _failed(self, now: NodeSituation) -> list[int]:
+        """Returns the nodes whose ranks have failed, as far as is known."""
+        ends = [(0, now.ranks.ended, now.ranks.code)]
+        ends += [(rank, node.state.ended, node.state.code) for rank, node in (now.nodes or {}).items() if node.state is not None]
+        return [rank for rank, ended, code in ends if ended == self._number and code]
 
     def _stop(self, now: NodeSituation) -> list[NodeCommand]:
         """Returns the commands where this node or another was asked to stop."""
@@ -150,7 +160,9 @@ class FirstNode:
     # --- its end by force
 
     def _begin_end(self, now: NodeSituation) -> list[NodeCommand]:
-        self._ending = True
+        self._ending, self._first_failed = True, self._failed(now)
+        if now.now - self._begun >= self._healthy:
+            self._unexplained = 0
         commands: list[NodeCommand] = [KillRanks()] if now.ranks.running else []
         if self._attempt is not None:
             commands.append(AnnounceAttempt(replace_over(self._attempt, "ending", 0, "; ".join(self._lost.values()))))
@@ -183,7 +195,8 @@ class FirstNode:
                 found.append((rank, state.code, state.reason, state.consequence))
         if not found:
             return exit_codes.FAILED, "the ranks ended", False
-        rank, code, reason, consequence = min(found, key=lambda end: (end[3], not end[2]))
+        # the others' ranks were killed for it, and say no more than that
+        rank, code, reason, consequence = min(found, key=lambda end: (end[3], end[0] not in self._first_failed, not end[2]))
         code = code if code in (exit_codes.BAD_INPUT, exit_codes.FAILED) else exit_codes.FAILED
         return code, f"node {rank}: {reason or 'its ranks ended'}", consequence
 

@@ -7,6 +7,7 @@ Invariants:
 - a node that cannot reach the bus decides nothing: it cannot know whether it alone is cut off.
 """
 
+from shared.bus.registry import WAITING
 from shared.nodes.attempt_commands import (
     NODE_LOST,
     BeginRanks,
@@ -60,7 +61,7 @@ class FurtherNode:
         if now.now - self._waiting_since > self._patience:
             error = DeadlineExceeded("an attempt of all nodes", str(first), self._patience, "this node stops")
             return [LeaveNode(exit_codes.FAILED, str(error))]
-        return [ShowState("waiting", f"node {self._rank} of {self._nodes}, for {first}" + (" (lost)" if first.expired else ""))]
+        return [ShowState(WAITING, f"node {self._rank} of {self._nodes}, for {first}" + (" (lost)" if first.expired else ""))]
 
     def _is_new(self, attempt: Attempt, first: str, own: str) -> bool:
         """Returns whether an attempt is one to join: of the first node that is there now, and of this very agent."""

@@ -27,7 +27,7 @@ from shared.nodes.attempt_commands import (
     StopRanks,
     TellNodes,
 )
-from shared.nodes.first_node import STOP_SECONDS, FirstNode
+from shared.nodes.first_node import HEALTHY_SECONDS, STOP_SECONDS, FirstNode
 from shared.nodes.further_node import FurtherNode
 from shared.nodes.node_presence import NodeObserver, SeenNode
 from shared.runtime import exit_codes, liveness
@@ -36,12 +36,6 @@ from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.service_base import Service
 from shared.schema.node_messages import Attempt, NodeState
-
-NODE = "node"
-"""The kind of service that a trainer's agent is in the registry: rank 0's process is the trainer."""
-
-ENGINE_NODE = "engine-node"
-"""The kind of service that a further node of an engine is; the first one is the rollout service."""
 
 POLL_SECONDS = 0.5
 ANNOUNCE_SECONDS = 10.0
@@ -78,7 +72,7 @@ class NodeAgent:
         patience: seconds that missing nodes are waited for. ranks: what runs here. leave_seconds: that ranks which are to leave have,
             before they are killed. stopping: set once this node is asked to stop; default: the service's.
         door: makes port and secret of the way to this node's ranks, for the first node's service; see `NodeState`.
-        show: shows state and reason; default: as the service's own.
+        show: shows state and reason; default: as the service's own. healthy: of an attempt, see `FirstNode`.
 
     Attributes:
         seen: the nodes that it watches, by rank, as they were seen last.
@@ -97,9 +91,11 @@ class NodeAgent:
         stopping: asyncio.Event | None = None,
         door: Callable[[], tuple[int, str]] = lambda: (0, ""),
         show: Callable[[str, str], None] | None = None,
+        healthy: float = HEALTHY_SECONDS,
     ) -> None:
         self._service, self._job, self._rank, self._nodes, self._patience = service, job, rank, nodes, patience
         self._leave_seconds, self._stopping, self._door = leave_seconds, stopping or service.stopping, door
+        self._healthy = healthy
         self._show, self._shown = show or self._show_as_service, ("", "")
         self._timing = LeaseTiming(service.config.bus.lease_duration)
         self._ranks = ranks
@@ -122,7 +118,7 @@ class NodeAgent:
             try:
                 known = await self._newest_attempt()
                 if self._rank == 0:
-                    self._machine = FirstNode(self._nodes, self._patience, known.number if known else 0)
+                    self._machine = FirstNode(self._nodes, self._patience, known.number if known else 0, self._healthy)
                 else:
                     self._machine = FurtherNode(self._rank, self._nodes, self._patience, self._leave_seconds)
                 return await self._live()

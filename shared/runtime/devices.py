@@ -1,12 +1,16 @@
 """The devices that services compute on, resolved without torch, and assigned where several services of a run are on one machine."""
 
 import itertools
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The variable with the devices that a process may use; the launcher shares out those of its own."""
 
 QUERY_SECONDS = 30.0
 """The seconds that nvidia-smi may take: on a machine whose driver sleeps, some."""
@@ -22,6 +26,12 @@ def resolve(wanted: str) -> str:
 def gpus() -> int:
     """Returns how many NVIDIA devices this machine shows."""
     return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def visible_gpus() -> list[str]:
+    """Returns this machine's NVIDIA devices, as CUDA_VISIBLE_DEVICES names them: what it lists, where it is set; else all numbers."""
+    given = os.environ.get(VISIBLE)
+    return [str(index) for index in range(gpus())] if given is None else [name.strip() for name in given.split(",") if name.strip()]
 
 
 def gpu_bytes() -> int | None:
@@ -63,12 +73,13 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
     Raises ConfigError where there are too few GPUs.
     """
     trainer, rollout, wanted = config.trainer, config.rollout, list(_wanted(config))
-    needed, present = sum(count for _, count in wanted), gpus()
-    if needed > present:
+    needed, present = sum(count for _, count in wanted), visible_gpus()
+    if needed > len(present):
         parts = ", ".join(f"{instance} {count}" for instance, count in wanted)
-        expected = f"the run needs {needed} GPUs ({parts}), this machine has {present}"
+        expected = f"the run needs {needed} GPUs ({parts}), this machine has {len(present)}"
+        expected += f" of which {VISIBLE} tells" if VISIBLE in os.environ else ""
         raise ConfigError("rollout.rollout_replicas", rollout.rollout_replicas, expected)
-    free = iter(range(present))
+    free = iter(present)
     assigned = {instance: list(itertools.islice(free, count)) for instance, count in wanted}
     if trainer.colocate:
         if (train := resolve(trainer.train_device)) != (generate := resolve(rollout.rollout_device)):
@@ -76,7 +87,7 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
         for index in range(rollout.rollout_replicas if "trainer-0" in assigned else 0):
             own, size = assigned["trainer-0"], rollout.rollout_num_gpus_per_engine
             assigned[f"rollout-{index}"] = own[index * size :] + own[: index * size]
-    return {instance: ",".join(map(str, devices)) for instance, devices in assigned.items()}
+    return {instance: ",".join(devices) for instance, devices in assigned.items()}
 
 
 def _wanted(config: RunConfig) -> Iterator[tuple[str, int]]:

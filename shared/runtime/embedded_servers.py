@@ -95,7 +95,7 @@ class EmbeddedServer(ABC):
         """
         self.process = ChildProcess(self.name, self._command(), self.log_path)
         try:
-            self.process.wait_ready(self._answers, "a first answer", deadline, pause_s=0.01)
+            self.process.wait_ready(self.answers, "a first answer", deadline, pause_s=0.01)
         except DeadlineExceeded:
             self.stop()
             raise
@@ -112,7 +112,8 @@ class EmbeddedServer(ABC):
         lines = self.process.last_lines(1) if self.process is not None else []
         return lines[0] if lines else "no log"
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Returns whether it takes connections and answers now, within a second."""
         family = socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET
         with socket.socket(family) as connection, contextlib.suppress(OSError):
             connection.settimeout(1)
@@ -122,18 +123,25 @@ class EmbeddedServer(ABC):
         return False
 
 
+def sync_words(seconds: float) -> str:
+    """Returns an interval as nats-server's ``sync_interval`` has it; 0: with each write."""
+    return f"{round(seconds * 1000)}ms" if seconds else "always"
+
+
 class EmbeddedNats(EmbeddedServer):
     """nats-server with JetStream on file.
 
     Args:
-        guest: an account beside the one that may do all, with these rights alone; it connects by ``guest_url``.
+        guest: an account beside the one that may do all, with these rights alone; it connects by ``guest_url``. sync_interval: seconds
+            between two syncs of its files to disk, 0 for one with each write.
     """
 
     name = "nats-server"
     answer = b"INFO"
 
-    def __init__(self, directory: Path, guest: Rights | None = None) -> None:
+    def __init__(self, directory: Path, guest: Rights | None = None, sync_interval: float = 1.0) -> None:
         super().__init__(directory)
+        self._sync = sync_words(sync_interval)
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self._password = secrets.token_urlsafe(24)
@@ -150,7 +158,8 @@ class EmbeddedNats(EmbeddedServer):
         config.write_text(
             f"listen: 127.0.0.1:{self.port}\n"
             # each stream has a bound of its own; the server's default, three quarters of what is free at its start, never grows again
-            f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES} }}\n"
+            f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES},"
+            f" sync_interval: {self._sync} }}\n"
             f"authorization: {json.dumps({'users': self._users})}\n"
         )
         return [str(nats_binary()), "-c", str(config)]

@@ -3,10 +3,22 @@
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import ClassVar, Literal
+
+Fault = Literal["", "infrastructure", "task", "policy"]
+"""What was at fault where a group could not be trained. ``infrastructure``: processes, servers and networks; the same group may do well
+another time. ``task``: its prompt, label, function or environment. ``policy``: what the model wrote. Empty: nobody has said."""
+
+INFRASTRUCTURE: Fault = "infrastructure"
+TASK: Fault = "task"
+POLICY: Fault = "policy"
 
 
 class MyxoError(Exception):
-    """Base of every error that Myxo raises on purpose; its message is one line, fit for a terminal."""
+    """Base of every error that Myxo raises on purpose; its message is one line, fit for a terminal. ``fault``: what is at fault where a
+    group dies of it."""
+
+    fault: ClassVar[Fault] = TASK
 
 
 class BadInput(MyxoError):
@@ -56,6 +68,8 @@ class DeadlineExceeded(MyxoError):
         seconds: how long was waited. next_action: what happens now.
     """
 
+    fault = INFRASTRUCTURE
+
     def __init__(self, awaited: str, awaited_from: str, seconds: float, next_action: str) -> None:
         self.awaited, self.awaited_from, self.seconds, self.next_action = awaited, awaited_from, seconds, next_action
         super().__init__(f"{awaited} did not come from {awaited_from} within {seconds:g} s; {next_action}")
@@ -67,6 +81,8 @@ class BadMessage(MyxoError):
 
 class PayloadMissing(MyxoError):
     """The store no longer holds the payload of a reference."""
+
+    fault = INFRASTRUCTURE
 
 
 class PayloadChanged(BadMessage):

@@ -30,6 +30,7 @@ from shared.bus.subjects import RUN_ID, Subjects
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
+from shared.runtime.activities import Activities
 from shared.runtime.errors import BadInput, ConfigError, MyxoError
 from shared.runtime.http_address import http_address
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
@@ -74,6 +75,8 @@ class Service:
         self.log: Any = structlog.get_logger()
         self.heartbeat = config.bus.registry_ttl / HEARTBEATS  # seconds between two renewals of the status
         self.state = "starting"
+        self.activities = Activities()
+        self._stated, self._state_since = "", 0.0
         self.version = -1
         self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
         self.ranks = 1
@@ -83,6 +86,8 @@ class Service:
 
     def status(self) -> ServiceStatus:
         """Returns what the registry shows of this service now."""
+        if self.state != self._stated:
+            self._stated, self._state_since = self.state, time.time()
         return ServiceStatus(
             service=self.name,
             instance=self.instance,
@@ -99,6 +104,8 @@ class Service:
             held_back=self.held_back,
             last_error=last_error.text,
             last_error_at=last_error.at,
+            state_since=self._state_since,
+            doing=self.activities.now(),
             at=time.time(),
         )
 

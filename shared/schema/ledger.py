@@ -7,6 +7,7 @@ import re
 
 from pydantic import Field
 
+from shared.runtime.errors import Fault
 from shared.schema.limits import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
 from shared.schema.messages import Attestation, EvalFigures, Message, Payload, ScoredGroup
 
@@ -56,10 +57,12 @@ class GroupsDropped(LedgerRecord):
 
 
 class GroupDead(LedgerRecord):
-    """A group ends as dead: it failed too often, or can never succeed. ``payload``: what had been generated, to be freed."""
+    """A group ends as dead: it failed too often, or can never succeed. ``payload``: what had been generated, to be freed. ``fault``: what
+    was at fault (`shared.runtime.errors.Fault`)."""
 
     group: GroupId
     reason: Reason
+    fault: Fault = ""
     payload: Payload | None = None
 
 
@@ -127,7 +130,7 @@ class EvalScored(LedgerRecord):
     """One held-out prompt of evaluation ``version`` is scored or, without rewards, failed for ``reason``; its ``payload`` is freed.
 
     ``oldest``/``newest``: versions that generated it. ``lengths``: tokens of each response; ``truncated``: positions of samples that ended
-    at their length. ``parts`` as in `ScoredGroup`; ``reason``: why it failed.
+    at their length. ``parts`` as in `ScoredGroup`; ``reason``: why it failed, ``fault``: what was at fault then.
     """
 
     group: GroupId
@@ -140,6 +143,7 @@ class EvalScored(LedgerRecord):
     oldest: Count = 0
     newest: Count = 0
     reason: Reason = ""
+    fault: Fault = ""
     payload: Payload | None = None
 
 
@@ -151,6 +155,19 @@ class RunFinished(LedgerRecord):
     """Every step is trained and durable, every evaluation ended."""
 
     steps: Count
+
+
+class LedgerRepaired(LedgerRecord):
+    """`myxo repair` has mended the run; it goes on from its checkpoint of ``resume`` steps.
+
+    ``cut_after``, ``cut_last``: the records between them were removed, by sequence, the first excluded; ``cut_last`` 0: none.
+    ``set_aside``: steps of checkpoints of which the ledger knew nothing, and which are not used any more.
+    """
+
+    resume: Count
+    cut_after: Count = 0
+    cut_last: Count = 0
+    set_aside: tuple[Count, ...] = Field(default=(), max_length=10_000)
 
 
 def group_id(index: int) -> str:

@@ -16,19 +16,24 @@ from shared.schema.attestation import attest_scored
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
 
+NOT_SAID = "not said"
+"""What was at fault in groups of ledgers that say nothing of it."""
+
 
 @dataclass
 class AuditReport:
     """The result of the replay. ``violations`` is empty when every invariant holds.
 
     staleness: trained samples by age, in versions. masked: samples of which some or all tokens were masked for their age; removed: those
-    that a filter took out. amended: groups that were taken out of their batch since the trainer refused them.
+    that a filter took out. faults: dead groups by what was at fault, as far as their records say. amended: groups that were taken out of
+    their batch since the trainer refused them. repairs: by `myxo repair`.
     """
 
     admitted: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     dead: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     in_flight: int = 0
     steps: int = 0
     durable_steps: int = 0
@@ -38,6 +43,7 @@ class AuditReport:
     masked: int = 0
     removed: int = 0
     amended: int = 0
+    repairs: int = 0
     finished: bool = False
     violations: list[str] = field(default_factory=list)
 
@@ -74,6 +80,7 @@ class Audit:
             ledger.CheckpointDurable: self._durable,
             ledger.VersionLive: self._live,
             ledger.RunFinished: lambda _: setattr(self._report, "finished", True),
+            ledger.LedgerRepaired: lambda _: setattr(self._report, "repairs", self._report.repairs + 1),
         }
 
     def see(self, record: LedgerRecord) -> None:
@@ -156,6 +163,7 @@ class Audit:
     def _dead(self, record: ledger.GroupDead) -> None:
         """Ends a group, as any, or as one that the trainer refused: even one that it trained before its death, which undid that."""
         group, report = record.group, self._report
+        before = report.dead.total()
         step = self._refused.pop(group, None)
         if step is not None and step >= report.durable_steps:
             self._lost.setdefault(step, []).append(group)
@@ -163,8 +171,11 @@ class Audit:
             if step < report.steps:
                 report.trained -= 1
                 report.dead[record.reason] += 1
+                report.faults[record.fault or NOT_SAID] += 1
                 return
         self._end([group], report.dead, record.reason)
+        if report.dead.total() > before:
+            report.faults[record.fault or NOT_SAID] += 1
 
     def _check_ages(self, record: ledger.BatchFormed, scored: ScoredGroup) -> None:
         report, step = self._report, record.step

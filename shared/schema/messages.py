@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, ValidationError
 from pydantic.dataclasses import dataclass
 
-from shared.runtime.errors import BadMessage
+from shared.runtime.errors import INFRASTRUCTURE, BadMessage, Fault
 from shared.schema import codec
 from shared.schema.limits import (
     LARGEST,
@@ -163,10 +163,14 @@ class Scored(Outcome, ScoredGroup):
 
 
 class Failed(Outcome):
-    """Generation or scoring (``by``) gave the group up; the buffer makes it ``dead`` and frees its payload, where it has one."""
+    """Generation or scoring (``by``) gave the group up; the buffer makes it ``dead`` and frees its payload, where it has one.
+
+    ``fault``: what was at fault (`shared.runtime.errors.Fault`).
+    """
 
     reason: Reason
     by: Name
+    fault: Fault = ""
     payload: Payload | None = None
 
 
@@ -174,7 +178,7 @@ def failure_of(data: bytes, reason: str, by: str) -> Failed | None:
     """Returns the failure of the group that a message of an attempt names although it cannot be decoded; None where it names none."""
     try:
         fields = codec.unpack(data)
-        return Failed(group=fields["group"], attempt=fields["attempt"], reason=reason, by=by)
+        return Failed(group=fields["group"], attempt=fields["attempt"], reason=reason, by=by, fault=INFRASTRUCTURE)
     except (BadMessage, ValidationError, TypeError, LookupError):
         return None
 
@@ -420,6 +424,7 @@ class Accepted(Message):
 
 
 class Refused(Message):
-    """The receiver refuses the request; ``reason`` says why in one line."""
+    """The receiver refuses the request; ``reason`` says why in one line. ``error``: the class of its error."""
 
     reason: Reason
+    error: Reason = ""

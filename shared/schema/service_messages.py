@@ -1,7 +1,7 @@
 """The wire schema of live services: the events that they publish, and their state in the registry."""
 
 from shared.schema.limits import Count, Gauges, Name, Reason, Timestamp
-from shared.schema.message import Message
+from shared.schema.message import Message, Part
 from shared.schema.node_messages import NodeState
 
 
@@ -41,6 +41,22 @@ class ServiceEvent(Message):
     at: float
 
 
+class Doing(Part):
+    """Something that a service does now, or waits for, ``since`` then (seconds since the epoch; 0: not known).
+
+    ``part``: which part of the service: ``loop`` of a trainer, ``push``, ``work`` of a rollout or reward service, ``batch`` of a buffer.
+    ``what``: in words that go on a sentence ("training step 3"). ``awaited_from``: the instances whose answers are missing; empty where it
+    is at work itself. ``next_action``: what happens if it takes too long. ``stuck``: it should have gone on by now.
+    """
+
+    part: Name
+    what: Reason
+    since: float = 0.0
+    awaited_from: list[str] = []
+    next_action: Reason = ""
+    stuck: bool = False
+
+
 class ServiceStatus(Message):
     """KV ``services/<service>.<instance>``: a live service and its state. Renewed by heartbeat, gone after its TTL.
 
@@ -48,7 +64,8 @@ class ServiceStatus(Message):
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
     engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
     ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
-    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). Service `environment` is none of Myxo's: the
+    newest error that it logged in this life, at ``last_error_at`` (seconds since the epoch). ``state_since``: when its state began;
+    ``doing``: what it does or waits for now. Service `environment` is none of Myxo's: the
     reward services keep its status, with its URL as ``http``.
     """
 
@@ -67,6 +84,8 @@ class ServiceStatus(Message):
     held_back: Reason = ""
     last_error: Reason = ""
     last_error_at: float = 0.0
+    state_since: float = 0.0
+    doing: list[Doing] = []
     at: float
 
 

@@ -102,9 +102,13 @@ class WeightsServed(Message):
 
 
 class WeightsAbort(Message):
-    """The push of ``version`` failed for ``reason``: the replica is fenced until one succeeds."""
+    """The push of ``version`` failed for ``reason``: the replica is fenced until one succeeds, unless nothing had been loaded.
+
+    ``push``: its number, as in `WeightsReceive`; 0: any push of the version.
+    """
 
     version: int
+    push: int = 0
     reason: Reason
 
 

@@ -2,7 +2,8 @@
 
 A process has at most one call that blocks its event loop, and besides any number of calls that only wait (``waits``). If a process with
 several calls dies, those that were not the cause are made once more, each alone in a process where nobody knows the cause; so no call fails
-because of another. Processes for one call alone are there besides the pool's, so that no other call waits for them.
+because of another. Nor does one fail because somebody else has killed or stopped its process: it is made once more, alone. Processes for
+one call alone are there besides the pool's, so that no other call waits for them.
 """
 
 import asyncio
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.runtime.child_process import ChildProcess
-from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.errors import TASK, BadMessage, DeadlineExceeded
 from shared.workers.worker_process import Asleep, Worker, WorkerBlocked, WorkerDied, WorkerFailed, WorkerGone, worker_environment
 
 
 class CallLate(DeadlineExceeded):
     """A call was not answered in time; it was cancelled, or its process was killed."""
+
+    fault = TASK
 
 
 class CallBlocked(WorkerFailed):
@@ -92,7 +95,7 @@ class WorkerPool:
             try:
                 return await (self._once_alone if alone else self._once)(request, deadline, waits)
             except WorkerGone as gone:
-                if gone.cause:
+                if gone.cause or (alone and gone.outside):  # the latter: for the second time
                     raise WorkerDied(str(gone)) from None
                 if once and not alone:
                     raise
@@ -132,15 +135,18 @@ class WorkerPool:
         except asyncio.CancelledError:
             worker.retired |= not waits  # a call that waits gives way
             raise
-        except TimeoutError:
-            worker.tainted = True
-            raise TimeoutError("its call was cancelled") from None
-        except WorkerBlocked as blocked:
+        except (TimeoutError, WorkerBlocked) as late:
+            if worker.stopped():
+                await worker.kill()
+                raise WorkerGone("a signal has stopped its process", cause=None, outside=True) from None
+            if isinstance(late, TimeoutError):
+                worker.tainted = True
+                raise TimeoutError("its call was cancelled") from None
             alone = worker.calls == 1 and not worker.retired
             await worker.kill()
             if alone:
                 raise TimeoutError("its process was killed") from None
-            raise WorkerGone(str(blocked), cause=None) from None
+            raise WorkerGone(str(late), cause=None) from None
         except BaseException:
             worker.retired = True
             raise

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from shared.runtime.awake_timeout import awake_timeout
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.process_watch import STOPPED_STATE, seen
 from shared.workers import frames, running_call
 
 START_SECONDS = 120.0
@@ -26,11 +28,19 @@ LOOP_SECONDS = 3.0
 WATCH_INTERVAL_S = 1.0
 """The interval at which a process's signs of life are read."""
 
+ENDED = "process ended in the middle of a call"
+
 Asleep = Callable[[], bool] | None
 """Whether no deadline of a call runs now; None: all run always."""
 
 SILENT_SHARE = 1.5
 """The multiple of the time for which a call may block its process after which the process is killed: nothing has interrupted the call."""
+
+EXIT_SECONDS = 1.0
+"""The time for the exit code of a process that has closed its output."""
+
+KILLS = (-signal.SIGKILL, -signal.SIGTERM)
+"""The exit codes of a process that was killed. One that crashes ends by another signal, after words of its own."""
 
 ENVIRONMENT = (
     "PATH",
@@ -70,10 +80,11 @@ class WorkerBlocked(MyxoError):
 
 
 class WorkerGone(WorkerFailed):
-    """The process of a call has ended. ``cause``: this call is why, None where nobody knows."""
+    """The process of a call has ended. ``cause``: this call is why, None where nobody knows. ``outside``: somebody else has killed it, as
+    the kernel does without memory, or had stopped it."""
 
-    def __init__(self, text: str, cause: bool | None) -> None:
-        self.cause = cause
+    def __init__(self, text: str, cause: bool | None, outside: bool = False) -> None:
+        self.cause, self.outside = cause, outside
         super().__init__(text)
 
 
@@ -104,7 +115,8 @@ class Worker:
         self._starting: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._ended_by = "process ended in the middle of a call"
+        self._ended_by = ENDED
+        self._outside = False
         self._call_ids = count(1)
         self._open: dict[int, _Answers] = {}
 
@@ -192,6 +204,7 @@ class Worker:
             except OSError:  # it has ended
                 return
             if silent_s > limit_s and self.process is not None:
+                self.stopped()
                 self._ended_by = f"process was killed: a call held it up for {silent_s:.0f} s, and nothing interrupts that"
                 return self.process.kill()
 
@@ -216,7 +229,7 @@ class Worker:
                 if call_id in self._open:
                     self._open[call_id].put_nowait(answer)
         except EOFError:
-            pass
+            self._outside |= await self._was_killed()
         except BadMessage as error:
             reason = f"process answered {error}"
         except ConnectionError as error:
@@ -229,8 +242,27 @@ class Worker:
             for answers, gone in open_calls:
                 answers.put_nowait(gone)
 
+    async def _was_killed(self) -> bool:
+        """Returns whether somebody other than this service, or the process itself, has ended it."""
+        assert self.process is not None and self._running_call is not None
+        if self.retired or self._ended_by != ENDED or running_call.crash_words(self._running_call):
+            return False
+        end = time.monotonic() + EXIT_SECONDS
+        while (code := self.process.exit_code()) is None and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        return code in KILLS and not self.retired and self._ended_by == ENDED
+
+    def stopped(self) -> bool:
+        """Returns whether a signal has stopped one of its processes; its calls have ended from outside then."""
+        members = self.process.members() if self.process is not None else []
+        self._outside |= any(process.state == STOPPED_STATE for process in seen(members))
+        return self._outside
+
     def _gone(self, reason: str, call_id: int) -> WorkerGone:
-        """Returns the error of a call whose process has ended: it is the cause if it was executed then, or was the only one."""
+        """Returns the error of a call whose process has ended: it is the cause if it was executed then, or was the only one, and nobody
+        else has killed the process."""
+        if self._outside:
+            return WorkerGone(f"{self._name}'s process was killed, or stopped by a signal, in the middle of a call", None, outside=True)
         executed = None if self._running_call is None else running_call.read(self._running_call)
         cause = executed == call_id if executed else True if self.calls <= 1 and not self.retired else None
         return WorkerGone(f"{self._name}'s {reason}", cause)

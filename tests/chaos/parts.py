@@ -33,6 +33,9 @@ BUCKET_BYTES = 40_000
 
 PUSH_SECONDS = 30.0
 
+HUNG = "hung-"
+"""How the name of a file begins that has a replica's scheduler stand still."""
+
 
 class Weights(torch.nn.Module):
     """What an engine holds: each tensor under its own name."""
@@ -67,6 +70,19 @@ class Yes:
         pass
 
 
+class Schedule(threading.Event):
+    """That of a replica's scheduler: it stands still for as long as there is a file of that name."""
+
+    def __init__(self, hung: Path) -> None:
+        super().__init__()
+        self._hung = hung
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while self._hung.exists():
+            time.sleep(0.01)
+        return super().wait(timeout)
+
+
 def replica(instance: str, directory: str, model: str, environment: dict[str, str]) -> None:
     """A process that serves weights until it is killed. What it sees that must not be is written to ``<directory>/wrong``."""
     os.environ |= {**environment, "MYXO_INSTANCE": instance}
@@ -75,7 +91,7 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
     place.mkdir()
     weights = Weights(Path(model))
     session = CommandSession(place, Receiver(weights, 0, "cpu"))
-    threading.Thread(target=serve, args=(session, threading.Event()), daemon=True).start()
+    threading.Thread(target=serve, args=(session, Schedule(Path(directory, f"{HUNG}{instance}"))), daemon=True).start()
 
     async def live() -> None:
         service = await connect("rollout")

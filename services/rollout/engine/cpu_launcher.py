@@ -37,6 +37,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 
 import torch
 
+from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.transfer.bound_store import bind_stores
@@ -195,6 +196,33 @@ def keep_experts_unpinned() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, *, dtype, device, **_: torch.empty(dims, dtype=dtype, device=device)
 
 
+def pad_shared_attention() -> None:
+    """Lets torch's native attention run with data-parallel attention: ranks pad their batches alike, by sequences of one token in the
+    cache's spare place, whose length it does not tell."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+
+
+def leave_out_far_experts() -> None:
+    """Lets a CPU's experts be shared among ranks: to a rank the experts of others have the number -1, which torch's native layer takes for
+    an index. Here they are experts of zeros, each of a token's choices another one, for a token has none twice."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    plain = fused_moe_native.moe_forward_native
+    held = ("w13_weight", "w2_weight", "w13_weight_bias", "w2_weight_bias")
+
+    def with_zeros(layer: Any, hidden: torch.Tensor, chosen: Any, runner: Any) -> torch.Tensor:
+        own, choices = layer.w13_weight.shape[0], chosen.topk_ids.shape[1]
+        present = {name: tensor for name in held if (tensor := getattr(layer, name, None)) is not None}
+        wider = {name: [*tensor, *torch.zeros_like(tensor[:1]).expand(choices, *tensor.shape[1:])] for name, tensor in present.items()}
+        numbers = own + torch.arange(choices, dtype=chosen.topk_ids.dtype)
+        ids = torch.where(chosen.topk_ids < 0, numbers, chosen.topk_ids)
+        return plain(types.SimpleNamespace(num_experts=own + choices, **wider), hidden, chosen._replace(topk_ids=ids), runner)
+
+    fused_moe_native.moe_forward_native = with_zeros
+
+
 def fork_children() -> None:
     """Makes ``multiprocessing.set_start_method`` choose fork, whatever is requested, and keeps the parent's objects shared."""
     choose = multiprocessing.set_start_method
@@ -205,6 +233,7 @@ def fork_children() -> None:
 torchvision_operators = load_torchvision_operators()
 serve_on_socket()
 bind_stores()
+close_sockets()
 stand_in_for_sgl_kernel()
 stand_in_for_triton()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` raises ImportError
@@ -223,6 +252,10 @@ if __name__ == "__main__":
         seeded_operators = draw_by_seeds()
     if "--enable-return-routed-experts" in sys.argv:
         keep_experts_unpinned()
+    if "--enable-dp-attention" in sys.argv:
+        pad_shared_attention()
+    if {"--ep-size", "--ep", "--expert-parallel-size"} & set(sys.argv):
+        leave_out_far_experts()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)
     try:

@@ -227,6 +227,10 @@ class EngineClient:
         await self.transport.post("/continue_generation", body, deadline, "the engine may still be paused")
         self.paused = None
 
+    async def probe(self, *, deadline: float = CONTROL_SECONDS) -> None:
+        """Returns once the engine's processes have answered each other: it draws a token where it is idle. It must not be paused."""
+        await self.transport.get("/health_generate", deadline)
+
     async def freeze_gc(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Excludes what the engine's processes have loaded from garbage collection, as SGLang's server has them do once it has started."""
         await self.transport.post("/freeze_gc", None, deadline, "nothing was changed")
@@ -264,20 +268,28 @@ class EngineClient:
         return str(answers[0]["digest"])
 
     async def receive(
-        self, version: int, push: int, channels: Sequence[str], *, check: bool = False, deadline: float = WEIGHTS_SECONDS
+        self,
+        version: int,
+        push: int,
+        channels: Sequence[str],
+        *,
+        check: bool = False,
+        deadline: float = WEIGHTS_SECONDS,
+        begin: float | None = None,
     ) -> WeightsReceived:
         """Receives all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
         Args:
             push: the index of its manifests in the channels' stores. check: compare with the engine's weights and load nothing.
+            begin: seconds for the engine's schedulers to begin; None: as long as for all of it.
 
         Raises:
-            ReceiverError, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then, until a
-                whole push has succeeded.
+            ReceiverError, NotBegun, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then,
+                until a whole push has succeeded.
         """
         command = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
         wake = functools.partial(self._call_loader, deadline + LOADER_MARGIN)
-        return report_of(await self.receivers.have_done(command, deadline, wake), self.url)
+        return report_of(await self.receivers.have_done(command, deadline, wake, begin), self.url)
 
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks

@@ -1,6 +1,6 @@
 """The named errors of calls to an engine."""
 
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import INFRASTRUCTURE, MyxoError
 
 
 class EngineError(MyxoError):
@@ -11,6 +11,8 @@ class EngineError(MyxoError):
         reason: the engine's own message, or what was wrong with its answer.
         status: the HTTP status, None where there was no answer.
     """
+
+    fault = INFRASTRUCTURE
 
     def __init__(self, where: str, reason: str, status: int | None = None) -> None:
         self.where, self.reason, self.status = where, reason, status

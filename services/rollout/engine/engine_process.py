@@ -8,16 +8,29 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 from services.rollout.engine.launch_command import EngineCommand
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
-from shared.runtime.child_process import ChildProcess
+from shared.runtime import failure_summary, process_watch
+from shared.runtime.child_process import ChildProcess, cause
+from shared.runtime.process_watch import ProcessWatch
+
+SEARCH_SECONDS = 10.0
+"""The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other."""
+
+TITLE = "sglang::"
+"""How the names of SGLang's own processes begin: schedulers, the detokenizer, what controls data parallelism."""
 
 PROBE_SECONDS = 10.0
 """The deadline for one probe of a starting engine: the first request on a busy small machine takes seconds."""
+
+_MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")
+"""What SGLang logs of a process that is gone, before it ends the others."""
 
 _ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
 
@@ -39,12 +52,37 @@ class EngineProcess(ChildProcess):
         self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
         metrics.mkdir()
-        environment = os.environ | command.env | {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        private = {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        environment = os.environ | command.env | private
+        self._watch, self._searched = ProcessWatch(), 0.0
         super().__init__(f"engine at {self.receiver}", command.argv, log_file, environment, watchdog=True, scratch=self.receiver)
 
     async def ready(self, deadline: float) -> float:
         """Returns the seconds until the engine has answered a real generation. Raises as `ChildProcess.wait_ready`."""
         return await asyncio.to_thread(self.wait_ready, self._answers, "a first generation", deadline)
+
+    def fault(self) -> str:
+        """Returns in words why this engine cannot be used any more; empty while it can.
+
+        It cannot without one of its processes. SGLang finds that out as well, but first waits a minute for dumps of its GPUs' memory; and
+        it waits for ever for a process that is stopped.
+        """
+        if (code := self.exit_code()) is not None:
+            return f"ended with {cause(code)}: {self.last_words()}"
+        now = time.monotonic()
+        if not self._searched or now - self._searched > SEARCH_SECONDS:
+            self._searched = now
+            found = process_watch.descendants(self.pid)
+            server = [one for one in found if one.parent == self.pid][:1]  # the others are orphans, which the watchdog takes in
+            self._watch.add([*server, *(one for one in found if one.name.startswith(TITLE))])
+        return self._watch.fault(process_watch.seen(self._watch.pids), now)
+
+    def last_words(self) -> str:
+        """Returns why an engine has ended, by its log: the last exception, or which of its processes SGLang has missed."""
+        lines = self.last_lines()
+        reason = failure_summary.of_log(lines)
+        missed = next((found[0] for line in reversed(lines) if (found := _MISSED.search(line))), "")
+        return missed if missed and lines and reason == failure_summary.short(lines[-1]) else reason
 
     def _answers(self) -> bool:
         connection = UnixConnection(self.receiver / SOCKET, PROBE_SECONDS)

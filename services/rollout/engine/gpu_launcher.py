@@ -1,4 +1,4 @@
-"""Starts SGLang's own HTTP server on GPUs: it listens on a private socket, and its ranks' store on loopback alone.
+"""Starts SGLang's own HTTP server on GPUs: it listens on a private socket, its ranks' store on loopback alone, its sockets let nobody in.
 
     PYTHONPATH=MYXO python gpu_launcher.py --model-path MODEL ...    (sglang.launch_server's flags)
 
@@ -8,11 +8,13 @@ send to each other. They are spawned, and a child that is spawned imports this f
 
 import runpy
 
+from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.transfer.bound_store import bind_stores
 
 serve_on_socket()
 bind_stores()
+close_sockets()
 
 if __name__ == "__main__":
     from sglang.srt.entrypoints import http_server

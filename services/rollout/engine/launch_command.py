@@ -7,6 +7,7 @@ the engine listens, what it serves). A flag of that table goes through verbatim,
 import importlib.util
 import json
 import os
+import secrets
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shared
+from services.rollout.engine.curve_sockets import SECRET_VARIABLE
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
@@ -49,6 +51,10 @@ COMMON_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
     "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+    # an engine that has lost a process would otherwise stay for a minute, to dump the memory of its GPUs and its stacks
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
 }
 CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -77,13 +83,15 @@ class EngineMeeting:
     """Where the ranks of an engine over several nodes meet, and which of its nodes this is.
 
     Args:
-        rank: of this node. address, port: of the store that the engine's first rank opens there.
+        rank: of this node. address, port: of the store that the engine's first rank opens there. secret: by which the engine's processes
+            know each other (`services.rollout.engine.curve_sockets`).
     """
 
     rank: int
     nodes: int
     address: str
     port: int
+    secret: str
 
     @property
     def flags(self) -> dict[str, FlagValue]:
@@ -132,6 +140,8 @@ def engine_command(
         | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES)
         | {"PYTHONPATH": _engine_path(device)}
     )
+    if chosen.get("enable-dp-attention"):  # its processes speak over TCP, also on one machine
+        env[SECRET_VARIABLE] = secrets.token_hex(16) if meeting is None else meeting.secret
     if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
         env["LD_LIBRARY_PATH"] = os.pathsep.join([*runtime, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     return EngineCommand([sys.executable, str(launcher), *_arguments(chosen)], env)

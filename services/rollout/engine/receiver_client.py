@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.engine_errors import EngineError
+from services.rollout.engine.engine_errors import EngineError, EngineUnreachable
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightsReceived
 
@@ -23,6 +23,9 @@ ANSWER_MARGIN = 5.0
 ABORT_SECONDS = 10.0
 """The deadline for the other ranks to end a command at which one of them has failed."""
 
+LATE_SECONDS = 1.0
+"""The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it goes on."""
+
 Fields = dict[str, Any]
 """A command, or a rank's answer to it."""
 
@@ -33,6 +36,16 @@ class ReceiverError(EngineError):
     def __init__(self, where: str, reason: str, touched: bool = False) -> None:
         super().__init__(where, reason)
         self.touched = touched
+
+
+class EngineGone(ReceiverError):
+    """A rank, or the engine's server, has ended in the middle of a command: no other member of the channel can have caused that."""
+
+
+class NotBegun(DeadlineExceeded):
+    """Some ranks did not begin a command in time: their scheduler does not run. ``touched``: parameters of others may have changed."""
+
+    touched = False
 
 
 def report_of(answers: Sequence[Fields], where: str) -> WeightsReceived:
@@ -78,24 +91,41 @@ class ReceiverClient:
         async with self._asked(command, deadline) as (_, answers):
             return answers
 
-    async def have_done(self, command: Fields, deadline: float, wake: Callable[[], Awaitable[object]]) -> list[Fields]:
+    async def have_done(
+        self, command: Fields, deadline: float, wake: Callable[[], Awaitable[object]], begin: float | None = None
+    ) -> list[Fields]:
         """Returns the answers, by rank, to a command that the schedulers run. When one rank fails, the others are told to abort.
 
         Args:
             deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler run its next command, once the
-                command is queued at all of them.
+                command is queued at all of them. begin: seconds for the schedulers to begin it; None: as long as for all of it.
 
         Raises:
             ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the command, and none has begun it.
+            NotBegun: a rank has not begun it.
         """
+        begin = deadline if begin is None else min(begin, deadline)
         try:
-            async with self._asked(command | {"deadline": deadline}, deadline) as (connections, _):  # each answers that it is queued
-                ranks = [asyncio.create_task(connection.answer()) for connection in connections]
-                return await self._outcome(ranks, asyncio.ensure_future(wake()), deadline + ANSWER_MARGIN)
-        except BaseException:
+            async with self._asked(command | {"deadline": deadline}, begin) as (connections, _):  # each answers that it is queued
+                ranks = [asyncio.create_task(connection.done()) for connection in connections]
+                beginning = asyncio.create_task(self._begun(connections, begin))
+                return await self._outcome(ranks, {beginning, asyncio.ensure_future(wake())}, deadline + ANSWER_MARGIN)
+        except BaseException as error:
+            called_off = LATE_SECONDS if isinstance(error, DeadlineExceeded) else ABORT_SECONDS
             with contextlib.suppress(MyxoError):
-                await asyncio.shield(self.abort())
+                await asyncio.shield(self.abort(called_off))
             raise
+
+    async def _begun(self, connections: Sequence["_Connection"], seconds: float) -> None:
+        """Returns once every rank has begun its command. Raises NotBegun."""
+        try:
+            async with asyncio.timeout(seconds):
+                for connection in connections:
+                    await connection.begun.wait()
+        except TimeoutError:
+            late = [rank for rank, connection in enumerate(connections) if not connection.begun.is_set()]
+            awaited_from = f"ranks {late} of the engine, whose schedulers do not run"
+            raise NotBegun("the beginning of a push", awaited_from, seconds, "this engine is left out of it") from None
 
     async def abort(self, deadline: float = ABORT_SECONDS) -> None:
         """Aborts the running command of every rank. Raises as `ask`."""
@@ -120,16 +150,19 @@ class ReceiverClient:
             for connection in connections:
                 connection.close()
 
-    async def _outcome(self, ranks: Sequence[asyncio.Task[Fields]], waking: asyncio.Future[Any], deadline: float) -> list[Fields]:
-        everything: set[asyncio.Future[Any]] = {*ranks, waking}
+    async def _outcome(
+        self, ranks: Sequence[asyncio.Task[Fields]], besides: Iterable[asyncio.Future[Any]], deadline: float
+    ) -> list[Fields]:
+        everything: set[asyncio.Future[Any]] = {*ranks, *besides}
         try:
             done, pending = await asyncio.wait(everything, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
             first = next((error for task in done if (error := task.exception()) is not None), None)
             if not pending and first is None:
                 return [task.result() for task in ranks]
+            seconds = LATE_SECONDS if isinstance(first, NotBegun) else ABORT_SECONDS
             with contextlib.suppress(MyxoError):
-                await self.abort()
-            await asyncio.wait(everything, timeout=ABORT_SECONDS)
+                await self.abort(seconds)
+            await asyncio.wait(everything, timeout=seconds)
             raise self._failure(first, ranks, deadline)
         finally:
             await _ended(everything)
@@ -142,9 +175,13 @@ class ReceiverClient:
         if not isinstance(first, MyxoError):
             return first
         failures = [task.exception() for task in ranks if task.done()]
+        if isinstance(first, NotBegun):  # ranks that are silent have not begun
+            first.touched = any(isinstance(error, ReceiverError) and error.touched for error in failures)
+            return first
         touched = bool(silent) or any(not isinstance(error, ReceiverError) or error.touched for error in failures)
         where, reason = (first.where, first.reason) if isinstance(first, ReceiverError) else (str(self.directory), str(first))
-        failure = ReceiverError(where, reason, touched)
+        kind = EngineGone if isinstance(first, EngineGone | EngineUnreachable) else ReceiverError
+        failure = kind(where, reason, touched)
         failure.__cause__ = first
         return failure
 
@@ -158,6 +195,7 @@ class _Connection:
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = str(path), rank
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self.begun = asyncio.Event()  # the rank's scheduler has begun the command
 
     async def ask(self, command: Fields) -> Fields:
         """Connects, sends the command, and returns the first answer. Raises ReceiverError."""
@@ -168,14 +206,23 @@ class _Connection:
         writer.write(json.dumps(command).encode() + b"\n")
         return await self.answer()
 
+    async def done(self) -> Fields:
+        """Returns the answer to a command that a scheduler runs, once it is done. Raises ReceiverError."""
+        fields = await self.answer()
+        if fields.get("begun"):
+            self.begun.set()
+            fields = await self.answer()
+        self.begun.set()
+        return fields
+
     async def answer(self) -> Fields:
         """Returns the next line. Raises ReceiverError where it reports a failure, or the connection has ended."""
         assert self._streams is not None  # by `ask`
         try:
             fields: Fields = json.loads(await self._streams[0].readline())
         except (OSError, ValueError) as error:
-            raise ReceiverError(self._path, f"rank {self._rank} has hung up without an answer", touched=True) from error
-        if not fields.get("ok") and not fields.get("queued"):
+            raise EngineGone(self._path, f"rank {self._rank} has hung up without an answer", touched=True) from error
+        if not any(fields.get(word) for word in ("ok", "queued", "begun")):
             raise ReceiverError(self._path, f"rank {self._rank}: {fields.get('error')}", bool(fields.get("touched")))
         return fields
 

@@ -1,13 +1,16 @@
 """A further node of an engine: a service that runs SGLang's part there, as the engine's first node tells, and nothing else."""
 
 import asyncio
+from collections.abc import Mapping
 
 from services.rollout.engine_nodes.engine_ranks import EngineRanks
 from services.rollout.engine_nodes.rank_door import RankDoor
 from services.rollout.replica_command import engine_log, engine_name, replica_command
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
-from shared.nodes.node_agent import ENGINE_NODE, NodeAgent
+from shared.bus.registry import ENGINE_NODE
+from shared.nodes.node_agent import NodeAgent
+from shared.nodes.node_presence import SeenNode
 from shared.runtime.errors import MyxoError
 from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import own_address
@@ -30,7 +33,9 @@ async def follow(service: Service) -> None:
     """Serves as a further node until the run has ended or the service is asked to stop. Raises AttemptFailed, LeaseLost."""
     config, nodes = service.config, service.config.rollout.nodes_per_engine
     rank, name = node_rank(nodes, of="the engine"), engine_name(config)
-    ranks = EngineRanks(rank, nodes, lambda meeting: replica_command(service, name, meeting), engine_log(service))
+    ranks = EngineRanks(
+        rank, nodes, lambda: _secret_of(agent.seen), lambda meeting: replica_command(service, name, meeting), engine_log(service)
+    )
     door = RankDoor(lambda: ranks.engine)
     async with door.open(own_address()):
         agent = NodeAgent(
@@ -45,6 +50,12 @@ async def follow(service: Service) -> None:
         )
         async with service.background(_end_with_run(service)):
             await agent.run()
+
+
+def _secret_of(nodes: Mapping[int, SeenNode]) -> str:
+    """Returns the leader's secret, as its lease has it: it is alive, or no attempt would begin."""
+    first = nodes[0].state
+    return first.secret if first is not None else ""
 
 
 async def _end_with_run(service: Service) -> None:

@@ -1,12 +1,14 @@
 """The first node of an engine over several: the replica's service holds its lease, begins attempts, and reaches the other nodes' ranks."""
 
 import asyncio
+import secrets
 from pathlib import Path
 
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine_nodes.engine_ranks import EngineRanks
 from services.rollout.engine_nodes.rank_door import RankTunnels
 from services.rollout.replica_command import engine_log, engine_name, replica_command
+from shared.nodes.first_node import HEALTHY_SECONDS
 from shared.nodes.node_agent import NodeAgent
 from shared.runtime.service_base import Service
 
@@ -24,10 +26,20 @@ class EngineLeader:
         rollout, patience = service.config.rollout, service.config.trainer.node_timeout
         nodes, name = rollout.nodes_per_engine, engine_name(service.config)
         self._service = service
-        self._ranks = EngineRanks(0, nodes, lambda meeting: replica_command(service, name, meeting), engine_log(service))
+        secret = secrets.token_hex(16)
+        self._ranks = EngineRanks(0, nodes, lambda: secret, lambda meeting: replica_command(service, name, meeting), engine_log(service))
         # the service's own stopping must not end the engine before what it generates has been handed on
         self._agent = NodeAgent(
-            service, service.subjects.engine_nodes(name), 0, nodes, patience, self._ranks, stopping=asyncio.Event(), show=self._show
+            service,
+            service.subjects.engine_nodes(name),
+            0,
+            nodes,
+            patience,
+            self._ranks,
+            stopping=asyncio.Event(),
+            door=lambda: (0, secret),  # in its lease, for the followers: nobody comes in here
+            show=self._show,
+            healthy=rollout.engine_start_timeout + HEALTHY_SECONDS,  # it has served for so long, then
         )
         self.tunnels = RankTunnels(lambda: self._agent.seen, rollout.rollout_num_gpus_per_engine // nodes)
 

@@ -1,5 +1,6 @@
 """One node's part of an engine, as its agent begins and ends it (`shared.nodes.node_agent.RanksOfNode`)."""
 
+import contextlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, EngineMeeting
 from shared.nodes.attempt_commands import OwnRanks
-from shared.runtime import exit_codes, failure_summary
-from shared.runtime.child_process import cause
+from shared.runtime import exit_codes
+
+SPAN = 14
+"""The ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it."""
 
 
 class EngineRanks:
@@ -17,30 +20,32 @@ class EngineRanks:
     An engine that ends is no reason to end its services: the attempt counts as one whose nodes have lost each other, and the next begins.
 
     Args:
-        node, nodes: this one's index, and how many there are. command: makes the launch command. log_file: the engine's output.
+        node, nodes: this one's index, and how many there are. secret: returns the first node's, by which the engine's processes know each
+            other. command: makes the launch command. log_file: the engine's output.
 
     Attributes:
         own: how they are. engine: the processes, while there are any.
     """
 
-    def __init__(self, node: int, nodes: int, command: Callable[[EngineMeeting], EngineCommand], log_file: Path) -> None:
-        self._node, self._nodes, self._command, self._log_file = node, nodes, command, log_file
+    def __init__(
+        self, node: int, nodes: int, secret: Callable[[], str], command: Callable[[EngineMeeting], EngineCommand], log_file: Path
+    ) -> None:
+        self._node, self._nodes, self._secret, self._command, self._log_file = node, nodes, secret, command, log_file
         self._asked = False
         self.own = OwnRanks()
         self.engine: EngineProcess | None = None
 
     def begin(self, number: int, address: str, port: int) -> None:
         """Starts the engine's part for an attempt. Port 0: SGLang's first rank opens the meeting point, at a free one."""
-        port = port or _free_port_at(address)
+        port = port or free_ports_at(address, SPAN)
         self._asked = False
-        self.engine = EngineProcess(self._command(EngineMeeting(self._node, self._nodes, address, port)), self._log_file)
+        self.engine = EngineProcess(self._command(EngineMeeting(self._node, self._nodes, address, port, self._secret())), self._log_file)
         self.own = OwnRanks(number, port, ended=self.own.ended)
 
     def look(self) -> OwnRanks:
         """Returns how the processes are now."""
-        if self.engine is not None and (code := self.engine.exit_code()) is not None:
-            words = failure_summary.of_log(self.engine.last_lines())
-            self._end(f"its part of the engine ended with {cause(code)}: {words}")
+        if self.engine is not None and (fault := self.engine.fault()):
+            self._end(f"its part of the engine {fault}")
         return self.own
 
     def ask_to_stop(self) -> None:
@@ -62,6 +67,12 @@ class EngineRanks:
         self.own = OwnRanks(0, ended=self.own.running, code=code, reason=reason, consequence=True)
 
 
-def _free_port_at(address: str) -> int:
-    with socket.create_server((address, 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_ports_at(address: str, span: int, tries: int = 64) -> int:
+    """Returns the first of so many free ports in a row. Raises OSError where there are none in so many tries."""
+    for _ in range(tries):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = int(held.enter_context(socket.create_server((address, 0))).getsockname()[1])
+            for port in range(first + 1, first + span):
+                held.enter_context(socket.create_server((address, port)))
+            return first
+    raise OSError(f"{address} has no {span} free ports in a row")

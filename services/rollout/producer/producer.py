@@ -27,7 +27,7 @@ from shared.model.replayed_choices import replayed_choices
 from shared.rewards.reference import Reference
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import ChildProcess, cause
-from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
+from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, ConfigError, DeadlineExceeded
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
@@ -266,7 +266,7 @@ class Producer:
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
             self._count(sum(len(sample.response) for sample in stored))
         except (BadMessage, DeadlineExceeded) as error:  # the latter: a teacher is away
-            message = self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {error}")
+            message = self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {error}", error.fault)
         await self._end(drawn, message)
         self._failures = 0
 
@@ -276,7 +276,7 @@ class Producer:
 
     async def _on_fail(self, group: str, attempt: int, reason: str) -> None:
         drawn = self._of(group, attempt)
-        await self._end(drawn, self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {reason}"))
+        await self._end(drawn, self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {reason}", TASK))
 
     async def _on_discard(self, group: str, attempt: int, reason: str) -> None:
         await self._end(self._of(group, attempt), Discarded(group=group, attempt=attempt, reason=reason, by=self._service.instance))
@@ -316,7 +316,8 @@ class Producer:
         """Returns whether the function may have a task; one that was delivered too often ends, one for newer weights goes back."""
         task = drawn.task
         if drawn.lease.exhausted:
-            await self._end(drawn, self._outcomes.failed(task, f"given up after {drawn.lease.deliveries - 1} deliveries"))
+            reason = f"given up after {drawn.lease.deliveries - 1} deliveries"
+            await self._end(drawn, self._outcomes.failed(task, reason, INFRASTRUCTURE))
             return False
         try:
             await self._replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)

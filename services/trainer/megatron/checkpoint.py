@@ -376,6 +376,8 @@ def _remove_old(root: Path, keep: int | None) -> None:
         settle(root / f"step_{step:08d}")
     for path in root.glob(".step_*.partial"):
         shutil.rmtree(path)  # left by a writer that died; this one's directory has its final name already
+    for path in root.glob(".step_*.damaged"):
+        shutil.rmtree(path)  # a resume has passed over it
     found = checkpoints(root)
     for step in sorted(found)[: -keep if keep is not None else 0]:
         shutil.rmtree(found[step])

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgpack
 
+from services.trainer.megatron.checkpoint_digests import write_digests
 from services.trainer.megatron.checkpoint_pickles import METADATA
 from services.trainer.megatron.staged_shards import StagedShards
 from shared.runtime.atomic_files import fsync_tree
@@ -50,5 +51,6 @@ class CheckpointParts:
     def publish(self, content: bytes) -> None:
         for name, data in msgpack.unpackb(content).items():
             (self.partial / name).write_bytes(data)
+        write_digests(self.partial)
         fsync_tree(self.partial)
         self._publish()

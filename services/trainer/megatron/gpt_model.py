@@ -15,11 +15,14 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.expert_balance import Balancing
 from services.trainer.megatron.layer_modules import ValueHead, rotate_by_place
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
+from services.trainer.megatron.padded_allgather import DISPATCHER, dispatcher_of
 from services.trainer.megatron.runtime import device, round_up
 from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.weight_read_lock import WeightReadLock
+from shared.config.megatron_flags import OF_DEEPEP
 from shared.model.architecture import Architecture, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
 from shared.model.lora_targets import Lora
@@ -52,7 +55,7 @@ class MegatronModel:
         least_saved: the least share of a micro-batch's tokens that sharing beginnings must save, or else every sequence is computed whole;
             None: it always is (`services.trainer.megatron.prefix_sharing`).
         freezing: the choice of frozen parameters. readers: the lock of those that read them now.
-        chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch.
+        chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch. balancing: of the experts; None: there is none.
     """
 
     architecture: Architecture
@@ -65,6 +68,7 @@ class MegatronModel:
     least_saved: float | None = None
     readers: WeightReadLock = field(default_factory=WeightReadLock)
     chunk_size: int = -1
+    balancing: Balancing | None = None
 
     @property
     def head(self) -> OutputHead:
@@ -108,7 +112,7 @@ def transformer_config(
         autocast_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only dispatcher that takes variable lengths; Megatron checks it for dense models too
+        moe_token_dispatcher_type="alltoall",  # Megatron's allgather takes no variable lengths, which it checks for dense models too
         calculate_per_token_loss=True,  # losses and gradients are summed, over micro-batches and data-parallel ranks
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -132,7 +136,12 @@ def transformer_config(
         # Otherwise the interleaved schedule pairs a stage's two messages of one moment with the wrong receives.
         fields.update(virtual_pipeline_model_parallel_size=layout.chunks, overlap_p2p_comm=True, batch_p2p_comm=False)
     kind = TransformerConfig if architecture.latent is None else MLATransformerConfig
-    return laid_over(kind, {**fields, **_architecture_fields(architecture, kind)}, overrides, "transformer")
+    dispatcher = dispatcher_of(overrides, layout)
+    if dispatcher != "flex":
+        overrides = {name: value for name, value in overrides.items() if name not in {DISPATCHER, *OF_DEEPEP}}
+    config = laid_over(kind, {**fields, **_architecture_fields(architecture, kind)}, overrides, "transformer")
+    config.moe_token_dispatcher_type = dispatcher
+    return config
 
 
 def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict[str, Any]:
@@ -153,12 +162,12 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
     if a.experts is not None:
         fields |= {
             "num_moe_experts": a.experts.count,
-            "moe_router_load_balancing_type": "none",
+            "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": False,
             "moe_permute_fusion": False,
-            # the biases stay as loaded: pre-training balanced the experts with them, and the engine chooses by them
+            # unless the user says so the biases stay as loaded: pre-training balanced the experts with them
             "moe_router_bias_update_rate": 0.0,
         }
     return fields

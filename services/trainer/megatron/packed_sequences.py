@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from services.trainer.megatron.context_parallel import ContextSplit, padded_starts, split
+from services.trainer.megatron.expert_balance import BalancedTokens
 from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch
 from services.trainer.shared_prefixes import SharedPrefixes, routed_keys, shared_prefixes
@@ -115,7 +116,7 @@ class PackedSequences(PackedSeqParams):
             there are no groups.
         long: the plan for long sequences on a GPU, where there are some.
         shared: the keys where beginnings are shared; ``cu_seqlens`` are then those of one sequence, which `RotaryByPlace` rotates.
-        routing: the choices of the experts; None: the routers' own.
+        routing: the choices of the experts; None: the routers' own. balanced: the tokens that experts are balanced over.
     """
 
     groups: list[LengthGroup] = field(default_factory=list)
@@ -124,6 +125,7 @@ class PackedSequences(PackedSeqParams):
     long: LongSequences | None = None
     shared: SharedKeys | None = None
     routing: StageRouting | None = None
+    balanced: BalancedTokens | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from services.trainer.megatron.attention import uses_dense_batches
+from services.trainer.megatron.expert_balance import BalancedStep, BalancedTokens, trained_lengths
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
 from services.trainer.megatron.routing_replay import stage_routing
@@ -69,9 +70,17 @@ def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]
 
 
 def forward_backward(
-    model: MegatronModel, batches: Sequence[PackedBatch], loss_fn: LossFunction, temperature: float, need_entropy: bool
+    model: MegatronModel,
+    batches: Sequence[PackedBatch],
+    loss_fn: LossFunction,
+    temperature: float,
+    need_entropy: bool,
+    balanced: BalancedStep | None = None,
 ) -> tuple[float, dict[str, float]]:
     """Adds the gradient of the summed loss to the (zeroed) gradient buffers, reduced over the data-parallel ranks.
+
+    Args:
+        balanced: gets what the routers find; its losses are added to the gradient, and are metrics.
 
     Returns:
         Loss and metrics, summed over micro-batches and data-parallel ranks; the same on every rank.
@@ -80,7 +89,20 @@ def forward_backward(
         BadLoss: ``loss_fn`` broke its contract.
     """
     model.train(True)
-    return _reduce(_run(model, batches, _loss(model, loss_fn, temperature, need_entropy), forward_only=False))
+    compute = _loss(model, loss_fn, temperature, need_entropy)
+    loss, metrics = _reduce(_run(model, batches, compute, forward_only=False, balanced=balanced))
+    if balanced is not None:
+        copies = 1 if model.layout.sequence_parallel else model.layout.tensor
+        layers = sum(model.architecture.is_moe_layer(index) for index in range(model.architecture.num_layers))
+        metrics |= balanced.averages(layers, copies, device())
+    return loss, metrics
+
+
+def balanced_step(model: MegatronModel, batches: Sequence[PackedBatch]) -> BalancedStep | None:
+    """Begins the balancing of the experts over these micro-batches; None where there is none. A collective of the data-parallel ranks."""
+    if model.balancing is None:
+        return None
+    return BalancedStep.begun(model.balancing, [trained_lengths(batch.cu_seqlens, batch.loss_mask)[1] for batch in batches], device())
 
 
 def loss_alone(model: MegatronModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> float | None:
@@ -141,6 +163,7 @@ def _run(
     on_output: Callable[..., Any],
     forward_only: bool,
     recorded: dict[int, StageRouting] | None = None,
+    balanced: BalancedStep | None = None,
 ) -> list[Any]:
     """Returns the results of ``on_output`` on the last pipeline stage, nothing on the others.
 
@@ -148,9 +171,10 @@ def _run(
     leave one another.
     """
     layout, failed = model.layout, dict[int, Exception]()
-    if layout.tensor * layout.pipeline * layout.context * layout.expert > 1:
-        return _pass(model, batches, on_output, forward_only, None, recorded)
-    results = _pass(model, batches, on_output, forward_only, failed, recorded)
+    meeting = balanced is not None and "global_aux_loss" in balanced.balancing.coefficients  # in every layer
+    if meeting or layout.tensor * layout.pipeline * layout.context * layout.expert > 1:
+        return _pass(model, batches, on_output, forward_only, None, recorded, balanced)
+    results = _pass(model, batches, on_output, forward_only, failed, recorded, balanced)
     if anywhere(bool(failed)):
         raise MicroBatchesFailed(failed, lambda batch: _pass(model, [batch], on_output, True, None))
     return results
@@ -163,6 +187,7 @@ def _pass(
     forward_only: bool,
     failed: dict[int, Exception] | None,
     recorded: dict[int, StageRouting] | None = None,
+    balanced: BalancedStep | None = None,
 ) -> list[Any]:
     """As `_run`, on ranks that meet at most at the pass's end. In the place of a micro-batch that fails comes a filler.
 
@@ -184,6 +209,7 @@ def _pass(
         if recorded is not None and routing is not None:
             recorded[index] = routing
         given.sequences.routing = routing
+        given.sequences.balanced = None if balanced is None else _balanced_tokens(balanced, batch, given, split)
         return given, batch.to(device())
 
     def attempt(index: int, work: Callable[[], Any], instead: Callable[[], Any]) -> Any:
@@ -235,6 +261,18 @@ def _pass(
         collect_non_loss_data=forward_only,
     )
     return results[: len(batches)]
+
+
+def _balanced_tokens(step: BalancedStep, batch: PackedBatch, given: ModelInput, parted: bool) -> BalancedTokens:
+    """Returns this rank's tokens of a micro-batch that its routers balance. ``parted``: among the tensor-parallel ranks."""
+    numbers, lengths = trained_lengths(batch.cu_seqlens, batch.loss_mask)
+    of_tokens = torch.repeat_interleave(torch.arange(len(batch.cu_seqlens) - 1), batch.cu_seqlens.diff().long().cpu())
+    own = given.own(of_tokens.to(device()), -1)
+    if parted:
+        group = parallel_state.get_tensor_model_parallel_group()
+        own = own.chunk(group.size())[group.rank()]
+    members = (own[None] == torch.tensor(numbers, dtype=torch.int64, device=device())[:, None]).float()
+    return BalancedTokens(step, members, torch.tensor(lengths, dtype=torch.float32, device=device()), parted)
 
 
 def _likelihood(

@@ -1,13 +1,14 @@
 """Whether sequences of a micro-batch share the computation of their beginnings: only where that is exact.
 
 It is wherever a token's output depends on the tokens before it alone. Megatron's features for which that does not hold (dropout, capacities
-and losses of experts that count tokens) are refused in `[trainer.megatron]` for other reasons.
+of experts) are refused in `[trainer.megatron]` for other reasons; losses that count tokens see whole sequences.
 """
 
 from typing import Literal
 
 from megatron.core.transformer import TransformerConfig
 
+from services.trainer.megatron.expert_balance import Balancing
 from shared.runtime.errors import ConfigError
 
 WORTHWHILE = 0.1
@@ -36,4 +37,6 @@ def obstacle(config: TransformerConfig) -> str | None:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
         return "Transformer Engine's attention takes whole sequences only"
+    if Balancing.of(config) is not None:
+        return "the balance of experts counts the tokens of whole sequences"
     return None

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from services.trainer.megatron.grouped_experts import SyncFreeDispatcher
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting
+from services.trainer.megatron.padded_allgather import PaddedAllGatherDispatcher
 from services.trainer.packing import PackedBatch
 from shared.model.architecture import Architecture
 
@@ -54,12 +55,13 @@ class GivenChoice:
 
 
 class ReplayedLayer(TransformerLayer):
-    """A layer whose router takes its choice from the packed sequences that it is called with."""
+    """A layer whose router takes its choice, and the tokens to balance, from the packed sequences that it is called with."""
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         router, routing = getattr(self.mlp, "router", None), getattr(packed_seq_params, "routing", None)
         if router is not None:
             router.router_replay = None if routing is None else GivenChoice(routing, self.layer_number)
+            router.tokens = getattr(packed_seq_params, "balanced", None)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
@@ -72,15 +74,17 @@ class ReplayedMoELayer(MoELayer):
         super().__init__(*args, **kwargs)
         local, padded = self.config.transformer_impl == "local", self.config.moe_router_padding_for_quantization
         if local and not padded and type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            self.token_dispatcher.__class__ = SyncFreeDispatcher  # Megatron's names its dispatchers itself; this one has the same state
+            self.token_dispatcher.__class__ = SyncFreeDispatcher  # Megatron names its dispatchers itself; this one has the same state
+        elif type(self.token_dispatcher) is MoEAllGatherTokenDispatcher:
+            self.token_dispatcher.__class__ = PaddedAllGatherDispatcher
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        choice = self.router.router_replay
-        if choice is None or not self.moe_layer_recompute:
+        choice, tokens = self.router.router_replay, self.router.tokens
+        if (choice is None and tokens is None) or not self.moe_layer_recompute:
             return super().forward(hidden_states, *args, **kwargs)
 
         def compute(given: Tensor) -> Tensor:
-            self.router.router_replay, self.moe_layer_recompute = choice, False
+            self.router.router_replay, self.router.tokens, self.moe_layer_recompute = choice, tokens, False
             try:
                 output, _ = super(ReplayedMoELayer, self).forward(given, *args, **kwargs)
             finally:

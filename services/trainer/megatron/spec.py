@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from services.trainer.megatron.attention import PackedCausalAttention
+from services.trainer.megatron.expert_balance import BalancedRouter
 from services.trainer.megatron.grouped_experts import GroupedExperts
 from services.trainer.megatron.layer_modules import LatentNorm, NormedResidual, ReplicatedLinear, RMSNorm
 from services.trainer.megatron.routing_replay import ReplayedLayer, ReplayedMoELayer
@@ -66,7 +67,7 @@ def engine_layer_spec(architecture: Architecture, config: TransformerConfig, exp
     )
     spec.module = ReplayedLayer
     if experts is not None:
-        spec.submodules.mlp.module = ReplayedMoELayer
+        spec.submodules.mlp.module, spec.submodules.mlp.submodules.router = ReplayedMoELayer, BalancedRouter
     return spec
 
 
@@ -83,6 +84,7 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, experts: i
     spec.module, layer = ReplayedLayer, spec.submodules
     if experts is not None:
         layer.mlp.module, layer.mlp.submodules.experts.module = ReplayedMoELayer, GroupedExperts
+        layer.mlp.submodules.router = BalancedRouter
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCausalAttention

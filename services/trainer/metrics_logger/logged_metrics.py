@@ -14,6 +14,27 @@ declare_metrics(
 )
 
 declare_metrics(
+    MetricSpec(
+        "train/load_balancing_loss",
+        "",
+        "how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike",
+        when="with `moe_router_load_balancing_type` `aux_loss` and a coefficient",
+    ),
+    MetricSpec("train/seq_load_balancing_loss", "", "the same in a sequence", when="with `seq_aux_loss`"),
+    MetricSpec("train/global_load_balancing_loss", "", "the same in the optimizer step so far", when="with `global_aux_loss`"),
+    MetricSpec("train/z_loss", "nats²", "mean over tokens and layers of the routers' squared logsumexp", when="with `moe_z_loss_coeff`"),
+    MetricSpec(
+        "critic/load_balancing_loss",
+        "",
+        "how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike",
+        when="with `moe_router_load_balancing_type` `aux_loss` and a coefficient",
+    ),
+    MetricSpec("critic/seq_load_balancing_loss", "", "the same in a sequence", when="with `seq_aux_loss`"),
+    MetricSpec("critic/global_load_balancing_loss", "", "the same in the optimizer step so far", when="with `global_aux_loss`"),
+    MetricSpec("critic/z_loss", "nats²", "mean over tokens and layers of the routers' squared logsumexp", when="with `moe_z_loss_coeff`"),
+)
+
+declare_metrics(
     MetricSpec("rewards/<part>/mean", "reward", "mean"),
     MetricSpec("rewards/<part>/std", "reward", "standard deviation"),
     MetricSpec("rewards/<part>/min", "reward", "the smallest"),

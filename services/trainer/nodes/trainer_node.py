@@ -6,7 +6,8 @@ import signal
 import sys
 
 from services.trainer.nodes.node_ranks import NodeRanks
-from shared.nodes.node_agent import NODE, NodeAgent
+from shared.bus.registry import NODE
+from shared.nodes.node_agent import NodeAgent
 from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.service_base import attended, connect
 

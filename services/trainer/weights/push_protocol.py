@@ -1,6 +1,7 @@
 """Rank 0's requests to the replicas of a push: one request to every member at once, while the registry is watched for lost members.
 
-The requests are made on the control client's thread; the push's thread waits for them.
+The requests are made on the control client's thread; the push's thread waits for them. One that gets no answer, since a connection broke,
+is sent again: a replica answers it as it answered the first (`services.rollout.repeated_requests`).
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Generic, TypeVar
 
 from services.trainer.control_client import ControlClient
 from services.trainer.weights.push_schedule import Target, lost_members
+from shared.bus.bus_errors import RequestRefused
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Message
 
@@ -20,6 +22,12 @@ POLL_INTERVAL_S = 0.2
 
 GRACE_SECONDS = 1.0
 """The time for which the others' answers are awaited once one has failed: they show which member broke the shared channel."""
+
+ABSENCE_SECONDS = 3.0
+"""The time for which nobody may listen for a replica that did before, or whose connection the bus's restart broke."""
+
+OF_CHANNEL = ("ReceiverError", "")
+"""The errors of a replica that another member of its channel may have caused; all others are its own."""
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -39,8 +47,9 @@ class PushRequest(Generic[Answer]):
         verb: the last part of the replicas' subject. message: makes a member's request. seconds: the deadline.
 
     Attributes:
+        members: the instances that are asked.
         answers: instance → its answer. errors: instance → its error, or why it counts as gone. Both grow until `done`.
-        gone: the errors that come from the registry, not from the replica.
+        gone: the errors that come from the registry, not from the replica. own: those that have no other cause than the replica.
     """
 
     def __init__(
@@ -52,10 +61,12 @@ class PushRequest(Generic[Answer]):
         reply: type[Answer],
         seconds: float,
     ) -> None:
+        self.members = tuple(target.instance for target in members)
         self._link, self._verb, self._reply, self._seconds = link, verb, reply, seconds
         self.answers: dict[str, Answer] = {}
         self.errors: dict[str, str] = {}
         self.gone: dict[str, str] = {}
+        self.own: dict[str, str] = {}
         self.done: Future[None] = link.begin(self._ask_all({target: message(target) for target in members}))
 
     def wait(self) -> dict[str, Answer]:
@@ -64,6 +75,11 @@ class PushRequest(Generic[Answer]):
         if self.errors:
             raise PeerFailure(self._verb, self.errors)
         return self.answers
+
+    @property
+    def missing(self) -> list[str]:
+        """Returns the members whose answers are not there yet."""
+        return [name for name in self.members if name not in self.answers and name not in self.errors]
 
     def settle(self) -> None:
         """Waits a moment for the errors of replicas whose shared channel broke, since their request will fail."""
@@ -90,10 +106,12 @@ class PushRequest(Generic[Answer]):
         subject = service.subjects.replica_weights(target.instance, self._verb)
         try:
             self.answers[target.instance] = await service.bus.request(
-                subject, message, self._reply, deadline=self._seconds, awaited_from=target.instance, patient=False
+                subject, message, self._reply, deadline=self._seconds, awaited_from=target.instance, absence=ABSENCE_SECONDS
             )
         except MyxoError as error:
-            self.errors[target.instance] = f"{error} ({time.monotonic() - started:.1f} s)"
+            reason = self.errors[target.instance] = f"{error} ({time.monotonic() - started:.1f} s)"
+            if isinstance(error, RequestRefused) and error.error not in OF_CHANNEL:
+                self.own[target.instance] = reason
 
 
 def watch_members(link: ControlClient, members: Sequence[Target]) -> Future[dict[str, str]]:

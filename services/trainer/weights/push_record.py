@@ -1,6 +1,7 @@
 """The record of one push: when each step began, and what every replica came to. Pure: its callers give the time."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed, WeightsReceived
 
@@ -8,6 +9,24 @@ PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"
 """The steps of a push, in their order."""
 
 _NEXT = {PREPARE: (RECEIVE,), RECEIVE: (CHECK, COMMIT), COMMIT: ()}
+
+
+@dataclass(frozen=True)
+class PushWait:
+    """What a push waits for now: its step, of those replicas, for ``seconds`` so far."""
+
+    version: int
+    step: str
+    awaited_from: tuple[str, ...]
+    seconds: float
+
+    @property
+    def what(self) -> str:
+        return f"the push of version {self.version} ({self.step})"
+
+    @property
+    def whom(self) -> str:
+        return ", ".join(self.awaited_from) or "the trainer's own ranks"
 
 
 class PushRecord:
@@ -27,6 +46,10 @@ class PushRecord:
     def begin(self, step: str, now: float) -> None:
         """Takes that a step begins."""
         self.step, self._began[step] = step, now
+
+    def wait(self, missing: Iterable[str], now: float) -> PushWait:
+        """Returns what the push waits for. ``missing``: the replicas that have not answered in this step."""
+        return PushWait(self.version, self.step, tuple(missing) or self._replicas, now - self._began[self.step])
 
     def received(self, answers: Mapping[str, WeightsReceived]) -> None:
         """Takes the answers of those that have loaded everything."""

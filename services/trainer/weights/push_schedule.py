@@ -67,6 +67,11 @@ class PushSchedule:
         found = [status for status in statuses if status.state != CATCHING_UP and self._is_behind(status, version, now)]
         return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
 
+    def serving(self, statuses: Iterable[ServiceStatus], version: int) -> tuple[Target, ...]:
+        """Returns the replicas that serve ``version``."""
+        found = [status for status in statuses if status.version == version and status.state == "ready"]
+        return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
+
     def next_push(self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool) -> Push | None:
         """Returns the push to begin, to those targets that have accepted it; they are the members from now on.
 
@@ -129,17 +134,23 @@ def _life(incarnation: str) -> str:
     return incarnation.partition(".")[0]
 
 
-def culprits_of(members: Sequence[Target], answered: Iterable[str], errors: Mapping[str, str], gone: Mapping[str, str]) -> dict[str, str]:
+def culprits_of(
+    members: Sequence[Target],
+    answered: Iterable[str],
+    errors: Mapping[str, str],
+    gone: Mapping[str, str],
+    own: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """Returns the instances that caused a push's channels to break, with the reason.
 
     A channel that breaks fails every member of its group, and live members report that; the one that does not has broken it.
 
     Args:
         answered: instances whose engines received everything. errors: instance → the error it reported. gone: instance → why it counts
-            as gone, by the registry.
+            as gone, by the registry. own: of the errors, those that have no other cause than the instance itself.
     """
-    if gone:
-        return dict(gone)
+    if gone or own:
+        return {**gone, **(own or {})}
     heard = {name: "" for name in answered} | dict(errors)
     silent = {target.instance: "it did not answer" for target in members if target.instance not in heard}
     return silent or {target.instance: heard[target.instance] for target in members}

@@ -23,14 +23,16 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
-from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord
+from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.config.weights_section import WeightsSection
+from shared.runtime.activities import PUSH
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
 from shared.schema.messages import Accepted, Message
+from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import (
     WeightChannelAddress,
     WeightsAbort,
@@ -70,9 +72,11 @@ class Pusher:
         self._known: dict[str, TensorDigest] = {}
         self._record = PushRecord(0, (), {}, 0.0)  # of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
+        self._asked: PushRequest[Any] | None = None  # the newest request of the push
         self._pushing: Future[None] | None = None
         self._reading: WeightRead | None = None
         self._closing = False
+        self._live = -1  # the newest version that is known to have been announced
         self._declined: dict[str, str] = {}  # who declined the last offer → why
         self._results: list[PushResult] = []
         self._log: Any = structlog.get_logger()
@@ -80,11 +84,14 @@ class Pusher:
     # --- on the training's thread
 
     def due(self, version: int) -> Push | None:
-        """Returns, on rank 0, the push to begin now: some replicas are behind, they accept, and no other push is under way."""
+        """Returns, on rank 0, the push to begin now: some replicas are behind, they accept, and no other push is under way.
+
+        A version that is served but was never announced is pushed again: an earlier life of the trainer ended between the two, and nothing
+        is admitted before its announcement.
+        """
         if self.busy or self._link is None:
             return None
-        targets = self.schedule.behind(self._link.replicas, version, time.monotonic())
-        if not targets:
+        if not (targets := self._targets(self._link, version)):
             return None
         offered = self._ask(targets, "offer", lambda _: WeightsOffer(version=version), WeightsReady, OFFER_SECONDS)
         self._declined = {}
@@ -102,7 +109,14 @@ class Pusher:
 
     def lags(self, version: int) -> bool:
         """Returns, on rank 0, whether some replica is behind and may be offered the version now."""
-        return self._link is not None and bool(self.schedule.behind(self._link.replicas, version, time.monotonic()))
+        return self._link is not None and bool(self._targets(self._link, version))
+
+    def _targets(self, link: ControlClient, version: int) -> tuple[Target, ...]:
+        """Returns the replicas that are behind, or where there are none and the version was never announced, those that serve it."""
+        if (behind := self.schedule.behind(link.replicas, version, time.monotonic())) or self._live >= version:
+            return behind
+        self._live = link.live_version()
+        return () if self._live >= version else self.schedule.serving(link.replicas, version)
 
     def forget(self, instances: Iterable[str]) -> None:
         """Forgets the versions that these replicas had confirmed, since they have lost them."""
@@ -115,6 +129,13 @@ class Pusher:
             self._pushing.result()
             self._pushing = None
         return self._pushing is not None
+
+    @property
+    def awaited(self) -> PushWait | None:
+        """Returns, on rank 0, what the push that is under way waits for; None without one. Any thread may ask."""
+        if self._link is None or self._pushing is None or self._pushing.done():
+            return None
+        return self._record.wait(self._asked.missing if self._asked is not None else (), time.monotonic())
 
     def begin(self, push: Push) -> None:
         """Starts a push that rank 0 has decided on. All ranks call it."""
@@ -141,6 +162,14 @@ class Pusher:
                 self._end_reading()
 
         self._pushing = run_in_thread(work, f"push-{push.version}")
+
+    def doing(self) -> Doing | None:
+        """Returns what a push under way waits for, on rank 0; any thread may ask. None while there is none."""
+        if (wait := self.awaited) is None:
+            return None
+        after = f"who has not answered is left out weights.push_timeout = {self._config.push_timeout:g} s after its beginning"
+        what = wait.what.removeprefix("the ")
+        return Doing(part=PUSH, what=what, since=time.time() - wait.seconds, awaited_from=list(wait.awaited_from), next_action=after)
 
     def wait(self) -> None:
         """Returns once no push is under way."""
@@ -308,7 +337,7 @@ class Pusher:
         elif request is None:
             culprits = culprits_of(members, (), {}, {})
         else:
-            culprits = culprits_of(members, request.answers, request.errors, request.gone)
+            culprits = culprits_of(members, request.answers, request.errors, request.gone, request.own)
         self._report_failure(push, error, members, culprits)
 
     def _report_failure(self, push: Push, error: Exception, members: Sequence[Target], culprits: dict[str, str]) -> None:
@@ -316,8 +345,11 @@ class Pusher:
         self._record.failed(culprits)
         self.schedule.failed(members, culprits, time.monotonic())
         try:
-            message = WeightsAbort(version=push.version, reason=f"{self._record.step}: {error}")
-            self._ask(members, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
+            message = WeightsAbort(version=push.version, push=push.number, reason=f"{self._record.step}: {error}")
+            blamed = [target for target in members if target.instance in culprits]
+            self._ask(blamed, "abort", lambda _: message, Accepted, ABORT_SECONDS)  # nobody waits for these: they may answer to nothing
+            others = [target for target in members if target not in blamed]
+            self._ask(others, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
 
@@ -344,7 +376,8 @@ class Pusher:
         self, members: Sequence[Target], verb: str, message: Callable[[Target], Message], reply: type[Answer], seconds: float
     ) -> PushRequest[Answer]:
         assert self._link is not None  # rank 0
-        return PushRequest(self._link, members, verb, message, reply, seconds)
+        self._asked = request = PushRequest(self._link, members, verb, message, reply, seconds)
+        return request
 
     def _end_channels(self, errors: dict[str, str]) -> None:
         """Ends the waits of all ranks' channels; those of other ranks read it from their stores."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
+from services.rollout.repeated_requests import AnsweredOnce
 from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
 from shared.runtime.embedded_servers import EmbeddedNats, free_port
@@ -252,6 +254,32 @@ async def test_a_patient_asker_waits_for_the_service_to_come(bus: Bus, run_name:
     assert not asking.done()
     await bus.serve(f"{run_name}.ask", BatchRequest, echo)
     assert (await asking).steps == 5
+
+
+async def test_what_a_dying_server_takes_with_it_is_asked_again(mortal_nats: EmbeddedNats, crash: Callable[[EmbeddedNats], None]) -> None:
+    """The request has come, and its answer is lost with the server: the next attempt gets the answer to the first."""
+    asker, answerer = await Bus.connect(mortal_nats.url, "asker"), await Bus.connect(mortal_nats.url, "answerer")
+    handled, begun, going_on = list[int](), asyncio.Event(), asyncio.Event()
+
+    async def handle(request: BatchRequest) -> Message:
+        handled.append(request.step)
+        begun.set()
+        await going_on.wait()
+        return Durable(steps=request.step)
+
+    await answerer.serve("run.ask", BatchRequest, AnsweredOnce(handle))
+    request = BatchRequest(step=5, version=0)
+    asking = asyncio.create_task(asker.request("run.ask", request, Durable, deadline=120, awaited_from="the answerer", absence=60.0))
+    await begun.wait()
+    crash(mortal_nats)
+    going_on.set()
+    await asyncio.to_thread(mortal_nats.start)
+    assert (await asking).steps == 5
+    assert handled == [5] and asker.restored_s > 0
+    await answerer.close()
+    with pytest.raises(DeadlineExceeded, match="nobody listens there"):
+        await asker.request("run.ask", request, Durable, deadline=600, awaited_from="the answerer", absence=0.0)
+    await asker.close()
 
 
 async def test_an_impatient_asker_waits_out_its_deadline_for_an_answer(bus: Bus, asked: str) -> None:

@@ -128,7 +128,9 @@ async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedN
         await registry.renew(status(run_name, "rollout", "rollout-3", gauges={"running_groups": 2}))
         await registry.renew(status(run_name, "buffer", "buffer-0", gauges={"queue_task": 7, "ready": 1}, held_back="the store is full"))
         flow = await console.until("flow", lambda flow: flow["live"] and flow["stages"][1]["groups"] == 2)
-        assert flow["bottleneck"]["sentence"] == "The run waits for room: buffer-0 holds back (the store is full)."
+        assert flow["bottleneck"]["sentence"].startswith("The run waits for room: buffer-0 holds back (the store is full)")
+        assert flow["stalled"] and flow["waiting_since"] > 0 and flow["waiting_for"] in flow["bottleneck"]["sentence"]
+        assert "room: buffer-0 holds back" in (await console.get("health")).json()["waiting_for"]
         assert {line["instance"]: line["doing"] for line in flow["services"]}["rollout-3"] == "generating"
         for wrong in ("nan", "inf", "-1", "5", "1e9", "x"):
             refused = await console.get("flow", window=wrong)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.launch_command import CPU_LAUNCHER, GPU_LAUNCHER, engine_command
+from services.rollout.engine.curve_sockets import SECRET_VARIABLE
+from services.rollout.engine.launch_command import CPU_LAUNCHER, GPU_LAUNCHER, EngineMeeting, engine_command
 from shared.config.engine_limits import CPU_MIN_TOKENS
 from shared.runtime.errors import ConfigError
 
@@ -110,6 +111,15 @@ def test_the_runs_flags_go_through_and_win(model: Path, site: Path) -> None:
 @pytest.mark.parametrize("name", ["port", "--host", "model_path", "device", "weight-version", "skip-server-warmup"])
 def test_what_the_service_sets_wins(name: str) -> None:
     assert "x" not in engine_command("m", 31000, device="cuda", flags={name: "x"}).argv
+
+
+def test_an_engine_that_shares_attention_has_a_secret_of_its_own_or_that_of_its_nodes() -> None:
+    shared, one = {"enable-dp-attention": True, "dp-size": 2}, {"enable-dp-attention": False}
+    first, second = (engine_command("m", 31000, device="cuda", flags=shared).env[SECRET_VARIABLE] for _ in range(2))
+    assert len(first) == 32 and first != second
+    meeting = EngineMeeting(1, 2, "127.0.0.1", 4000, "f" * 32)
+    assert engine_command("m", 31000, device="cuda", flags=shared, meeting=meeting).env[SECRET_VARIABLE] == "f" * 32
+    assert not any(SECRET_VARIABLE in engine_command("m", 31000, device="cuda", flags=given, meeting=meeting).env for given in (one, {}))
 
 
 def test_a_large_models_cache_is_bounded_by_its_bytes(tmp_path: Path, site: Path) -> None:

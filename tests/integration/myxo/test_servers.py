@@ -1,5 +1,7 @@
 """The launcher's own servers: restarted where they died, with what they stored, at the same addresses."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,3 +87,28 @@ def test_a_server_that_lives_is_left_alone(servers: RunServers) -> None:
         servers.tick(time.monotonic())
     assert restarts(servers) == {"nats-server": 0, "valkey-server": 0}
     assert servers.troubled == float("-inf")
+
+
+@pytest.mark.parametrize("name", ["nats-server", "valkey-server"])
+def test_a_frozen_server_is_killed_and_started_again(tmp_path: Path, name: str) -> None:
+    """Its port takes connections all the same: only an answer shows that it lives."""
+    servers = RunServers(RunDirectory(tmp_path), GivenServers(None, None), StoreSection(), frozen_timeout=8.0)
+    servers.start()
+    try:
+        process = next(managed.server.process for managed in servers.managed if managed.server.name == name)
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        away = []
+
+        def back() -> bool:
+            servers.tick(time.monotonic())
+            away.extend(f"{server}: {gone.why}" for server, gone in servers.away().items())
+            return restarts(servers)[name] == 1
+
+        wait_for("the frozen server to be started again", back)
+        assert any("its process runs, and does not answer" in why for why in away), "the words come before the kill"
+        reason = next(server.reason for server in servers.restarts() if server.instance == name)
+        assert "it was frozen, without an answer for 8 s, and was killed" in reason
+        assert sum(restarts(servers).values()) == 1, "the other one goes on"
+    finally:
+        servers.stop()

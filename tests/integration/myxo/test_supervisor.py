@@ -264,3 +264,21 @@ def test_a_child_dies_with_its_launcher(tmp_path: Path) -> None:
     os.kill(launcher.pid, signal.SIGKILL)
     wait_for("the child's end", lambda: not alive(pid))
     assert launcher.exit_code() == -signal.SIGKILL
+
+
+def test_a_frozen_service_is_killed_with_all_it_started(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    """SIGSTOP leaves a process that is alive and does nothing; its child must not outlive it either."""
+    supervisor = supervise(spec(GRANDCHILD))
+    log = tmp_path / "trainer-0.log"
+    wait_for("the child", lambda: log.exists() and log.read_text().strip())
+    child, pid = int(log.read_text().split()[0]), supervisor.statuses(time.monotonic())[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    supervisor.kill_frozen("trainer-0", "it was frozen, without a heartbeat for 60 s, and was killed")
+    ticks_until(supervisor, lambda: supervisor.statuses(time.monotonic())[0].restarts == 1)
+    status = supervisor.statuses(time.monotonic())[0]
+    assert status.last_error == "it was frozen, without a heartbeat for 60 s, and was killed" and status.pid != pid
+    assert supervisor.restarted[0].detail == f"after {status.last_error}"
+    wait_for(
+        "the child's end",
+        lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2][:4],
+    )

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3ForCausalLM
+import torch
+import zmq
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
@@ -29,9 +32,10 @@ from shared.transfer import digest
 from tests.integration.engine.reference import log_probs
 from tests.support.network_nodes import HeadNats, NodeNetwork
 from tests.support.run_config import run_config, write_jsonl
-from tests.support.tiny_model import write_tiny_model
+from tests.support.tiny_model import character_tokenizer, write_tiny_model
 from tests.support.waiting import until
-from tests.support.weights_group import WeightsGroup, known_of, manifest_of, parameters
+from tests.support.weights_group import Tensors, WeightsGroup, known_of, manifest_of, parameters
+from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.extra, pytest.mark.timeout(1800)]
 
@@ -39,6 +43,7 @@ SECONDS = 400.0
 EXACT = 2e-5
 NAME = "rollout-0"
 NUMBERS = itertools.count(1)
+SHARED_EXPERTS = "ep-size"
 
 
 class EngineNodes:
@@ -94,7 +99,7 @@ class EngineNodes:
     async def ask(self, verb: str, message: Message, kind: type[Message]) -> Any:
         return await self._bus.request(self._subjects.replica_weights(NAME, verb), message, kind, deadline=SECONDS, awaited_from=NAME)
 
-    async def push(self, model: Qwen3ForCausalLM, version: int) -> None:
+    async def push(self, model: Qwen3ForCausalLM | Tensors, version: int) -> None:
         """Pushes to both ranks over one channel, and has them compare what they hold with what was sent."""
         group = WeightsGroup(f"push-{next(NUMBERS)}", 3, self.network.head)
         tensors = parameters(model)
@@ -112,15 +117,17 @@ class EngineNodes:
         await self.ask("commit", WeightsCommit(version=version, digest=known, deadline=SECONDS), WeightsServed)
         group.die()
 
-    async def draws(self, model: Qwen3ForCausalLM, version: int) -> None:
+    async def draws(self, model: Qwen3ForCausalLM, version: int, samples: int = 1) -> None:
         """Asserts that the engine draws by a model: its log-probs are those of one process that has all of it."""
         (directory,) = (self._directory / "n0").glob("myxo-engine-*")
         prompt = np.arange(5, 20, dtype=np.int32)
         async with await EngineClient.connect(directory) as client:
             sampling = Sampling(temperature=1.0, max_new_tokens=24)
-            (drawn,) = await client.generate_group([GenerationRequest(prompt, 24, ignore_eos=True)], sampling)
-        assert {span.version for span in drawn.spans} == {version}
-        assert np.abs(log_probs(model, prompt, drawn.tokens) - drawn.log_probs).max() < EXACT
+            requests = [GenerationRequest(prompt, 24, ignore_eos=True) for _ in range(samples)]
+            group = await client.generate_group(requests, sampling)
+        for drawn in group:
+            assert {span.version for span in drawn.spans} == {version}
+            assert np.abs(log_probs(model, prompt, drawn.tokens) - drawn.log_probs).max() < EXACT
 
     def engine_pids(self, node: int) -> list[int]:
         """Returns the processes in a node's namespace, its service left out."""
@@ -140,16 +147,27 @@ class EngineNodes:
 
 
 @pytest.fixture
-async def nodes(network: NodeNetwork, valkey: EmbeddedValkey, tmp_path: Path, run_name: str) -> AsyncIterator[EngineNodes]:
+def flags() -> dict[str, Any]:
+    """SGLang's own, beside the number of nodes."""
+    return {}
+
+
+@pytest.fixture
+async def nodes(
+    network: NodeNetwork, valkey: EmbeddedValkey, tmp_path: Path, run_name: str, flags: dict[str, Any]
+) -> AsyncIterator[EngineNodes]:
     nats = HeadNats(tmp_path / "nats", network.head)
     nats.start()
     write_jsonl(tmp_path / "prompts.jsonl")
-    write_tiny_model(tmp_path / "model", seed=0)
+    if SHARED_EXPERTS in flags:
+        write_experts(tmp_path / "model", 0)
+    else:
+        write_tiny_model(tmp_path / "model", seed=0)
     config = run_config(
         tmp_path,
         run={"name": run_name},
         model={"hf_checkpoint": str(tmp_path / "model")},
-        rollout={"rollout_num_gpus_per_engine": 2, "rollout_device": "cpu", "sglang": {"nnodes": 2}},
+        rollout={"rollout_num_gpus_per_engine": 2, "rollout_device": "cpu", "sglang": {"nnodes": 2, **flags}},
         bus={"lease_duration": 5.0},
     )
     bus = await Bus.connect(nats.url, "trainer")
@@ -186,3 +204,54 @@ async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: 
     assert await asyncio.to_thread(nodes.services[0].wait, SECONDS) == 0
     await nodes.until("the end of the follower's part", lambda: not nodes.engine_pids(1))
     assert nodes.services[1].poll() is None, "a follower waits for the next leader"
+
+
+@pytest.mark.parametrize("flags", [{"enable-dp-attention": True, "dp-size": 2}])
+async def test_ranks_that_share_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
+    """Each rank has sequences of its own, which come to it over sockets between the nodes; a stranger's message there is not read."""
+    model = write_tiny_model(tmp_path / "pushed", seed=1)
+    await pushed(nodes, model, model, lambda: strange_messages(nodes, 0))
+
+
+@pytest.mark.parametrize("flags", [{SHARED_EXPERTS: 2}])
+async def test_ranks_with_half_of_the_experts_each_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
+    model, tensors = write_experts(tmp_path / "pushed", 1)
+    await pushed(nodes, model, tensors, lambda: None)
+
+
+async def pushed(nodes: EngineNodes, model: Any, tensors: Qwen3ForCausalLM | Tensors, meanwhile: Callable[[], None]) -> None:
+    """Pushes tensors to an engine on two nodes, and asserts that it draws as one process does with them."""
+    for node in range(2):
+        nodes.start(node)
+    await nodes.until_ready(1)
+    await nodes.push(tensors, 1)
+    for node in range(2):
+        assert nodes.heard(node) == {nodes.network.addresses[node]}
+    meanwhile()
+    for _ in range(2):  # one sequence for each rank at least
+        await nodes.draws(model, 1, samples=4)
+    assert nodes.said(0, "fenced") == []
+
+
+def write_experts(directory: Path, seed: int) -> tuple[Any, Tensors]:
+    """Writes a tiny model with experts and a tokenizer. Returns it, and its tensors by the names of its files."""
+    make_checkpoint("qwen3_moe", directory)
+    character_tokenizer().save_pretrained(directory)
+    generator, file = torch.Generator().manual_seed(seed), directory / "model.safetensors"
+    tensors = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), tensors
+
+
+def strange_messages(nodes: EngineNodes, node: int) -> None:
+    """Sends a message that is no pickle to every port of a node's from outside of it."""
+    lines = Path(f"/proc/{nodes.services[node].pid}/net/tcp").read_text().splitlines()[1:]
+    own = "".join(f"{int(part):02X}" for part in reversed(nodes.network.addresses[node].split(".")))
+    ports = {int(line.split()[1].split(":")[1], 16) for line in lines if line.split()[3] == "0A" and line.split()[1].startswith(own)}
+    with zmq.Context() as context:
+        for port in ports:
+            socket = context.socket(zmq.PUSH)
+            socket.connect(f"tcp://{nodes.network.addresses[node]}:{port}")
+            socket.send(b"no pickle")
+            socket.close(linger=500)
+    assert len(ports) > 2

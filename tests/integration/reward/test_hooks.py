@@ -1,6 +1,8 @@
 """The real reward service with functions of the user's own, in processes; the service itself mostly in the process of the tests."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,17 @@ async def test_what_a_function_started_is_killed_with_it(bench: NewBench, tmp_pa
             return True
 
     await until(gone, "the end of the child")
+
+
+async def test_a_group_whose_verifier_somebody_kills_is_scored_elsewhere(bench: NewBench, tmp_path: Path) -> None:
+    desk = await launched(bench, {"custom_rm_path": "waits_to_be_told"})
+    told = tmp_path / "scoring"
+    await desk.generated("g0", "a", label=str(told))
+    pid = int(await until(lambda: told.exists() and told.read_text(), "the function's process"))
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: int(told.read_text() or pid) != pid, "another process")
+    told.with_suffix(".told").touch()
+    assert rewards((await desk.outcomes(1))["g0"]) == [1.0]
 
 
 async def test_named_rewards_of_which_one_counts(bench: NewBench) -> None:

@@ -1,6 +1,8 @@
 """A call that misbehaves costs itself: those beside it in its process go on, or are made once more where it took the process along."""
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from shared.workers.worker_pool import CallBlocked, CallLate, WorkerPool
 from shared.workers.worker_process import WorkerDied, WorkerFailed
+from tests.support.waiting import until
 
 SOON = 60.0
 """A deadline that a healthy call does not reach on a slow machine."""
@@ -115,3 +118,30 @@ async def test_a_call_alone_has_a_process_for_which_nobody_waits(started: Starte
     with pytest.raises(WorkerDied):
         await ask(pool, "crash", alone=True)
     assert len(pool.processes) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_call_whose_process_somebody_else_ends_is_made_once_more(started: Started, tmp_path: Path, number: signal.Signals) -> None:
+    """Twice in a row it is the call's own fate: the kernel kills what takes all memory."""
+    pool = await started()
+    told = asyncio.create_task(ask(pool, "wait until told"))
+    await until(lambda: begun(tmp_path) == {"wait until told": 1}, "the call")
+    send(pool, number)
+    await until(lambda: begun(tmp_path) == {"wait until told": 2}, "the call in another process")
+    (tmp_path / "told").touch()
+    assert isinstance(await told, int)
+    hanging = asyncio.create_task(ask(pool, "hang"))
+    for times in (1, 2):
+        await until(lambda times=times: begun(tmp_path).get("hang") == times, "the call")
+        send(pool, number)
+    with pytest.raises(WorkerDied, match="killed, or stopped by a signal"):
+        await hanging
+    assert isinstance(await ask(pool, "wait 0"), int)
+
+
+def send(pool: WorkerPool, number: signal.Signals) -> None:
+    """Sends a signal to the workers of a pool, not to their watchdogs."""
+    for process in pool.processes:
+        for pid in process.members():
+            if pid != process.pid:
+                os.kill(pid, number)

@@ -8,6 +8,8 @@ from shared.config.run_config import RunConfig
 from shared.history.flow_history import FlowHistory
 from shared.live.bottleneck import Bottleneck
 from shared.live.flow_view import flow_view
+from shared.live.stall import Away, RunSituation
+from shared.live.stall_causes import run_stall
 from shared.schema.ledger import GroupsScored
 from shared.schema.service_messages import ServiceStatus
 from tests.unit.console.test_flow_history import admitted, formed, scored, trained
@@ -36,7 +38,10 @@ def staged(period: float, train: float, ways: Mapping[str, tuple[float, float, f
 
 def said(history: FlowHistory, config: RunConfig, bound: int, away: Mapping[str, str] | None = None, *, live: bool = True) -> Bottleneck:
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": bound})})
-    return flow_view(history, config, statuses() if live else [], history.newest, 3600, (), away).bottleneck
+    there, now = statuses() if live else [], history.newest
+    gone = {name: Away(now - 12, why) for name, why in (away or {}).items()}
+    wait = run_stall(RunSituation.of(config, there, away=gone)) if away else None
+    return flow_view(history, config, there, now, 3600, (), wait).bottleneck
 
 
 def statuses() -> Sequence[ServiceStatus]:
@@ -86,7 +91,7 @@ def test_nats_is_down(run_config: RunConfig) -> None:
     """Nothing is known of services then, which is not the same as that none is there."""
     history = staged(20, 10, {"rollout-0": (10.0, 9.9, 0.5, 0.3)})
     found = said(history, run_config, 1, {"NATS": "connection refused"}, live=False)
-    assert found.sentence == "The run waits for NATS, which is away: connection refused." and found.advice == ()
+    assert found.sentence.startswith("The run waits for NATS, which is away: connection refused, for 12s (since ") and found.advice == ()
     both = said(history, run_config, 1, {"Redis": "no answer within 5 s", "NATS": "connection refused", "trainer-0": "silent"})
-    assert both.sentence == "The run waits for NATS, which is away: connection refused; and for Redis, which is away: no answer within 5 s."
+    assert "NATS, which is away: connection refused; and for Redis, which is away: no answer within 5 s, for 12s" in both.sentence
     assert "NATS" not in said(history, run_config, 1, {"trainer-0": "silent"}).sentence

@@ -15,15 +15,17 @@ import jsonschema
 import pytest
 import yaml
 
+from services.rollout.replica_command import INSTANCE
 from shared.accounts.permissions import ROLES
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.config.bus_section import BusSection
 from shared.config.run_section import RunSection
+from shared.runtime.node_rank import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 SCHEMAS = json.loads(Path(__file__).with_name("schemas").joinpath("kubernetes.json").read_text())
-KUSTOMIZATIONS = ["base", "gpu-2x8", "gpu-32x8"]
+KUSTOMIZATIONS = ["base", "gpu-2x8", "gpu-32x8", "gpu-32x8-wide"]
 KNOWN = {"apiVersion", "kind", "namespace", "resources", "generatorOptions", "configMapGenerator", "images", "patches"}
 
 Object = dict[str, Any]
@@ -42,8 +44,12 @@ def rendered(directory: Path) -> list[Object]:
         objects = [found for found in objects if (found["kind"], found["metadata"]["name"]) != ("ConfigMap", generated["name"])]
         objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generated["name"]}, "data": data})
     for patch in plan.get("patches", []):
-        target = named(objects, patch["target"]["kind"], patch["target"]["name"])
-        for operation in yaml.safe_load(patch["patch"]):
+        target, change = named(objects, patch["target"]["kind"], patch["target"]["name"]), yaml.safe_load(patch["patch"])
+        if isinstance(change, dict):
+            assert change == {"$patch": "delete", **{name: target[name] for name in ("apiVersion", "kind")}, "metadata": change["metadata"]}
+            objects.remove(target)
+            continue
+        for operation in change:
             assert operation["op"] == "replace"
             *path, last = (int(part) if part.isdigit() else part for part in operation["path"].strip("/").split("/"))
             place: Any = target
@@ -67,6 +73,8 @@ def pods(found: Object) -> Iterator[Object]:
     """Yields the templates of pods in an object."""
     if found["kind"] in ("Deployment", "Job"):
         yield found["spec"]["template"]
+    elif found["kind"] == "LeaderWorkerSet":
+        yield found["spec"]["leaderWorkerTemplate"]["workerTemplate"]
     elif found["kind"] == "JobSet":
         for job in found["spec"]["replicatedJobs"]:
             yield job["template"]["spec"]["template"]
@@ -105,9 +113,9 @@ def test_every_object_is_one_of_its_api(objects: list[Object]) -> None:
         VALIDATORS[found["kind"]].validate(found)
 
 
-@pytest.mark.parametrize("kind", ["Deployment", "JobSet", "ScaledObject", "NetworkPolicy"])
+@pytest.mark.parametrize("kind", ["Deployment", "JobSet", "ScaledObject", "NetworkPolicy", "LeaderWorkerSet"])
 def test_a_field_that_the_api_lacks_is_found(kind: str) -> None:
-    found = next(found for found in rendered(ROOT / "base") if found["kind"] == kind)
+    found = next(found for found in rendered(ROOT / "gpu-32x8-wide") if found["kind"] == kind)
     with pytest.raises(jsonschema.ValidationError):
         VALIDATORS[kind].validate({**found, "spec": {**found["spec"], "replicsa": 1}})
 
@@ -118,14 +126,30 @@ def test_numbers_are_those_of_the_run(objects: list[Object]) -> None:
     trainer, rollout = run["trainer"], run["rollout"]
     job = named(objects, "JobSet", "myxo-trainer")["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["completions"] == job["parallelism"] == trainer.get("actor_num_nodes", 1) and job["completionMode"] == "Indexed"
-    engine = named(objects, "Deployment", "myxo-rollout")["spec"]
-    assert engine["replicas"] == rollout.get("rollout_replicas", 1)
+    engines = of_engines(objects)
+    assert engines["spec"]["replicas"] == rollout.get("rollout_replicas", 1)
+    nodes = rollout.get("sglang", {}).get("nnodes", 1)
+    assert engines["kind"] == ("LeaderWorkerSet" if nodes > 1 else "Deployment")
+    assert engines["spec"].get("leaderWorkerTemplate", {"size": 1})["size"] == nodes
     if rollout["rollout_device"] == "cuda":
-        gpus = [next(containers(named(objects, *who)))["resources"]["limits"]["nvidia.com/gpu"] for who in GPU_PODS]
-        assert gpus == [str(trainer["actor_num_gpus_per_node"]), str(rollout["rollout_num_gpus_per_engine"])]
+        pods_of = (named(objects, "JobSet", "myxo-trainer"), engines)
+        gpus = [int(next(containers(found))["resources"]["limits"]["nvidia.com/gpu"]) for found in pods_of]
+        assert gpus == [trainer["actor_num_gpus_per_node"], rollout["rollout_num_gpus_per_engine"] // nodes]
 
 
-GPU_PODS = (("JobSet", "myxo-trainer"), ("Deployment", "myxo-rollout"))
+def of_engines(objects: list[Object]) -> Object:
+    return next(
+        found for found in objects if found["metadata"]["name"] == "myxo-rollout" and found["kind"] in ("Deployment", "LeaderWorkerSet")
+    )
+
+
+def test_the_pods_of_an_engine_share_a_name_that_no_other_engine_has() -> None:
+    """LeaderWorkerSet labels each pod with its group's index; a service reads its rank from LWS_WORKER_INDEX."""
+    [container] = containers(of_engines(rendered(ROOT / "gpu-32x8-wide")))
+    first, second = container["env"]
+    assert first["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
+    assert (second["name"], second["value"]) == (INSTANCE, f"rollout-$({first['name']})")
+    assert "LWS_WORKER_INDEX" in RANK_VARIABLES
 
 
 def test_the_scaler_looks_at_the_runs_own_queue(objects: list[Object]) -> None:
@@ -133,7 +157,9 @@ def test_the_scaler_looks_at_the_runs_own_queue(objects: list[Object]) -> None:
     run = named(objects, "ConfigMap", "myxo-environment")["data"]["MYXO_RUN"]
     consumer, asked = task_consumer(run, BusSection(), TRAIN), scaled["triggers"][0]["metadata"]
     assert (asked["stream"], asked["consumer"]) == (consumer.stream, consumer.name)
-    assert scaled["minReplicaCount"] >= 1 and named(objects, "Deployment", scaled["scaleTargetRef"]["name"])
+    target = scaled["scaleTargetRef"]
+    assert scaled["minReplicaCount"] >= 1 and named(objects, target.get("kind", "Deployment"), target["name"]) == of_engines(objects)
+    assert target.get("apiVersion", "apps/v1") == of_engines(objects)["apiVersion"]
 
 
 def test_every_pod_has_no_rights_and_its_own_account(objects: list[Object]) -> None:

@@ -50,9 +50,31 @@ def test_a_trainer_and_its_critic_over_nodes(tmp_path: Path) -> None:
     assert on(services, "trainer") == [(0, "trainer-0", low), (0, "critic-0", high), (1, "trainer-node-1", low)]
     assert on(services, "rollout") == [(1, "rollout-0", high), (2, "rollout-1", low)]
     assert {str(service) for service in services} >= {
-        "0 trainer critic-0 4,5,6,7 services.trainer critic",
-        "0 buffer buffer-0 - services.buffer",
+        "0 0 trainer critic-0 4,5,6,7 services.trainer critic",
+        "1 1 trainer trainer-node-1 0,1,2,3 services.trainer",
+        "0 0 buffer buffer-0 - services.buffer",
     }
+
+
+def test_the_parts_of_an_engine_over_nodes_share_its_name_and_have_ranks(tmp_path: Path) -> None:
+    engines = {"rollout_num_gpus_per_engine": 8, "sglang": {"nnodes": 2}}
+    services = placed(tmp_path, 4, 8, {"actor_num_gpus_per_node": 4}, rollout_replicas=3, **engines)
+    parts = [(each.instance, each.rank, each.node, each.gpus[0]) for each in services if each.role == "rollout"]
+    assert sorted(parts) == [
+        ("rollout-0", 0, 1, 0),
+        ("rollout-0", 1, 2, 0),
+        ("rollout-1", 0, 0, 4),
+        ("rollout-1", 1, 3, 0),
+        ("rollout-2", 0, 1, 4),
+        ("rollout-2", 1, 2, 4),
+    ]
+    on_cpus = {"rollout_device": "cpu", "rollout_replicas": 2, "rollout_num_gpus_per_engine": 2, "sglang": {"nnodes": 2}}
+    parts = [
+        (each.instance, each.rank, each.node)
+        for each in placed(tmp_path, 3, 0, {"train_device": "cpu"}, **on_cpus)
+        if each.role == "rollout"
+    ]
+    assert sorted(parts) == [("rollout-0", 0, 1), ("rollout-0", 1, 2), ("rollout-1", 0, 1), ("rollout-1", 1, 2)]
 
 
 def test_on_cpus_engines_are_where_the_trainer_is_not(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from myxo.launch.node_launch import node_plan, with_engines_of
 from myxo.launch.service_plan import plan
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
@@ -60,3 +61,16 @@ def test_where_nothing_is_trained_there_is_no_critic_and_no_gpu_of_a_trainer(tmp
     assert gpus == {"buffer-0": None, "reward-0": None, "rollout-0": "0", "rollout-1": "1", "trainer-0": None}
     with pytest.raises(ConfigError, match="needs 6 GPUs"):
         plan(run_config(tmp_path, **given), "nats://host")
+
+
+def test_a_further_node_has_gpus_of_its_own_for_its_part_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that its CUDA_VISIBLE_DEVICES lists, and as many engines as the first node has counted."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")
+    engines = {"rollout_device": "cuda", "rollout_num_gpus_per_engine": 4, "sglang": {"nnodes": 2}}
+    trainer = {"train_device": "cuda", "actor_num_nodes": 2, "actor_num_gpus_per_node": 2}
+    config = run_config(tmp_path, rollout=engines, trainer=trainer)
+    found = {spec.instance: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in node_plan(config, "nats://host", 1)}
+    assert found == {"trainer-node-1": "2,3", "rollout-0-node-1": "6,7"}
+    more = with_engines_of(config, run_config(tmp_path, rollout={**engines, "rollout_replicas": 2}, trainer=trainer))
+    with pytest.raises(ConfigError, match=r"rollout_num_gpus_per_engine = 2: 0 of them at most: node 1 has no more of the 4"):
+        node_plan(more, "nats://host", 1)

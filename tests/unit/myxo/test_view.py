@@ -1,6 +1,7 @@
 """What there is to see of a run, from cards that may be absent, old, or incomplete."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from myxo.launch.service_plan import plan
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus
 from shared.live.run_view import EvaluationLine, look
-from shared.live.step_wait import waiting_for
+from shared.live.stall import RunSituation
+from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 
@@ -49,6 +51,10 @@ def evaluated(dataset: str, mean: float, version: int) -> dict[str, float]:
     return {f"eval_{name}.{dataset}": value for name, value in figures.items()}
 
 
+def waiting_for(config: RunConfig, services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus]) -> str:
+    return run_stall(RunSituation.of(config, services, instances)).awaited
+
+
 EVERYBODY = [service("buffer"), service("reward"), service("rollout", version=0), service("trainer")]
 
 
@@ -83,7 +89,7 @@ def test_everything_is_taken_from_the_cards(config: RunConfig) -> None:
     assert (view.in_flight, view.ready_groups) == (6, 1)
     assert view.queues == {"task": (3, 4), "scored": (0, 0)}
     assert view.replicas_ready == (2, 2)
-    assert view.waiting_for is None
+    assert (view.waiting_for, view.stalled) == ("a reward service", False)
 
 
 def test_figures_survive_a_restart_of_the_service_they_came_from(config: RunConfig) -> None:
@@ -154,8 +160,8 @@ def test_services_that_joined_from_elsewhere_are_shown(config: RunConfig) -> Non
 @pytest.mark.parametrize(
     ("services", "statuses", "expected"),
     [
-        ([], [status("buffer"), status("trainer")], "buffer-0, trainer-0 to start (50 s so far)"),
-        (EVERYBODY, [status("rollout", due_in=7.6)], "rollout-0, which ended with signal 9 and starts again in 8 s"),
+        ([], [status("buffer"), status("trainer")], "buffer-0, trainer-0 to start"),
+        (EVERYBODY, [status("rollout", due_in=7.6)], "rollout-0, which ended with signal 9"),
         ([service("buffer")], [], "a reward service"),
         (
             [*EVERYBODY[:2], service("rollout", "starting"), service("trainer", "warm start", sft_step=3, sft_steps=10)],
@@ -188,9 +194,10 @@ def test_a_critic_is_waited_for_where_one_starts(tmp_path: Path, *, generates_al
     assert ("a critic service" in waiting_for(run, EVERYBODY, [])) != generates_alone
 
 
-def test_a_resumed_run_waits_until_there_is_one_more_step(config: RunConfig) -> None:
-    assert look(config, [service("buffer", trained_steps=2)], began=2).waiting_for is not None
-    assert look(config, [service("buffer", trained_steps=3)], began=2).waiting_for is None
+def test_every_wait_is_worth_a_line_until_there_is_one_more_step(config: RunConfig) -> None:
+    before, after = (look(config, [service("buffer", trained_steps=steps)], began=2) for steps in (2, 3))
+    assert before.waiting_for == after.waiting_for == "a reward service"
+    assert before.stalled and not after.stalled
 
 
 def environment(name: str, state: str = "ready", detail: str = "") -> ServiceStatus:
@@ -212,9 +219,29 @@ def test_environments_stand_after_the_services_whatever_they_are_called(config: 
 
 def test_an_environment_is_no_service_that_a_run_needs(config: RunConfig) -> None:
     assert waiting_for(config, [environment("buffer"), environment("trainer-0")], []) == "a buffer service"
-    assert waiting_for(config, [environment("trainer-0")], [status("trainer")]) == "trainer-0 to start (50 s so far)"
+    assert waiting_for(config, [environment("trainer-0")], [status("trainer")]) == "trainer-0 to start"
 
 
 def test_a_run_whose_environment_is_away_waits_for_it(config: RunConfig) -> None:
     services = [service("buffer", live_version=0, ready=1), *EVERYBODY[1:], environment("judge", "away", "Connection refused")]
     assert waiting_for(config, services, []) == "environment judge (away: Connection refused)"
+
+
+def node(kind: str, instance: str, state: str, detail: str) -> ServiceStatus:
+    return service(kind, state).model_copy(update={"instance": instance, "detail": detail})
+
+
+def test_nodes_stand_with_what_they_wait_for(config: RunConfig) -> None:
+    """A trainer's and an engine's; the first of a trainer's nodes tells which is missing."""
+    missing, engines = "for node 1 (not there), of 2 nodes", "waiting for node 1 (a) (lost), of 2 nodes"
+    waiting = [node("node", "trainer-node-0", "waiting", missing), node("node", "trainer-node-2", "waiting", "node 2 of 3, for node 0 (b)")]
+    leader = node("rollout", "rollout-0", "starting", engines).model_copy(update={"gauges": {"running_groups": 0.0}})
+    follower = node("engine-node", "rollout-0-node-1", "ready", "node 1 of 2, attempt 3")
+    view = look(config, [*EVERYBODY[:2], leader, follower, *waiting])
+    shown = {line.instance: (line.state, line.detail) for line in view.services}
+    assert shown["trainer-node-0"] == ("waiting", missing)
+    assert shown["rollout-0-node-1"] == ("ready", "node 1 of 2, attempt 3")
+    assert shown["rollout-0"] == ("starting", engines)
+    assert view.waiting_for == f"trainer-node-0, waiting {missing}"
+    assert waiting_for(config, [*EVERYBODY[:2], EVERYBODY[3], leader], []) == f"engine of rollout-0 ({engines}) starting"
+    assert look(config, waiting[1:]).waiting_for == "trainer-node-2, waiting node 2 of 3, for node 0 (b)"

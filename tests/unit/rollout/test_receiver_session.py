@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.receiver import Receiver
-from services.rollout.engine.receiver_client import ReceiverClient, ReceiverError
+from services.rollout.engine.receiver_client import NotBegun, ReceiverClient, ReceiverError
 from shared.runtime.errors import DeadlineExceeded
 from shared.transfer import digest
 from tests.support.engine_process import serve
@@ -170,6 +170,24 @@ async def test_commands_that_nobody_does(directory: Path) -> None:
         await receivers.have_done(command, SECONDS, fail)
     assert not dead.value.touched
     session.close()
+
+
+async def test_a_rank_that_does_not_begin_is_named_and_does_nothing_later(directory: Path) -> None:
+    session = CommandSession(directory, Receiver(Model(0), 0, "cpu"))
+    session.open()
+    receivers = ReceiverClient(directory, 1)
+    command = {"verb": "receive", "version": 1, "push": 1, "channels": ["x"]}
+    words = r"from ranks \[0\] of the engine, whose schedulers do not run within 0.5 s; this engine is left out"
+    with pytest.raises(NotBegun, match=words) as late:
+        await receivers.have_done(command, SECONDS, wake_nobody, begin=0.5)
+    assert not late.value.touched
+    assert session.work(), "the command is still in the queue"
+    assert (await receivers.ask({"verb": "state"}, SECONDS))[0]["channels"] == []
+    session.close()
+
+
+async def wake_nobody() -> None:
+    """What an engine whose scheduler hangs does when it is asked to load."""
 
 
 async def test_what_is_no_command(ranks: Ranks, directory: Path) -> None:

@@ -29,7 +29,6 @@ def test_the_nodes_of_an_engine_are_those_of_sglangs_flag(tmp_path: Path, given:
             {"colocate": True, "actor_num_gpus_per_node": 2},
             r"with colocate an engine shares the GPUs of one machine",
         ),
-        ({**GPUS, "sglang": {"nnodes": 2, "enable-dp-attention": True}}, {}, r"enable-dp-attention .* open ports between nodes"),
     ],
 )
 def test_what_does_not_go_with_several_nodes_is_named(tmp_path: Path, rollout: dict[str, Any], trainer: dict[str, Any], said: str) -> None:

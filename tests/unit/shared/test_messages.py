@@ -163,6 +163,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "EvaluationsRequest": {"known": 3},
     "EvaluationsEnded": {"evaluations": [FIGURES]},
     "RunFinished": {"steps": 4, "at": 1.0},
+    "LedgerRepaired": {"resume": 2, "cut_after": 7, "cut_last": 9, "set_aside": [4], "at": 1.0},
 }
 CONCRETE = {
     name: kind
@@ -312,7 +313,7 @@ def test_bytes_that_are_no_envelope_are_refused(data: bytes) -> None:
 def test_ledger_events_are_named_after_their_records() -> None:
     assert ledger.GroupsAdmitted.event() == "groups_admitted"
     names = [kind.event() for kind in CONCRETE.values() if issubclass(kind, ledger.LedgerRecord)]
-    assert len(set(names)) == len(names) == 15
+    assert len(set(names)) == len(names) == 16
 
 
 def test_group_ids_count_from_zero_and_sort_in_order_of_admission() -> None:

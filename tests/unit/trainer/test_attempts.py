@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.trainer.simulated_nodes import DURATION, SimulatedCluster
+from shared.nodes.first_node import HEALTHY_SECONDS
+from tests.unit.trainer.simulated_nodes import DURATION, TICK, SimulatedCluster
 
 NODES = 3
 
@@ -121,6 +122,20 @@ def test_ranks_that_only_lost_each_other_are_started_again_a_few_times(cluster: 
         cluster.end(1, 1, "rank 2: PeerLost", True)
         cluster.until(lambda number=attempt: cluster.running() == [number + 1] * NODES)
     cluster.end(1, 1, "rank 2: PeerLost", True)
+    cluster.until(lambda: not any(agent.works for agent in cluster.agents))
+    assert [agent.left for agent in cluster.agents] == [1, 1, 1]
+    assert cluster.node(0).reason == "node 1: rank 2: PeerLost", "what its own ranks were killed for"
+
+
+def test_an_attempt_that_lived_long_is_no_reason_to_give_up_after_it(cluster: SimulatedCluster) -> None:
+    """Three attempts in vain, a long one, then three in vain again: only the one after these ends the nodes."""
+    for attempt in range(1, 8):
+        if attempt == 4:
+            for _ in range(int(HEALTHY_SECONDS / TICK) + 1):
+                cluster.tick()
+        cluster.end(1, 1, "rank 2: PeerLost", True)
+        if attempt < 7:
+            cluster.until(lambda number=attempt: cluster.running() == [number + 1] * NODES)
     cluster.until(lambda: not any(agent.works for agent in cluster.agents))
     assert [agent.left for agent in cluster.agents] == [1, 1, 1]
 

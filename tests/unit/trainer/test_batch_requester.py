@@ -1,12 +1,14 @@
 """How long the trainer waits: for a batch, and at the run's end for an evaluation."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from services.trainer.commands import Wait
-from services.trainer.step_scheduler import BatchRequester
+from services.trainer.step_scheduler import PUSH_SECONDS, BatchRequester
+from services.trainer.weights.push_record import PushRecord
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import BatchAnswer, BatchPending
 
@@ -19,6 +21,9 @@ class Pending:
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
         return self._answer
+
+    def begin_doing(self, what: str, awaited_from: Sequence[str], next_action: str) -> None:
+        assert what in ("the batch of step 3", "the run's end") and list(awaited_from) == ["buffer"] and "the trainer stops" in next_action
 
 
 def requester(need: int, timeout: float, evaluation: float) -> BatchRequester:
@@ -39,4 +44,15 @@ def test_a_wait_that_is_too_long_names_what_is_awaited(need: int, evaluation: fl
     waiting.next(3, 3)
     time.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="the evaluation of aime"):
+        waiting.next(3, 3)
+
+
+def test_a_push_that_holds_up_what_is_awaited_is_named() -> None:
+    record = PushRecord(3, ["rollout-0", "rollout-1"], {}, 0.0)
+    control: Any = Pending(8)
+    waiting = BatchRequester(control, None, 0.0, push=lambda: record.wait(["rollout-1"], PUSH_SECONDS + 1))
+    waiting.next(3, 3)
+    time.sleep(0.01)
+    words = r"the push of version 3 \(prepare\), which the batch of step 3 waits for did not come from rollout-1"
+    with pytest.raises(DeadlineExceeded, match=words):
         waiting.next(3, 3)

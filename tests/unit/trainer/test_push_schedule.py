@@ -64,6 +64,12 @@ def test_a_broken_channel_is_put_down_to_whoever_says_nothing(
     assert set(culprits_of([ONE, TWO], answered, errors, gone)) == blamed
 
 
+def test_an_error_that_only_its_own_engine_can_have_caused_is_blamed_for_the_others_silence() -> None:
+    assert culprits_of([ONE, TWO], (), {"one": "its scheduler does not run"}, {}, {"one": "its scheduler does not run"}) == {
+        "one": "its scheduler does not run"
+    }
+
+
 def test_channels_are_made_anew_only_for_other_members() -> None:
     schedule = PushSchedule()
     assert schedule.next_push(1, [ONE, TWO], {}, skip_unchanged=True) is None

@@ -75,11 +75,12 @@ function dead({ dead: count, reasons }) {
   const rows = reasons.map((item) =>
     el("tr", {},
       el("td", { class: "number" }, shown(item.count)),
+      el("td", {}, item.fault || "–"),
       el("td", { class: "words" }, item.reason),
       el("td", {}, el("a", { href: `#/samples/${encodeURIComponent(item.newest)}` }, item.newest)),
       el("td", { class: "when" }, time(item.at))));
   return section("health-dead", `Dead groups${count ? `: ${shown(count)}` : ""}`, rows.length
-    ? table(["Groups", "Reason", "Newest", "At"], rows, [0])
+    ? table(["Groups", "Fault", "Reason", "Newest", "At"], rows, [0])
     : el("p", { class: "quiet" }, count ? "None of them died lately." : "None: every group that was admitted could be generated and scored."));
 }
 

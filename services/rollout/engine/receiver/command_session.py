@@ -1,8 +1,8 @@
 """Receives commands to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
 
-A command that needs the model is answered with ``{"queued": true}`` and run by the caller of `CommandSession.work`: the engine's scheduler,
-when SGLang calls the loader. All others run at once, on their connection's thread, even while the scheduler is busy. The final answer is
-``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
+A command that needs the model is answered with ``{"queued": true}``, then with ``{"begun": true}`` and run by the caller of
+`CommandSession.work`: the engine's scheduler, when SGLang calls the loader. All others run at once, on their connection's thread, even
+while the scheduler is busy. The final answer is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
 """
 
 import contextlib
@@ -87,6 +87,7 @@ class _Command:
     fields: Fields
     verb: Verb
     deadline: TransferDeadline
+    begun: threading.Event = field(default_factory=threading.Event)
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -135,6 +136,7 @@ class CommandSession:
         except queue.Empty:
             return False
         if command.answer.set_running_or_notify_cancel():
+            command.begun.set()
             command.answer.set_result(self._do(command))
         return True
 
@@ -169,6 +171,8 @@ class CommandSession:
         self._queue.put(command)
         try:
             say({"queued": True})
+            if command.begun.wait(command.deadline.left + ANSWER_MARGIN) and not command.answer.cancelled():
+                say({"begun": True})
             say(command.answer.result(command.deadline.left + ANSWER_MARGIN))
         except CancelledError:
             say({"ok": False, "error": "called off before it began", "touched": False})
@@ -196,6 +200,7 @@ class CommandSession:
         for command in held:
             command.deadline.abort()
             command.answer.cancel()  # does nothing to one that has begun
+            command.begun.set()
         self.receiver.abort()
 
 

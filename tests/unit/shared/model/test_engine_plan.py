@@ -3,7 +3,7 @@
 import pytest
 
 from shared.config.rollout_section import RolloutSection
-from shared.model.architecture import Architecture, Rope
+from shared.model.architecture import Architecture, Experts, Rope
 from shared.model.engine_plan import fewest_gpus, plan_engine
 from shared.model.memory_plan import total_parameters
 
@@ -48,3 +48,10 @@ def test_the_fewest_gpus_that_hold_a_model():
     assert fewest_gpus(QWEN3_32B, rollout(), GPU) == 2
     assert fewest_gpus(QWEN3_32B, rollout(), 192_000_000_000) == 1
     assert fewest_gpus(QWEN3_32B, rollout(), 1_000_000_000) is None
+
+
+def test_a_cache_has_about_the_tokens_that_an_engine_had():
+    """SGLang 0.5.16 on an H100 of 81,559 MiB, the model of benchmarks/routing_replay.py: it logged max_total_num_tokens=6019382."""
+    experts = Experts(32, 4, 512, True)
+    model = Architecture("qwen3_moe", 4, 1024, 2048, 8, 2, 128, 32768, 4096, 1e-6, False, Rope(1e4), qk_norm=True, experts=experts)
+    assert plan_engine(model, rollout(mem_fraction_static=0.3), 81559 << 20).tokens == pytest.approx(6_019_382, rel=0.1)

@@ -1,11 +1,13 @@
 """The plan of a rank's memory: parameters by the published numbers, the figures of a measured run, and the ready configs on their GPUs."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from benchmarks.trainer_mfu import RESULTS, WRITTEN, planned_gb
 from shared.config import megatron_flags
 from shared.config.trainer_section import TrainerSection
 from shared.model.described_shape import described_shape
@@ -57,3 +59,10 @@ def test_recomputation_saves_activations():
     assert saved == sorted(saved) and saved[0] < saved[2] / 10
     chunked, whole = (plan_trainer(shape, plain.model_copy(update={"log_probs_chunk_size": size}), 2)[0].likelihood for size in (2048, -1))
     assert chunked < whole / 3
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_plan_is_within_a_tenth_of_what_torch_measured(name):
+    rows = json.loads((RESULTS / f"{name}.json").read_text())
+    measured = [row["peak_gb"] for row in rows]
+    assert measured and [planned_gb(row) for row in rows] == pytest.approx(measured, rel=0.1)

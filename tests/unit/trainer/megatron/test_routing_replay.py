@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 
 from services.trainer.megatron import runtime
 from services.trainer.packing import PackedBatch
 from services.trainer.shared_prefixes import routed_keys, shared_prefixes
+from tests.support.replayed_experts import log_probs_through
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import actor, weighted_loss
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
@@ -42,30 +41,6 @@ def routed(batch: PackedBatch, seed: int) -> PackedBatch:
     return replace(batch, experts=chosen_at_random(batch.tokens.numel(), seed))
 
 
-def by_hand(hf_dir, batch: PackedBatch) -> torch.Tensor:
-    """The log-probs of Hugging Face's model, each of whose layers computes the given experts of one sequence, weighted as it would."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
-    for number, layer in enumerate(model.model.layers):
-        given = batch.experts[:, number].long()
-
-        def forward(hidden, mlp=layer.mlp, given=given):
-            flat, experts = hidden.view(-1, hidden.size(-1)), mlp.experts
-            logits = F.linear(flat, mlp.gate.weight)
-            chosen = torch.where(given >= 0, given, logits.topk(PER_TOKEN).indices)
-            weights = logits.gather(1, chosen).softmax(-1)
-            output = torch.zeros_like(flat)
-            for token in range(len(flat)):
-                for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
-                    gate, up = F.linear(flat[token], experts.gate_up_proj[expert]).chunk(2)
-                    output[token] += weight * F.linear(F.silu(gate) * up, experts.down_proj[expert])
-            return output.view_as(hidden)
-
-        layer.mlp.forward = forward
-    with torch.no_grad():
-        logits = model(batch.tokens[None]).logits[0]
-    return logits.log_softmax(-1).gather(1, batch.labels[:, None])[:, 0]
-
-
 def test_the_given_experts_are_computed(hf):
     batch = pack([torch.randint(0, VOCAB, (23,), generator=torch.Generator().manual_seed(5))])
     model = actor(hf("qwen3_moe"))
@@ -73,7 +48,7 @@ def test_the_given_experts_are_computed(hf):
     for seed in (1, 2):
         given = routed(batch, seed)
         [found] = model.log_probs([given])
-        expected = by_hand(hf("qwen3_moe"), given)
+        expected = log_probs_through(hf("qwen3_moe"), given.tokens, given.labels, given.experts)
         assert torch.allclose(found[:-1], expected[:-1], atol=2e-5)
         assert (found - own)[:-1].abs().max() > 1e-2  # other experts than the router's
 

@@ -1,0 +1,74 @@
+"""Tells what a launched run waits for: every wait out of the ordinary once in the launcher's log and as an event, and the one of the
+moment in the registry, where the other displays find the launcher's words."""
+
+import os
+import time
+from typing import Any
+
+import structlog
+
+from shared.bus.registry import LAUNCHER
+from shared.live.service_failures import WENT_ON
+from shared.live.stall import TROUBLES, Cause, RunSituation, Stall, StallWatch, telling
+from shared.live.stall_causes import run_stall
+from shared.live.text import duration
+from shared.runtime.own_address import own_address
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
+
+TOLD_AFTER_S = 15.0
+"""Seconds after which a wait is logged that is no trouble by itself."""
+
+LONG_STEP_S = 300.0
+"""Seconds after which this holds for a step that the trainer trains."""
+
+
+class WaitReport:
+    """The waits of one launch.
+
+    Attributes:
+        events: of waits that have ended; whoever publishes one takes it out. newest: the wait of the moment; None before the first look.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[ServiceEvent] = []
+        self.newest: Stall | None = None
+        self._watch = StallWatch()
+        self._logged: Stall | None = None
+        self._log: Any = structlog.get_logger()
+
+    def see(self, situation: RunSituation, now: float) -> Stall:
+        """Takes the situation at ``now`` (seconds since the epoch), and returns what the run waits for."""
+        found = self._watch.see(run_stall(situation), now)
+        if self._logged is not None and self._logged.key != found.key:
+            self._went_on(self._logged, now)
+            self._logged = None
+        if self._logged is None and _worth_telling(found, now):
+            self._logged = found
+            level = self._log.warning if found.cause in TROUBLES else self._log.info
+            level("run_waits", waiting_for=found.words(now), cause=found.cause.value)
+        self.newest = found
+        return found
+
+    def _went_on(self, wait: Stall, now: float) -> None:
+        self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
+        words = f"{duration(wait.lasted(now))} for {wait.awaited}"
+        self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=WENT_ON, detail=words, at=now))
+
+    def status(self) -> ServiceStatus:
+        """Returns what the registry holds of the launcher."""
+        newest = self.newest or Stall(Cause.STARTING, "services to start")
+        return ServiceStatus(
+            service=LAUNCHER,
+            instance=LAUNCHER,
+            host=own_address(),
+            pid=os.getpid(),
+            http="",
+            state=newest.cause.name,
+            doing=[telling(newest)],
+            at=time.time(),
+        )
+
+
+def _worth_telling(found: Stall, now: float) -> bool:
+    limit = LONG_STEP_S if found.cause is Cause.TRAINING else TOLD_AFTER_S
+    return found.cause in TROUBLES or found.lasted(now) >= limit

@@ -1,0 +1,21 @@
+"""``myxo`` whose processes are forked, with the scripted trainer and engine; launcher, services and servers are production's."""
+
+import os
+import sys
+from pathlib import Path
+
+from myxo.launch import run_servers
+from myxo.launch.service_plan import SERVICE_MODULES
+from myxo.main import main
+from tests.chaos.fast import forking
+from tests.chaos.fast.proxied_servers import proxied
+from tests.chaos.link_proxy import ADDRESSES, ProxiedAddresses
+
+MODULES = {"trainer": "tests.chaos.fast.scripted_trainer"}
+
+if __name__ == "__main__":
+    register = Path(os.environ["MYXO_CHAOS_PROCESSES"])
+    forking.install(register)
+    SERVICE_MODULES.update(MODULES)
+    run_servers.EmbeddedNats, run_servers.EmbeddedValkey = proxied(ProxiedAddresses.from_text(os.environ[ADDRESSES]))
+    sys.exit(main())

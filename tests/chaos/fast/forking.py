@@ -1,0 +1,175 @@
+"""Starts Python's own processes by a fork of this one, which has their modules loaded: nothing is imported again.
+
+`install` takes the place of ``subprocess.Popen`` for commands of this interpreter; every other command is started as ever. What is started
+is a process like any other: it has its parent, its group, its exit code, and dies of any signal. It starts processes in the same way.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import inspect
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import structlog
+
+from services.rollout.engine.launch_command import CPU_LAUNCHER
+from shared.runtime import parent_watchdog
+from shared.runtime.child_process import WATCHDOG
+
+PLACES: dict[str, str] = {str(CPU_LAUNCHER): "tests.chaos.fast.scripted_engine"}
+"""Scripts by whose path a process is started → the module that runs in their place."""
+
+_register: Path | None = None
+_name = ""
+
+_SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+_MOST_DESCRIPTORS = 4096
+
+
+def python_work(command: Sequence[str]) -> Callable[[], object] | None:
+    """Returns what a command line has Python do, to be called in a process of its own; None where it is no line of this interpreter."""
+    program, *words = map(str, command)
+    if program != sys.executable:
+        return None
+    if words[:2] == ["-I", "-S"] and words[2] == str(WATCHDOG):
+        lifeline, scratch, *further = words[3:]
+        return lambda: sys.exit(parent_watchdog.main(int(lifeline), scratch, further))
+    if words[:1] == ["-m"]:
+        return lambda: _run_module(words[1], words[2:])
+    if words and words[0] in PLACES:
+        return lambda: _run_module(PLACES[words[0]], words[1:])
+    return None
+
+
+def install(register: Path | None = None) -> None:
+    """Has this process, and all that it starts, fork Python's processes.
+
+    Args:
+        register: a directory in which each writes its name under its pid: all have the command line of the process that they come from.
+    """
+    global _register
+    _register = register
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def named(command: Sequence[str], environment: Mapping[str, str], starter: str) -> str:
+    """Returns the name of a process: that of its instance, or of who has started it and what it is (``rollout-0/engine``)."""
+    words = list(command)
+    if str(WATCHDOG) in words:
+        return f"{starter}/watchdog"
+    module = words[2] if words[1:2] == ["-m"] else PLACES.get(words[1], "")
+    if (instance := environment.get("MYXO_INSTANCE", "")) and not starter:
+        return instance
+    return "/".join(filter(None, [starter.removesuffix("/watchdog"), module.rpartition(".")[2].removeprefix("scripted_")]))
+
+
+def settle() -> None:
+    """Keeps all that is loaded out of the collectors of the processes to come: they would copy its pages."""
+    gc.collect()
+    gc.freeze()
+
+
+class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """``subprocess.Popen``, with a fork in the place of an interpreter's start."""
+
+    def _execute_child(self, *arguments: Any, **named: Any) -> None:
+        given = _SIGNATURE.bind(self, *arguments, **named).arguments
+        command = given["args"]
+        work = None if given["shell"] or isinstance(command, str | bytes) else python_work([os.fsdecode(word) for word in command])
+        if work is None:
+            return super()._execute_child(*arguments, **named)  # type: ignore[misc]
+        ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            _become(work, given, ends, [os.fsdecode(word) for word in command])
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+        return None
+
+
+def _become(work: Callable[[], object], given: Mapping[str, Any], ends: list[int], command: Sequence[str]) -> NoReturn:
+    """Turns a fresh fork into the process that was asked for, and never returns."""
+    global _name
+    code = 1
+    try:
+        if given["start_new_session"]:
+            os.setsid()
+        _set_signals()
+        _move_descriptors(ends, given["pass_fds"])
+        if given["preexec_fn"] is not None:
+            given["preexec_fn"]()
+        if given["cwd"] is not None:
+            os.chdir(given["cwd"])
+        if given["env"] is not None:
+            os.environ.clear()
+            os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in given["env"].items()})
+        if _register is not None:
+            _name = named(command, os.environ, _name)
+            (_register / str(os.getpid())).write_text(_name)
+        gc.freeze()  # objects of the parent would close descriptors that are others now
+        asyncio._set_running_loop(None)
+        asyncio.set_event_loop(None)
+        random.seed()
+        tempfile.tempdir = None  # it is looked up anew, in this process's environment
+        structlog.reset_defaults()
+        contextvars.Context().run(work)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def _set_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _move_descriptors(ends: list[int], kept: Sequence[int]) -> None:
+    """Makes ``ends`` (-1: as it is) the descriptors 0, 1 and 2, and closes all others but ``kept``."""
+    high = [os.dup(end) if end != -1 else -1 for end in ends]
+    for target, end in enumerate(high):
+        if end != -1:
+            os.dup2(end, target)
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if (descriptor := int(path.name)) > 2 and descriptor not in kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+    for descriptor in kept:
+        os.set_inheritable(descriptor, True)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(target, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115 (they stay open)
+        for target, mode in enumerate(("r", "w", "w"))
+    )
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def _run_module(module: str, words: Sequence[str]) -> None:
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

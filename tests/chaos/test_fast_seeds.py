@@ -1,0 +1,26 @@
+"""Some seeds of the suite pass: `python -m tests.chaos --seeds 0:1000` has the others."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.runtime.child_process import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seeds", ["6:12", pytest.param("12:60", marks=pytest.mark.extra)])
+def test_seeds(seeds: str, tmp_path: Path):
+    """Each is a whole run that is disturbed, forked from one process that has all modules loaded."""
+    first, _, end = seeds.partition(":")
+    path = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "tests.chaos", "--seeds", seeds, "--json", str(path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(result["seed"] for result in results) == list(range(int(first), int(end)))
+    assert sum(fault["reached"] > 0 for result in results for fault in result["faults"]) >= len(results)

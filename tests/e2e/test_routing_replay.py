@@ -1,0 +1,92 @@
+"""A whole run of a model with experts that trains through those that its engine chose."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.e2e.conftest import write_small_run
+from tests.e2e.launched import LaunchedRun
+from tests.support.replayed_experts import log_probs_through
+from tests.support.tiny_model import PRINTABLE, character_tokenizer
+from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint
+
+RUN_SECONDS = 900
+
+
+@pytest.fixture
+def moe_run(tmp_path: Path) -> Path:
+    """The config of a run of two steps of a tiny MoE without a warm start: the first step's weights are the checkpoint's."""
+    model = tmp_path / "model"
+    make_checkpoint("qwen3_moe", model)
+    character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(model)
+    config = write_small_run(tmp_path, model, "replay", steps=2, staleness=0)
+    head, _, rest = config.read_text().partition("[sft]")
+    config.write_text(head + rest[rest.index("[bus]") :])
+    return config
+
+
+def dumped(root: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What rank 0 has trained in a step, and the description of it."""
+    with safe_open(root / "dumps" / f"tensors_{step}_0.safetensors", framework="pt") as file:
+        names = file.keys()
+        return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["myxo"])
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_the_experts_of_the_engine_are_trained(moe_run: Path, tmp_path: Path) -> None:
+    """The engine computes in bfloat16 and chooses otherwise than the trainer would for some tokens. The trainer's log-probs are those of
+    Hugging Face's model through the engine's experts, not of the model that chooses by itself."""
+    root = tmp_path / "runs" / "replay"
+    flags = [
+        *("--use-rollout-routing-replay", "--sglang-dtype", "bfloat16", "--rollout-max-response-len", "48"),
+        *("--save-debug-train-data", str(root / "dumps" / "tensors_{rollout_id}_{rank}.safetensors")),
+    ]
+    with LaunchedRun(moe_run, root, "replay", flags) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert summary["audit"] == "ok" and summary["steps"] == 2
+    tensors, described = dumped(root, 0)
+    assert all(result["skipped"] is None for result in described["results"])
+    model, otherwise, own_gap = tmp_path / "model", 0, 0.0
+    for micro_batch in sorted({name.rpartition(".")[0] for name in tensors}):
+        of = {field: tensors[f"{micro_batch}.{field}"] for field in ("tokens", "labels", "loss_mask", "experts", "trainer_log_probs")}
+        starts = tensors[f"{micro_batch}.cu_seqlens"].tolist()
+        for start, stop in pairwise(starts):
+            part = {field: tensor[start:stop] for field, tensor in of.items()}
+            trained = part["loss_mask"] > 0
+            given = part["experts"]
+            if not trained.any():
+                continue
+            assert (given[:-1] >= 0).all(), "the engine has told the experts of all tokens"
+            found = part["trainer_log_probs"]
+            replayed = log_probs_through(model, part["tokens"], part["labels"], given)
+            own = log_probs_through(model, part["tokens"], part["labels"], torch.full_like(given, -1))
+            assert (found - replayed)[trained].abs().max() < 1e-4
+            own_gap = max(own_gap, float((found - own)[trained].abs().max()))
+            otherwise += int((found - own)[trained].abs().gt(1e-3).sum())
+    assert otherwise and own_gap > 1e-2, "no expert was another than the trainer's own: nothing was shown"
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_the_choice_of_the_pass_before_is_trained(moe_run: Path, tmp_path: Path) -> None:
+    """Two optimizer steps a batch: the second replays what the pass before the first has chosen. Losses of balance are measured too."""
+    root = tmp_path / "runs" / "replay"
+    flags = [
+        *("--use-routing-replay", "--num-steps-per-rollout", "2", "--lr", "1e-3"),
+        *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01"),
+        *("--save-debug-train-data", str(root / "dumps" / "tensors_{rollout_id}_{rank}.safetensors")),
+    ]
+    with LaunchedRun(moe_run, root, "replay", flags) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert summary["audit"] == "ok" and summary["steps"] == 2
+    _, described = dumped(root, 1)
+    assert [result["skipped"] for result in described["results"]] == [None, None]
+    assert all(0.9 < result["metrics"]["seq_load_balancing_loss"] < 4 for result in described["results"])
