@@ -30,7 +30,8 @@ def directive(text: str, name: str) -> list[str]:
 def test_nats_listens_stores_and_is_watched_from_inside_only() -> None:
     found = nats()
     assert found.pop("authorization")
-    assert found == {"listen": "0.0.0.0:4222", "http": "127.0.0.1:8222", "max_payload": MAX_PAYLOAD, "jetstream": {"store_dir": "/data"}}
+    store = {"store_dir": "/data", "sync_interval": "1s"}
+    assert found == {"listen": "0.0.0.0:4222", "http": "127.0.0.1:8222", "max_payload": MAX_PAYLOAD, "jetstream": store}
     assert nats(NatsSettings(max_payload=4096))["max_payload"] == 4096
     assert nats(NatsSettings(tls="/x"))["tls"] == {"cert_file": "/x/certificate.pem", "key_file": "/x/key.pem", "timeout": 5}
 
