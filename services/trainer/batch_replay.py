@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shared.config import config_reading, flags
 from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
+from shared.runtime.activities import Look
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
@@ -81,6 +82,10 @@ class ReplayClient:
 
     def set_state(self, state: str) -> None:
         print(state, file=sys.stderr, flush=True)
+
+    def begin_doing(self, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None: ...
+
+    def watch_doing(self, look: Look) -> None: ...
 
     def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None:
         """Prints a step of the warm start, or of demonstrations alone, as one line of JSON."""

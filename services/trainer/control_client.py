@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from services.trainer.untrainable import Untrainable
 from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
-from shared.runtime.activities import LOOP
+from shared.runtime.activities import LOOP, Look
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import SupervisedThread, log_failure
@@ -148,6 +148,10 @@ class ControlClient:
     def begin_doing(self, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None:
         """Tells the service's status what the loop does from now on, or whom it waits for."""
         self.service.activities.begin(LOOP, what, awaited_from, next_action)
+
+    def watch_doing(self, look: Look) -> None:
+        """Has the service's status ask ``look`` what another part of this trainer does."""
+        self.service.activities.watch(look)
 
     def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None:
         """Sets live gauges for Prometheus, and with ``in_status`` for the registry, whose entries are to stay small."""

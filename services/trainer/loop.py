@@ -72,7 +72,7 @@ class Trainer(RoleWorker):
         self._profiler = StepProfiler(config, runtime.rank())
         self._snapshots = SnapshotWriter(config, control, self._actor)
         if control is not None:
-            control.service.activities.watch(self._pusher.doing)
+            control.watch_doing(self._pusher.doing)
             self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange)
 
     def run(self) -> None:
@@ -286,7 +286,8 @@ class Trainer(RoleWorker):
             return
         steps = self._kept_from()
         if self._saved >= self._begun_save and self._save_began is not None:
-            control.traces.add(checkpoint_span(self._begun_save, self._save_began, time.time()))
+            if self._begun_save:  # that of a warm start belongs to no step's trace
+                control.traces.add(checkpoint_span(self._begun_save, self._save_began, time.time()))
             self._save_began = None
         if steps <= self._durable:
             return

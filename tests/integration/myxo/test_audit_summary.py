@@ -153,7 +153,7 @@ def test_the_summary_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., Run
         "mean_abs_logprob_diff": 0.1,
         "trained_tokens": 80,
         "wall_seconds": 8.0,
-        "groups": {"admitted": 4, "trained": 4, "dropped": {}, "dead": {}, "in_flight": 0},
+        "groups": {"admitted": 4, "trained": 4, "dropped": {}, "dead": {}, "faults": {}, "in_flight": 0},
         "restarts": {"trainer-0": 1},
         "audit": "ok",
     }

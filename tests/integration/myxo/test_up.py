@@ -78,7 +78,7 @@ def test_a_run_goes_to_its_end_says_so_again_goes_on_and_is_forgotten(myxo: Myxo
     result = summary(root)
     assert (result["steps"], result["audit"], result["restarts"]) == (4, "ok", {})
     assert result["finished"] is True
-    assert result["groups"] == {"admitted": 8, "trained": 8, "dropped": {}, "dead": {}, "in_flight": 0}
+    assert result["groups"] == {"admitted": 8, "trained": 8, "dropped": {}, "dead": {}, "faults": {}, "in_flight": 0}
     assert result["accuracy_before"] is not None
     assert result["accuracy_after"] is not None
     assert (root / "reward.png").is_file()
