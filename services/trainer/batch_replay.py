@@ -70,6 +70,10 @@ class ReplayClient:
         if isinstance(message, Trained):
             print(json.dumps({"step": message.step, "version": message.version, **message.metrics}), flush=True)
 
+    def live_version(self) -> int:
+        """Returns -1: nobody is told of any version."""
+        return -1
+
     def tell(self, what: str, detail: str) -> None:
         print(f"{what}: {detail}", file=sys.stderr, flush=True)
 
