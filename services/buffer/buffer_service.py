@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import amendment, awaited, ended_groups, evaluation_report, policy
+from services.buffer import amendment, awaited, data_fingerprints, ended_groups, evaluation_report, policy
 from services.buffer.awaited import EndsSinceBatch
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
@@ -35,7 +35,7 @@ from shared.bus.registry import STANDBY
 from shared.bus.subjects import EVAL, TRAIN
 from shared.hooks.loading import eval_function, shows_samples
 from shared.runtime.activities import BATCH
-from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.service_base import Service
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
@@ -171,6 +171,7 @@ class Buffer:
         """Reads the state from the ledger, and repeats actions that a killed predecessor may have missed: tasks, freeing, the run's end."""
         self._state, released = await self._ledger.recover()
         state = self._state
+        await self._check_data(begun=state.admitted > 0)
         self._keeper.take(ended_groups.trained_not_durable(state, time.time()))
         self._keeper.release(released)
         evaluation_report.show_evaluations(self._service, state.evaluated.values())
@@ -178,6 +179,20 @@ class Buffer:
         self._tasks.outstanding(state, self._limits)
         if state.finished_steps >= self._limits.rollout.num_rollout:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
+
+    async def _check_data(self, *, begun: bool) -> None:
+        """Raises Problems where a file of prompts is another than when the run began, and that is not accepted."""
+        found, accepted = self._prompts.fingerprints, self._config.data.accept_changed_data
+        known = data_fingerprints.decode(await runs.data(self._bus, self._service.run)) if begun else {}
+        problems = data_fingerprints.changed(known, found, data_fingerprints.named_files(self._config))
+        if not accepted:
+            raise_problems(problems)
+        for problem in problems:
+            self._log.warning("changed_data_accepted", field=problem.field, file=problem.value)
+        if written := data_fingerprints.touched(known, found):
+            self._log.warning("data_written_since", files=written, detail="sampled parts are as they were; the rest was not read")
+        if found != known:
+            await runs.set_data(self._bus, self._service.run, data_fingerprints.encode(found))
 
     def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
         """Answers only while this buffer is active: a client of a deposed buffer repeats its request, which then reaches the next one."""

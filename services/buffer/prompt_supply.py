@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.buffer import prompt_results
+from services.buffer.data_fingerprints import Fingerprints, fingerprints
 from services.buffer.state import BufferState
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
@@ -28,11 +29,13 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class PromptSupply:
-    """Training prompts, None where nothing is trained, and the sets of held-out ones by name. ``stop_ids``: ids that end a response."""
+    """Training prompts, None where nothing is trained, and the sets of held-out ones by name. ``stop_ids``: ids that end a response.
+    ``fingerprints``: what their files were when they were opened."""
 
     training: PromptStream | None
     heldout: dict[str, PromptFile]
     stop_ids: list[int]
+    fingerprints: Fingerprints
 
     @property
     def drawn(self) -> bool:
@@ -92,4 +95,4 @@ def _open(config: RunConfig, report: Callable[[ConfigError], None]) -> PromptSup
     if config.has_steps:
         training = TrainingPrompts(config, tokenizer) if config.data.data_source is None else DrawnPrompts(config, tokenizer, report)
     heldout = {view.name: eval_prompts(view, tokenizer) for view in eval_views(config)}
-    return PromptSupply(training, heldout, tokenizer.stop_ids)
+    return PromptSupply(training, heldout, tokenizer.stop_ids, fingerprints(config))

@@ -163,6 +163,7 @@ def _buffer(names: Subjects) -> BusRights:
         *_take(names.scored_stream, scored_consumer(run, bus).name),
         *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),  # to read the depth of the queues
         f"$KV.{names.config_bucket}.phase",
+        f"$KV.{names.config_bucket}.data",
         *_read(names.weights_bucket),
         *_read(names.leases_bucket),
         f"$KV.{names.leases_bucket}.{BUFFER}",

@@ -16,7 +16,7 @@ from shared.schema.weight_messages import WeightsLive
 
 Record = TypeVar("Record", bound=LedgerRecord)
 
-_CONFIG, _STORE, _PHASE, _VOCABULARY = "config", "store", "phase", "vocabulary"
+_CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA = "config", "store", "phase", "vocabulary", "data"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """The phases of a run. A failed run continues when it is created again."""
 
@@ -103,6 +103,16 @@ async def vocabulary(bus: Bus, run: str) -> int:
     if value is None:
         raise NoSuchRun(f"run {run!r} is on the bus without its model's vocabulary; `myxo up CONFIG` or `myxo submit CONFIG` writes it")
     return int(value)
+
+
+async def data(bus: Bus, run: str) -> bytes | None:
+    """Returns what the buffer has noted of the run's prompt files; None where it has not yet."""
+    return await bus.get(Subjects(run).config_bucket, _DATA)
+
+
+async def set_data(bus: Bus, run: str, value: bytes) -> None:
+    """Notes what the run's prompt files are."""
+    await bus.put(Subjects(run).config_bucket, _DATA, value)
 
 
 async def live_version(bus: Bus, run: str) -> int:

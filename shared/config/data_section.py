@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from shared.config.file_fields import WeightedFiles
-from shared.config.section import LARGEST_SEED, Section, hook
+from shared.config.section import LARGEST_SEED, MUTABLE, Section, hook
 
 
 class DataSection(Section):
@@ -31,6 +31,11 @@ class DataSection(Section):
     )
     bad_prompts: Literal["refuse", "skip"] = Field(
         default="refuse", description="lines that are no prompt: refuse the run, or leave them out and count them"
+    )
+    accept_changed_data: bool = Field(
+        default=False,
+        description="go on where a file of prompts is another than when the run began",
+        **MUTABLE,
     )
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
     rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")

@@ -95,7 +95,13 @@ def test_a_run_goes_to_its_end_says_so_again_goes_on_and_is_forgotten(myxo: Myxo
     assert "rollout.max_staleness" in err
     assert "--fresh" in err
 
+    prompts = config.with_name("prompts.jsonl")
+    prompts.write_bytes(prompts.read_bytes() + prompts.read_bytes().splitlines(keepends=True)[0])
     code, out, err = myxo.run("up", config, "--num-rollout", "6", standins=True)
+    assert code == 2, f"{out}\n{err}"
+    assert f"data.prompt_data = {str(prompts)!r}: has changed from 297 to 330 bytes" in err and "--accept-changed-data" in err
+
+    code, out, err = myxo.run("up", config, "--num-rollout", "6", "--accept-changed-data", standins=True)
     assert (code, err) == (0, ""), f"{out}\n{err}"
     assert "step 6/6" in out
     assert (summary(root)["steps"], summary(root)["audit"]) == (6, "ok")
