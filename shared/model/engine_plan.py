@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shared.config.engine_limits import captures_prefill
 from shared.config.rollout_section import RolloutSection
 from shared.config.sglang_flags import count, plain_name
 from shared.model.architecture import Architecture
@@ -110,7 +111,8 @@ def default_share(gpu_bytes: int, layout: EngineLayout, flags: Mapping[str, Any]
     batch = _whole(flags, few if layout.tensor < 4 else many, "cuda-graph-max-bs")
     reserved = 512 + 1.5 * max(_whole(flags, chunk, "chunked-prefill-size"), 2048) + layout.tensor * layout.stages * 128
     if not flags.get("disable-cuda-graph"):
-        reserved += 2 * batch + (LATENT_GRAPHS_MIB if latent else PREFILL_GRAPHS_MIB)
+        prefill = LATENT_GRAPHS_MIB if latent else PREFILL_GRAPHS_MIB
+        reserved += 2 * batch + (prefill if captures_prefill(flags) else 0)
     if flags.get("enable-dp-attention"):
         reserved += batch * layout.copies * (4.5 if batch > 300 else 3)
     if total > 60 << 10:
