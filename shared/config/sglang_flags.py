@@ -251,7 +251,7 @@ def of_installed() -> EngineFlags | None:
     if (version := installed()) is None:
         return None
     parser = fingerprint()
-    for path in (CATALOGUE, FURTHER):
+    for path in filter(Path.is_file, (CATALOGUE, FURTHER)):
         made_with = EngineFlags.of_json(path.read_text())
         if (made_with.sglang, made_with.parser) == (version, parser):
             return made_with

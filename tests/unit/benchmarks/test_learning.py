@@ -82,7 +82,8 @@ def test_a_run_is_read_while_it_goes_on(tmp_path: Path) -> None:
 
 def made(bound: int, seed: int, rewards: list[float], step_seconds: float, objective: str = "decoupled") -> dict[str, Any]:
     """A run with an evaluation each step."""
-    steps = [{"step": step, "seconds": step_seconds * (step + 1), "reward": 0.5, "staleness": float(bound)} for step in range(len(rewards) - 1)]
+    ends = [step_seconds * (step + 1) for step in range(len(rewards) - 1)]
+    steps = [{"step": step, "seconds": seconds, "reward": 0.5, "staleness": float(bound)} for step, seconds in enumerate(ends)]
     rows = [{"version": k, "newest": k, "seconds": step_seconds * k, "reward": reward, "samples": 4} for k, reward in enumerate(rewards)]
     identity = LearningRun("arithmetic", "cpu", bound, seed, objective, len(rewards) - 1).identity
     return {**identity, "state": FINISHED, "seconds": 9.0, "steps": steps, "evaluations": rows}
