@@ -1,10 +1,11 @@
-"""The model and the prompts of each example, made once for all of its runs: ``model/``, ``train.jsonl``, ``heldout.jsonl``."""
+"""The model and the prompts of each example, made once for all of its runs: ``model/``, ``train.jsonl``, ``heldout.jsonl``, and where
+its runs have a warm start ``sft.jsonl``."""
 
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ WARM_HELDOUT = 64
 """Held-out problems of the quick start that are evaluated: its engine shares two cores with its trainer."""
 
 SUMS = (
-    ("chain_sum", 0.5, {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+    ("chain_sum", 0.5, {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
     ("chain_sum", 0.5, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
 )
 """Tasks of reasoning-gym that a model of 135 million parameters answers at times: name, share, parameters."""
 
-TRAIN, HELDOUT, SEED = 4096, 128, 7
+TRAIN, DEMONSTRATIONS, HELDOUT, SEED = 8192, 1600, 128, 7
 
 
 def prepare(example: str, folder: Path, gguf: Path | None) -> None:
@@ -54,18 +55,22 @@ def _smollm2(folder: Path, gguf: Path | None) -> None:
 
 
 def write_sums(folder: Path) -> None:
-    """Writes `SUMS`; no held-out question is trained."""
-    from examples.smollm2.prepare import Task, rows, write
+    """Writes `SUMS`; no held-out question is trained or demonstrated, and no demonstrated one is trained."""
+    from examples.smollm2.prepare import write
 
-    held: list[dict[str, Any]] = []
-    training: list[dict[str, Any]] = []
+    asked: set[str] = set()
+    for name, size in (("heldout", HELDOUT), ("sft", DEMONSTRATIONS), ("train", TRAIN)):
+        fresh = [row for row in _sums(size, SEED + len(asked)) if str(row["prompt"]) not in asked]
+        asked |= {str(row["prompt"]) for row in fresh}
+        told = [{"prompt": row["prompt"], "response": row["label"]} for row in fresh] if name == "sft" else fresh
+        write(folder / f"{name}.jsonl", told)
+
+
+def _sums(size: int, seed: int) -> Iterator[dict[str, Any]]:
+    from examples.smollm2.prepare import Task, rows
+
     for name, share, parameters in SUMS:
-        task, sizes = Task(name, share, parameters), (round(HELDOUT * share), round(TRAIN * share))
-        held += list(rows(task, sizes[0], SEED))
-        training += list(rows(task, sizes[1], SEED + 1))
-    asked = {str(row["prompt"]) for row in held}
-    write(folder / "heldout.jsonl", held)
-    write(folder / "train.jsonl", [row for row in training if str(row["prompt"]) not in asked])
+        yield from rows(Task(name, share, parameters), round(size * share), seed)
 
 
 def _run(*command: str) -> None:

@@ -27,6 +27,9 @@ STEP_TAGS = {
 }
 """Metrics of a step that are kept, by the names of docs/metrics.md, and their names here."""
 
+WARMED_UP = ("smollm2",)
+"""Examples whose runs begin with a warm start of their own."""
+
 ON_GPUS = [
     *("--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none"),
     *("--sglang-mem-fraction-static", "0.6", "--sglang-max-total-tokens", "65536", "--sglang-max-running-requests", "256"),
@@ -70,6 +73,7 @@ class LearningRun:
             *("--rollout-device", self.device, "--train-device", self.device),
             *("--num-rollout", str(self.steps), "--max-staleness", str(self.bound), "--off-policy", OBJECTIVES[self.objective]),
             *("--rollout-seed", str(1000 + self.seed), "--seed", str(2000 + self.seed)),
+            *(["--sft-data", str(data / "sft.jsonl")] if self.example in WARMED_UP else []),
             *(ON_GPUS if self.device == "cuda" else []),
             *flags,
         ]
