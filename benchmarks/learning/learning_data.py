@@ -62,8 +62,11 @@ def write_sums(folder: Path) -> None:
     for name, size in (("heldout", HELDOUT), ("sft", DEMONSTRATIONS), ("train", TRAIN)):
         fresh = [row for row in _sums(size, SEED + len(asked)) if str(row["prompt"]) not in asked]
         asked |= {str(row["prompt"]) for row in fresh}
-        told = [{"prompt": row["prompt"], "response": row["label"]} for row in fresh] if name == "sft" else fresh
-        write(folder / f"{name}.jsonl", told)
+        write(folder / f"{name}.jsonl", list(map(_demonstration, fresh)) if name == "sft" else fresh)
+
+
+def _demonstration(row: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*row["prompt"], {"role": "assistant", "content": row["label"]}]}
 
 
 def _sums(size: int, seed: int) -> Iterator[dict[str, Any]]:
