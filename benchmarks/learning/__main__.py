@@ -26,7 +26,7 @@ from shared.runtime.atomic_files import replace_file
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "learning.json"
-STEPS = {"arithmetic": 30, "smollm2": 80}
+STEPS = {"arithmetic": 20, "smollm2": 80}
 
 
 def main() -> int:

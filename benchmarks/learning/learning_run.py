@@ -52,7 +52,7 @@ class LearningRun:
     bound: int
     seed: int
     objective: str
-    steps: int
+    num_steps: int
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class LearningRun:
             *("--name", self.name, "--dir", str(directory), "--hf-checkpoint", str(data / "model")),
             *("--prompt-data", str(data / "train.jsonl"), "--eval-prompt-data", f"{data / 'heldout.jsonl'}"),
             *("--rollout-device", self.device, "--train-device", self.device),
-            *("--num-rollout", str(self.steps), "--max-staleness", str(self.bound), "--off-policy", OBJECTIVES[self.objective]),
+            *("--num-rollout", str(self.num_steps), "--max-staleness", str(self.bound), "--off-policy", OBJECTIVES[self.objective]),
             *("--rollout-seed", str(1000 + self.seed), "--seed", str(2000 + self.seed)),
             *(["--sft-data", str(data / "sft.jsonl")] if self.example in WARMED_UP else []),
             *(ON_GPUS if self.device == "cuda" else []),
