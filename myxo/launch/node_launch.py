@@ -75,7 +75,7 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
             continue
         instance, share = f"{service}-node-{rank}", trainer.ranks_per_node(role)
         environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
-        if (len(modules) > 1 or rollout.nodes_per_engine > rank) and devices.resolve(trainer.train_device) == "cuda":
+        if (trainer.colocate or len(modules) > 1 or rollout.nodes_per_engine > rank) and devices.resolve(trainer.train_device) == "cuda":
             environment[devices.VISIBLE] = _next_gpus(free, share, f"trainer.{role}_num_gpus_per_node", rank)
         specs.append(ServiceSpec(NODE, instance, (sys.executable, "-m", *module), environment))
     if trainer.colocate:

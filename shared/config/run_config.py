@@ -220,12 +220,6 @@ class RunConfig(Section):
                 "trained; use auto or trainer"
             )
         engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.ranks("actor")
-        nodes, share, size = trainer.nodes("actor"), trainer.ranks_per_node("actor"), rollout.rollout_num_gpus_per_engine
-        if nodes > 1 and engines <= ranks and rollout.rollout_replicas > nodes * (share // size):
-            yield (
-                f"rollout.rollout_num_gpus_per_engine: {size}, but with colocate an engine has the GPUs of one machine: {nodes} machines "
-                f"of {share} ranks have room for {nodes * (share // size)} such engines, rollout_replicas is {rollout.rollout_replicas}"
-            )
         if engines > ranks:
             field = "rollout_replicas" if rollout.rollout_num_gpus is None else "rollout_num_gpus"
             yield (

@@ -51,13 +51,6 @@ def test_each_of_the_trainers_machines_has_the_engines_that_share_its_gpus(repli
     assert devices.shared_gpus(config, ["4", "5", "6", "7"], 1) == ["6", "7", "4", "5"]
 
 
-def test_a_colocated_engine_that_no_machine_has_room_for_is_refused(tmp_path: Path) -> None:
-    trainer = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 3, "colocate": True}
-    rollout = {"rollout_replicas": 3, "rollout_num_gpus_per_engine": 2, "rollout_batch_size": 12}
-    with pytest.raises(ConfigError, match=r"2 machines of 3 ranks have room for 2 such engines, rollout_replicas is 3"):
-        run_config(tmp_path, rollout=rollout, trainer=trainer)
-
-
 def test_colocated_on_a_cpu_there_is_nothing_to_give_back(tmp_path: Path) -> None:
     where = {"rollout": {"rollout_device": "cpu"}}
     config = run_config(tmp_path, **where, trainer={"train_device": "cpu", "colocate": True})
