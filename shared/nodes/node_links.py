@@ -34,7 +34,7 @@ class NodeLinks:
         self.silence_s = silence_s
         self._interval_s, self._answer_s = silence_s / 8, silence_s / 3
         self._most = CONNECTIONS_PER_NODE * nodes
-        self._address, self._port = "", 0
+        self._address, self._port, self._refused = "", 0, ""
         self._server: asyncio.Server | None = None
         self._asked_by: set[asyncio.Task[None]] = set()
         self._asking: dict[str, asyncio.Task[None]] = {}
@@ -53,10 +53,12 @@ class NodeLinks:
         try:
             server = await asyncio.start_server(self._answer, address, 0)
         except OSError as error:
-            structlog.get_logger().warning("links_closed", address=address, error=str(error))
+            if address != self._refused:
+                structlog.get_logger().warning("links_not_open", address=address, error=str(error), next_action="it is tried again")
+            self._refused = address
             return
         await self._close_server()
-        self._server, self._address, self._port = server, address, server.sockets[0].getsockname()[1]
+        self._refused, self._server, self._address, self._port = "", server, address, server.sockets[0].getsockname()[1]
 
     def ask(self, points: Iterable[str]) -> None:
         """Keeps asking at these points from now on, and at no others. One that is new has `silence_s` for its first answer."""
@@ -120,7 +122,8 @@ class NodeLinks:
         try:
             if len(self._asked_by) < self._most:
                 self._asked_by.add(task)
-                with contextlib.suppress(OSError, EOFError, TimeoutError):
+                # cancelled by `_close_server` alone; asyncio would log it as an error of its own
+                with contextlib.suppress(OSError, EOFError, TimeoutError, asyncio.CancelledError):
                     await self._answer_until_silent(reader, writer)
         finally:
             self._asked_by.discard(task)
