@@ -86,7 +86,7 @@ def _positive(text: str) -> float:
 
 
 def rows(lengths: LengthDistribution, prompts: int, samples: int, prompt_tokens: int, vocabulary: int, seed: int) -> Iterable[str]:
-    """Yields the lines of a file of prompts: words of the vocabulary, and in metadata.lengths what each of a prompt's samples is to have."""
+    """Yields the lines of a file of prompts: words of the vocabulary, and in metadata.lengths the tokens of each of a prompt's samples."""
     rng = np.random.default_rng(seed)
     for _ in range(prompts):
         words = " ".join(f"w{token}" for token in rng.integers(0, vocabulary, prompt_tokens))

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from shared.schema.ledger import GroupsDropped, GroupsScored
@@ -49,7 +50,7 @@ class RunRecord:
         dropped = sum(tokens for at, tokens in self.dropped if begin < at <= end)
         return {
             "steps": len(measured),
-            "step_seconds": round(statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False)), 4),
+            "step_seconds": round(statistics.median(after - before for before, after in pairwise(ends)), 4),
             "step_seconds_mean": round(seconds / len(measured), 4),
             "train_seconds": median(metrics, "perf/step_time"),
             "optimizer_seconds": median(metrics, "perf/actor_train_time"),

@@ -47,7 +47,9 @@ def main() -> int:
     silence_logs()
     figures = asyncio.run(measure(options))
     write(options.json, figures)
-    print(f"direct {figures['direct_tokens_per_s']:g} tokens/s, through the service {figures['service_tokens_per_s']:g}: {figures['ratio']:g}")
+    print(
+        f"direct {figures['direct_tokens_per_s']:g} tokens/s, through the service {figures['service_tokens_per_s']:g}: {figures['ratio']:g}"
+    )
     return int(figures["ratio"] < GOAL)
 
 
