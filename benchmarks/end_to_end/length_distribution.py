@@ -91,4 +91,4 @@ def rows(lengths: LengthDistribution, prompts: int, samples: int, prompt_tokens:
     for _ in range(prompts):
         words = " ".join(f"w{token}" for token in rng.integers(0, vocabulary, prompt_tokens))
         metadata = {} if lengths.by_stop_tokens else {"lengths": lengths.draw(rng, samples).tolist()}
-        yield json.dumps({"prompt": words, "label": "", "metadata": metadata}) + "\n"
+        yield json.dumps({"prompt": words, "label": "0", "metadata": metadata}) + "\n"

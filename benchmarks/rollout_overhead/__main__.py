@@ -68,7 +68,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     lengths = LengthDistribution.parse(options.lengths, options.cap)
     vocabulary = config_of(options.shape, dtype)["vocab_size"]
     plan = EngineLoadPlan(lengths, vocabulary, options.samples, options.prompt_tokens, options.warm, options.seconds)
-    pairs = []
+    pairs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mx-") as name:
         directory = Path(name)
         await asyncio.to_thread(write_checkpoint, directory / "model", options.shape, dtype)
