@@ -16,9 +16,11 @@ class GpuWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> "GpuWatch":
-        """Begins to read."""
-        import pynvml
-
+        """Begins to read; without NVML's binding there is nothing to read, and the figures lack it."""
+        try:
+            import pynvml
+        except ImportError:
+            return self
         pynvml.nvmlInit()
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
 
