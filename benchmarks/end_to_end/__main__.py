@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of myxo up")
     parser.add_argument("--directory", type=Path, help="where the runs lie (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--go-on", action="store_true", help="keep what FILE has of the engine alone, and of other bounds")
     parser.add_argument("--write", action="store_true", help="put the table of benchmarks/results/end_to_end.json into docs/performance.md")
     return parser
 
@@ -114,6 +115,9 @@ class Measurement:
             "alone": [],
             "runs": [],
         }
+        if options.go_on and options.json is not None and options.json.exists():
+            before = json.loads(options.json.read_text())
+            self.found |= {"alone": before["alone"], "runs": [run for run in before["runs"] if run["bound"] not in options.bounds]}
 
     def made(self) -> dict[str, Any]:
         """Measures. Returns the figures."""
@@ -121,7 +125,7 @@ class Measurement:
         model, prompts = self._directory / "model", self._directory / "prompts.jsonl"
         self.found["parameters"] = write_checkpoint(model, options.shape, self._dtype)
         prompts.write_text("".join(rows(self._lengths, PROMPTS, options.samples, options.prompt_tokens, self._vocabulary, seed=0)))
-        if options.alone != []:
+        if options.alone != [] and not self.found["alone"]:
             asyncio.run(self._engine_alone(model))
         plan = RunPlan(
             directory=self._directory / "r",
@@ -136,6 +140,7 @@ class Measurement:
         )
         for bound in options.bounds:
             self.found["runs"].append(measured(plan, f"bound-{bound}", bound, on_gpus=self._on_gpu))
+            self.found["runs"].sort(key=lambda run: run["bound"])
             self._keep(f"bound {bound}")
         self._predict()
         self._keep("the simulation")
