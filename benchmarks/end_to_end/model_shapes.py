@@ -1,6 +1,8 @@
 """Checkpoints with random weights of a given shape, and a tokenizer of as many words as the model has ids."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,15 @@ def config_of(shape: str, dtype: str) -> dict[str, Any]:
     return {**COMMON, **SIZES[shape], "torch_dtype": dtype}
 
 
-def write_checkpoint(folder: Path, shape: str, dtype: str, seed: int = 0) -> int:
-    """Writes a checkpoint directory; returns its number of parameters. The same arguments give the same weights on the same device."""
+def write_checkpoint(folder: Path, shape: str, dtype: str) -> int:
+    """Writes a checkpoint directory; returns its number of parameters. A process of its own does it, which holds the GPU no longer."""
+    command = [sys.executable, "-m", "benchmarks.end_to_end.model_shapes", str(folder), shape, dtype]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, stdout=subprocess.PIPE)
+    return int(done.stdout.split()[-1])
+
+
+def _write(folder: Path, shape: str, dtype: str, seed: int = 0) -> int:
+    """Does it. The same arguments give the same weights on the same device."""
     import torch
     from safetensors.torch import save_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -98,3 +107,7 @@ def _tokenizer(vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[2], clean_up_tokenization_spaces=False
     )
+
+
+if __name__ == "__main__":
+    print(_write(Path(sys.argv[1]), *sys.argv[2:]))
