@@ -4,10 +4,8 @@ import os
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MPLBACKEND", "agg")
 
 import aiohttp.web
-import matplotlib.pyplot
 import nats
 import numpy.ma
 import safetensors.torch
@@ -42,5 +40,5 @@ torch.set_num_threads(1)
 for response in ("18", "x", "Q7e#2", r"\boxed{18}"):  # a parser's tables are made as it reads
     shared.rewards.math_verify.math_verify(response, "18")
 
-MODULES = (aiohttp.web, matplotlib.pyplot, nats, numpy.ma, safetensors.torch, tensorboard.summary, torch.utils, uvicorn, myxo, services, tests)
+MODULES = (aiohttp.web, nats, numpy.ma, safetensors.torch, tensorboard.summary, torch.utils, uvicorn, myxo, services, tests)
 """What is held."""
