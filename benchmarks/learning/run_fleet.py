@@ -1,5 +1,6 @@
 """Several runs at once on one machine, watched until they end or the time is over."""
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,7 @@ class RunFleet:
     def _begin(self, slot: _Slot, run: LearningRun) -> None:
         command = run.command(self._data, self._directory, self._flags)
         log = self._directory / f"{run.name}.log"
+        shutil.rmtree(self._directory / run.name, ignore_errors=True)  # an earlier one's curve is not this one's
         slot.run, slot.process = run, ChildProcess(run.name, command, log, environment(slot.index, run.device, self._gpus))
 
     def _look(self, slot: _Slot) -> None:
