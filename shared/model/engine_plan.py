@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.config.engine_limits import captures_prefill
 from shared.config.rollout_section import RolloutSection
 from shared.config.sglang_flags import count, plain_name
 from shared.model.architecture import Architecture
@@ -21,7 +20,8 @@ SIZES = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192,
 """GPUs of less than so many GiB → tokens of a chunk of prefill, and the batch of CUDA graphs with fewer and with more than 3 GPUs."""
 
 PREFILL_GRAPHS_MIB, LATENT_GRAPHS_MIB = 480, 1536
-"""What SGLang keeps for CUDA graphs of prefill, about; with latent attention."""
+"""What SGLang keeps for CUDA graphs of prefill, about; with latent attention. Engines have none of these unless asked
+(`shared.config.engine_limits.captures_prefill`): the plan leaves the room to what it does not know of."""
 
 LEAST_RESERVED_MIB = 10 << 10
 """What it leaves free at least, on GPUs of more than 60 GiB."""
@@ -111,8 +111,7 @@ def default_share(gpu_bytes: int, layout: EngineLayout, flags: Mapping[str, Any]
     batch = _whole(flags, few if layout.tensor < 4 else many, "cuda-graph-max-bs")
     reserved = 512 + 1.5 * max(_whole(flags, chunk, "chunked-prefill-size"), 2048) + layout.tensor * layout.stages * 128
     if not flags.get("disable-cuda-graph"):
-        prefill = LATENT_GRAPHS_MIB if latent else PREFILL_GRAPHS_MIB
-        reserved += 2 * batch + (prefill if captures_prefill(flags) else 0)
+        reserved += 2 * batch + (LATENT_GRAPHS_MIB if latent else PREFILL_GRAPHS_MIB)
     if flags.get("enable-dp-attention"):
         reserved += batch * layout.copies * (4.5 if batch > 300 else 3)
     if total > 60 << 10:
