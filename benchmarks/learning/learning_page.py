@@ -22,8 +22,10 @@ def write(runs: Sequence[Run], conditions: Mapping[str, Any]) -> None:
     kinds = sorted({(run["example"], run["device"]) for run in runs})
     parts = {kind: [run for run in runs if (run["example"], run["device"]) == kind] for kind in kinds}
     parts = {kind: found for kind, found in parts.items() if grouped(found)}
-    for (example, device), found in parts.items():
-        put_table(PAGE, "learning", table(found, conditions.get(f"{example} {device}", {})), name=f"learning_{example}")
+    picture = f"![held-out reward over steps and over wall time](pictures/{PICTURE.name})\n\n"
+    for index, ((example, device), found) in enumerate(parts.items()):
+        rows = table(found, conditions.get(f"{example} {device}", {}))
+        put_table(PAGE, "learning", rows if index else picture + rows, name=f"learning_{example}")
     if parts:
         draw({TITLES.get(example, example): found for (example, _), found in parts.items()}, PICTURE)
 
