@@ -146,5 +146,6 @@ def test_the_fleet_tells_how_runs_end_and_the_file_keeps_what_is_finished(tmp_pa
     again = LearningFigures(tmp_path / "figures.json", "cpu")
     assert again.has(runs[0]) and not again.has(runs[1]) and not again.has(runs[2])
     told = {run["bound"]: run for run in again.runs}
-    assert told[0]["steps"] and "no such thing" in told[1]["error"]
+    assert told[0]["steps"] == [], "an earlier run's curve is not this one's"
+    assert "no such thing" in told[1]["error"]
     assert told[2]["state"] in (RUNNING, CUT_OFF)
