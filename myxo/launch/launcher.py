@@ -192,8 +192,8 @@ class Launch:
         disk = DiskWatch(self._directory.root, self._config.bus.full_timeout)
         while not self._signals:
             now = time.monotonic()
-            if disk.look(now):
-                self._servers.write_again()
+            if disk.look(now, self._servers.full()):
+                self._servers.write_again(f"no space was left on the device at {self._directory.root}")
             self._servers.tick(now)
             if self._browser is not None:
                 self._browser.tick(now)
@@ -244,6 +244,7 @@ class Launch:
                     phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     self._finished, self._ended = phase == runs.FINISHED, phase in runs.ENDS
                     await self._publish(bus, supervisor.restarted)
+                    await self._publish(bus, self._servers.restarted)
                     await self._publish(bus, self._waits.events)
                     self._gone.pop(NATS, None)
                 except BUS_ERRORS as error:
