@@ -1,5 +1,5 @@
-"""A trainer's rank whose thread dies, or one that is busy and hears no signal: run by torchrun. With the word ``stops`` rank 1 is stopped by
-a signal instead."""
+"""A trainer's rank whose thread dies, or one that is busy and hears no signal: run by torchrun. With the word ``stops`` a signal stops
+rank 1 instead."""
 
 import os
 import signal
