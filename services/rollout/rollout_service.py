@@ -351,7 +351,7 @@ class Rollout:
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
             metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             load = None if self.replica.client is None else self.replica.client.load
-            self._slots.note(load)
+            self._slots.note(load, tokens, time.monotonic())
             metrics.set("request_slots", self._slots.limit)
             metrics.set("used_slots", self._slots.held)
             if load is not None:
