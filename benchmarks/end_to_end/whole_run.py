@@ -34,7 +34,8 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What every run of a measurement has in common. ``flags``: of ``myxo up``; ``steps``: to make; ``warm_up``: of them, left out.
+    """What every run of a measurement has in common. ``flags``: of ``myxo up``; ``steps``: to make; ``warm_up``: of them, left out, at most:
+    the groups that are admitted together at the beginning make one batch more than the bound.
 
     ``start_s``, ``run_s``: seconds for the first step, and from it on. ``gpus``: that it has.
     """
@@ -71,8 +72,9 @@ def measured(plan: RunPlan, name: str, bound: int, further: Sequence[str] = (), 
         finally:
             _ended(process)
             watch.stop()
-    figures = record.figures(plan.warm_up, plan.gpus)
-    if window := record.window(plan.warm_up):
+    warm_up = min(plan.warm_up, bound + 1)
+    figures = record.figures(warm_up, plan.gpus)
+    if window := record.window(warm_up):
         figures |= {"gpu_busy": watch.busy(*window), "gpu_memory_bytes": watch.memory(*window)}
     first = record.steps[0].ended - began if record.steps else None
     return {"bound": bound, "first_step_after_s": first and round(first, 1), **figures, **({"stopped": problem} if problem else {})}

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from services.rollout.slot_limit import EngineLoad, SlotLimit
+from services.rollout.slot_limit import MOST, EngineLoad, SlotLimit
 from services.rollout.slot_queue import GroupClaim, SlotQueue
 from shared.bus.subjects import EVAL, TRAIN
 from shared.config.run_config import RunConfig
@@ -39,13 +39,17 @@ class GroupSlots:
 
 
 class RequestSlots:
-    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows."""
+    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows.
 
-    def __init__(self, config: RunConfig) -> None:
+    Args:
+        captured: requests at once that the engine is made for, the bound of slots that the run does not name; None: there is none.
+    """
+
+    def __init__(self, config: RunConfig, captured: int | None = None) -> None:
         rollout = config.rollout
         self._group = rollout.n_samples_per_prompt + rollout.surplus_rollouts
         share = -(-rollout.rollout_batch_size // rollout.rollout_replicas) * self._group
-        self._limit = SlotLimit(rollout.rollout_concurrency, self._group, share)
+        self._limit = SlotLimit(rollout.rollout_concurrency, self._group, share, captured or MOST)
         self._queue = SlotQueue(self._limit.slots, config.has_steps)
         self._surplus = rollout.surplus_rollouts
 

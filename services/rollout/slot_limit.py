@@ -52,11 +52,11 @@ class SlotLimit:
 
     Args:
         fixed: slots that do not follow the load (`rollout.rollout_concurrency`); None: they do. least: the fewest slots: a group's samples.
-        batch: its share of a batch's samples: with as many slots it begins, since a step may wait for all of them.
+        batch: its share of a batch's samples: with as many slots it begins, since a step may wait for all of them. most: slots.
     """
 
-    def __init__(self, fixed: int | None, least: int, batch: int = 0) -> None:
-        self._fixed, self._least = fixed, least
+    def __init__(self, fixed: int | None, least: int, batch: int = 0, most: int = MOST) -> None:
+        self._fixed, self._least, self._most = fixed, least, min(MOST, most)
         self.slots = fixed or self._bounded(max(START, batch))
         self._queued = self._calm = self._readings = 0
         self._retracted: int | None = None
@@ -110,4 +110,4 @@ class SlotLimit:
         self.slots = self._bounded(int(self.slots * (1 + GROWTH)) + 1)
 
     def _bounded(self, slots: int) -> int:
-        return max(self._least, min(MOST, slots))
+        return max(self._least, min(self._most, slots))
