@@ -7,8 +7,8 @@ On two GPUs, one for the trainer and one for the engine::
         --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json benchmarks/results/end_to_end.json
 
 Weights are random, rewards too; what is measured is time. First one run under ``myxo up`` for each bound, until it has made ``--steps`` or
-its ``--seconds`` are over; then the engine alone, with several numbers of requests at once, by this process. The trainer alone is the run at
-the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the table of
+its ``--seconds`` are over; then the engine alone, with several numbers of requests at once, by this process. The trainer alone is the run
+at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the table of
 `RESULTS` into docs/performance.md.
 
 Figures. g: seconds in which the engine alone draws a step's tokens, at its best; h: seconds from a batch's arrival to its last optimizer

@@ -34,8 +34,8 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What every run of a measurement has in common. ``flags``: of ``myxo up``; ``steps``: to make; ``warm_up``: of them, left out, at most:
-    the groups that are admitted together at the beginning make one batch more than the bound.
+    """What every run of a measurement has in common. ``flags``: of ``myxo up``; ``steps``: to make; ``warm_up``: of them, left out at
+    most: the groups that are admitted together at the beginning make one batch more than the bound.
 
     ``start_s``, ``run_s``: seconds for the first step, and from it on. ``gpus``: that it has.
     """
