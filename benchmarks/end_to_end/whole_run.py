@@ -31,6 +31,9 @@ CONFIG = Path(__file__).with_name("run.toml")
 POLL_INTERVAL_S = 0.25
 STOP_SECONDS = 60.0
 
+METRICS_SECONDS = 1.0
+"""The time in which the metrics of the last step come."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -102,6 +105,7 @@ async def _watched(process: subprocess.Popen[bytes], directory: RunDirectory, na
                     gauges = [status.gauges for status in await registry.alive("rollout")]
                     record.gauges.append((time.time(), summed(gauges)))
             await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(METRICS_SECONDS)
         return ""
     finally:
         if bus is not None:
@@ -115,9 +119,7 @@ async def _listen(bus: Bus, run: str, record: RunRecord) -> None:
         record.steps.append(Trained.decode(message.data))
 
     async def metrics(message: Any) -> None:
-        values = MetricsWritten.decode(message.data).values
-        if "perf/update_weights_time" in values:
-            record.pushes.append(values)
+        record.written(MetricsWritten.decode(message.data))
 
     async def scored(message: Any) -> None:
         record.scored(GroupsScored.decode(message.data))
