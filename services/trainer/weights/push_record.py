@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shared.runtime.activities import PUSH
+from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed, WeightsReceived
 
 PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"
@@ -27,6 +29,12 @@ class PushWait:
     @property
     def whom(self) -> str:
         return ", ".join(self.awaited_from) or "the trainer's own ranks"
+
+    def doing(self, timeout_s: float, now: float) -> Doing:
+        """Returns what the status shows. ``timeout_s``: of the whole push; ``now``: since the epoch."""
+        after = f"who has not answered is left out weights.push_timeout = {timeout_s:g} s after its beginning"
+        what = self.what.removeprefix("the ")
+        return Doing(part=PUSH, what=what, since=now - self.seconds, awaited_from=list(self.awaited_from), next_action=after)
 
 
 class PushRecord:

@@ -1,7 +1,7 @@
 """The decisions of a push: its members, the renewal of its channels, and the response to failures. Pure: no clock, no requests."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.trainer.commands import Push
 from shared.bus.registry import CATCHING_UP
@@ -45,11 +45,13 @@ class PushResult:
 
 @dataclass(frozen=True, order=True)
 class Target:
-    """A replica to push to: its name, the incarnation of its engine's weights, and the engine's ranks in a channel."""
+    """A replica to push to: its name, the incarnation of its engine's weights, and the engine's ranks in a channel. ``machine``: its
+    address, where each machine has channels of its own; else empty."""
 
     instance: str
     incarnation: str
     ranks: int
+    machine: str = ""
 
 
 class PushSchedule:
@@ -72,13 +74,17 @@ class PushSchedule:
         found = [status for status in statuses if status.version == version and status.state == "ready"]
         return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
 
-    def next_push(self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool) -> Push | None:
+    def next_push(
+        self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool, machines: Mapping[str, str] = {}
+    ) -> Push | None:
         """Returns the push to begin, to those targets that have accepted it; they are the members from now on.
 
         Args:
             digests: of the weights that each of these holds, by instance. skip_unchanged: leave out frozen parameters where all have them.
+            machines: by instance, where each machine has channels of its own.
         """
-        members = tuple(target for target in targets if target.instance in digests)
+        accepted = [target for target in targets if target.instance in digests]
+        members = tuple(replace(target, machine=machines.get(target.instance, "")) for target in accepted)
         if not members:
             return None
         renewed, self.members = members != self.members, members
@@ -86,13 +92,14 @@ class PushSchedule:
         return Push(
             version,
             self._number,
-            engine_ranks=sum(target.ranks for target in members) if renewed else 0,
+            engine_ranks=_ranks_by_machine(members) if renewed else {},
             partial=skip_unchanged and self._digests.issuperset(digests.values()),
         )
 
     def first_rank(self, target: Target) -> int:
         """Returns the rank in a channel of a member's first engine process; rank 0 is the source."""
-        return 1 + sum(other.ranks for other in self.members[: self.members.index(target)])
+        before = self.members[: self.members.index(target)]
+        return 1 + sum(other.ranks for other in before if other.machine == target.machine)
 
     def confirmed(self, targets: Iterable[Target], version: int, digest: str) -> None:
         """Records that these targets serve a version."""
@@ -127,6 +134,29 @@ class PushSchedule:
             served = max(served, confirmed)
         blamed, _, not_before = self._failures.get(status.instance, ("", 0, 0.0))
         return served < version and (now >= not_before or blamed != _life(status.incarnation))
+
+
+def _ranks_by_machine(members: Iterable[Target]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for target in members:
+        found[target.machine] = found.get(target.machine, 0) + target.ranks
+    return found
+
+
+def strangers(machines: Mapping[str, str], trainers: Sequence[str]) -> dict[str, str]:
+    """Returns the replicas that no rank of the trainer has a machine in common with, and why that is a fault.
+
+    Args:
+        machines: by instance, the address of its machine. trainers: the addresses of the ranks' machines; none: that does not matter.
+    """
+    if not trainers:
+        return {}
+    places = ", ".join(dict.fromkeys(trainers))
+    return {
+        name: f"it shares its GPUs with the trainer, of which no rank is on its machine ({address or 'not told'}; ranks are on {places})"
+        for name, address in machines.items()
+        if address not in trainers
+    }
 
 
 def _life(incarnation: str) -> str:
