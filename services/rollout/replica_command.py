@@ -11,6 +11,7 @@ from services.rollout.prefix_cache import keeps_prefixes
 from services.rollout.router import router_url
 from shared import hooks
 from shared.config import sglang_flags
+from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import agent_paths
 from shared.runtime import devices
@@ -55,11 +56,14 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     flags |= graph_flags(config, device)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
+    own_flags = sglang_flags.present_names(rollout.sglang)
+    if device == "cuda" and not captures_prefill({sglang_flags.plain_name(name): value for name, value in own_flags.items()}):
+        flags |= sglang_flags.known_ones({PREFILL_GRAPHS: "disabled"})
     return engine_command(
         config.model.hf_checkpoint,
         free_port(),
         device=device,
         random_seed=config.data.rollout_seed + zlib.crc32(name.encode()) % 2**20,  # replicas draw different samples
-        flags=flags | sglang_flags.present_names(rollout.sglang),
+        flags=flags | own_flags,
         meeting=meeting,
     )

@@ -140,6 +140,7 @@ class Rollout:
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
         self._taken: dict[asyncio.Task[None], tuple[float, GroupSlots]] = {}  # when each was taken, seconds since the epoch, oldest first
+        self._generated = False  # a token of a task has been drawn
         self._drawn = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
         self.tokens = 0
@@ -349,6 +350,9 @@ class Rollout:
         while True:
             tokens = await drawn.read(self.replica.client, self.tokens)
             if tokens != self._drawn[0] or not self.running:
+                if self.running and not self._generated:
+                    self._generated = True
+                    self._service.log.info("first_tokens", tokens=tokens)
                 self._drawn = (tokens, time.time())
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)

@@ -11,6 +11,7 @@ from services.trainer.rank import SERVICES, read_run
 from services.trainer.torchrun import run_ranks
 from shared.config.run_config import RunConfig
 from shared.runtime.child_process import die_with_parent
+from shared.runtime.kernel_caches import kernel_cache_variables
 from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import listening_interfaces
 from shared.runtime.service_base import exit_code
@@ -44,6 +45,7 @@ def prepare_environment(config: RunConfig) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that an engine may want
     if config.trainer.train_device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= kernel_cache_variables(os.environ)
     # both ends of a weight push must agree on these; SGLang sets them for itself
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

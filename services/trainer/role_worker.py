@@ -81,11 +81,13 @@ class RoleWorker:
         self._checkpoints = config.trained / ("checkpoints" if role == "actor" else "critic-checkpoints")
         self._objective, self._ranks = config.algorithm, config.trainer.ranks(role)
         self._set_state("loading the model")
+        self._log_start("model_loading")
         check_architecture(config, role)
         self._custom = CustomFunctions.of(config)
         self._hooks = MegatronHooks(self._custom)
         settings = TrainerSettings.from_run(config, role)
         self._actor = Actor.create(settings, model_directory(config, role), initialized=self._hooks.initialized)
+        self._log_start("model_loaded")
         self._log_prefix_sharing()
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
@@ -115,6 +117,11 @@ class RoleWorker:
             self._exchange.close()
         self._store.close()
         self._actor.close()
+
+    def _log_start(self, event: str) -> None:
+        """Logs a stage of the start; one rank speaks for all."""
+        if self._control is not None:
+            self._log.info(event)
 
     def _log_prefix_sharing(self) -> None:
         """Tells once why beginnings are not shared, where nobody has asked for that."""

@@ -46,3 +46,15 @@ def context_length(model_config: Mapping[str, Any]) -> int | None:
         if isinstance(value := model_config.get(key), int):
             return int(factor * value)
     return None
+
+
+PREFILL_GRAPHS = "cuda-graph-backend-prefill"
+"""The flag that says how an engine captures CUDA graphs of prefill. Each is for one sequence, and a rollout's prompts are prefilled many at
+a time: capturing some sixty of them only makes the start longer, so an engine has none unless its flags ask for them."""
+
+_OF_PREFILL = ("cuda-graph-max-bs-prefill", "cuda-graph-bs-prefill", "cuda-graph-config", "enforce-piecewise-cuda-graph")
+
+
+def captures_prefill(flags: Mapping[str, Any]) -> bool:
+    """Returns whether a run's flags of SGLang, by their plain names, ask for CUDA graphs of prefill."""
+    return any(flags.get(name) for name in _OF_PREFILL) or flags.get(PREFILL_GRAPHS) not in (None, False, "disabled")

@@ -25,6 +25,8 @@ from shared.runtime import user_cache
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
 CATALOGUE = Path(__file__).with_name("sglang_flags.json")
+FURTHER = Path(__file__).with_name("sglang_flags_cuda.json")
+"""The catalogue of the SGLang that goes with torch 2.11 on CUDA 13, made once: importing it on a fresh machine takes half a minute."""
 
 LISTING = "services.rollout.engine.sglang_catalogue"
 """The module that prints the catalogue of the installed SGLang."""
@@ -215,6 +217,12 @@ def present_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given) if flags is None else {flags.present_name(plain_name(key)): value for key, value in given.items()}
 
 
+def known_ones(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of Myxo's own ``defaults``, by plain names, that the parser of the installed SGLang has in its source."""
+    source = "".join(path.read_text() for _, path in _parser_files())
+    return {name: value for name, value in defaults.items() if f" {name.replace('-', '_')}:" in source}
+
+
 def installed() -> str | None:
     """Returns the version of SGLang in this environment; None if it is not installed."""
     try:
@@ -225,20 +233,28 @@ def installed() -> str | None:
 
 def fingerprint() -> str:
     """Returns what the source of the installed SGLang's parser is known by, without importing it."""
-    spec, found = importlib.util.find_spec("sglang"), xxhash.xxh3_64()
-    for root in map(Path, (spec.submodule_search_locations or ()) if spec is not None else ()):
-        for path in sorted({path for pattern in PARSER for path in root.glob(pattern)}):
-            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    found = xxhash.xxh3_64()
+    for root, path in _parser_files():
+        found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return found.hexdigest()
+
+
+def _parser_files() -> Iterator[tuple[Path, Path]]:
+    """Yields the installed SGLang's directory and each file of its parser, in order."""
+    spec = importlib.util.find_spec("sglang")
+    for root in map(Path, (spec.submodule_search_locations or ()) if spec is not None else ()):
+        yield from ((root, path) for path in sorted({path for pattern in PARSER for path in root.glob(pattern)}))
 
 
 def of_installed() -> EngineFlags | None:
     """Returns the flags of the installed SGLang; None if it is not installed. Raises NoCatalogue if they cannot be read."""
     if (version := installed()) is None:
         return None
-    made_with, parser = EngineFlags.of_json(CATALOGUE.read_text()), fingerprint()
-    if (made_with.sglang, made_with.parser) == (version, parser):
-        return made_with
+    parser = fingerprint()
+    for path in filter(Path.is_file, (CATALOGUE, FURTHER)):
+        made_with = EngineFlags.of_json(path.read_text())
+        if (made_with.sglang, made_with.parser) == (version, parser):
+            return made_with
     name = f"sglang-flags-{version}-{parser}.json"
     with contextlib.suppress(ValueError):
         return EngineFlags.of_json(user_cache.read(name) or b"")

@@ -20,7 +20,8 @@ SIZES = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192,
 """GPUs of less than so many GiB → tokens of a chunk of prefill, and the batch of CUDA graphs with fewer and with more than 3 GPUs."""
 
 PREFILL_GRAPHS_MIB, LATENT_GRAPHS_MIB = 480, 1536
-"""What SGLang keeps for CUDA graphs of prefill, about; with latent attention."""
+"""What SGLang keeps for CUDA graphs of prefill, about; with latent attention. Engines have none of these unless asked
+(`shared.config.engine_limits.captures_prefill`): the plan leaves the room to what it does not know of."""
 
 LEAST_RESERVED_MIB = 10 << 10
 """What it leaves free at least, on GPUs of more than 60 GiB."""

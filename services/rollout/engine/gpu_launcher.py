@@ -7,6 +7,7 @@ send to each other. They are spawned, and a child that is spawned imports this f
 """
 
 import runpy
+import sys
 
 from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
@@ -15,6 +16,7 @@ from shared.transfer.bound_store import bind_stores
 serve_on_socket()
 bind_stores()
 close_sockets()
+sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's debug dumper imports it where it is installed, seconds for nothing
 
 if __name__ == "__main__":
     from sglang.srt.entrypoints import http_server

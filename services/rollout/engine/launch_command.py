@@ -19,7 +19,9 @@ from services.rollout.engine.curve_sockets import SECRET_VARIABLE
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
+from shared.runtime.bytecode import bytecode_variables
 from shared.runtime.errors import ConfigError
+from shared.runtime.kernel_caches import kernel_cache_variables
 from shared.runtime.own_address import LOOPBACK, listening_interfaces, own_address
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
@@ -137,7 +139,7 @@ def engine_command(
     env = (
         COMMON_VARIABLES
         | (listening_interfaces() if meeting is None else _between_nodes())
-        | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES)
+        | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES | kernel_cache_variables(os.environ) | bytecode_variables(os.environ))
         | {"PYTHONPATH": _engine_path(device)}
     )
     if chosen.get("enable-dp-attention"):  # its processes speak over TCP, also on one machine
