@@ -242,8 +242,8 @@ class GroupReceiver(ChannelReceiver):
             self.close()
             self.raise_if_broken()
 
-    def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
-        manifest = super().manifest(push, deadline)
+    def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
+        manifest = super().manifest(push, deadline, known)
         self._ring.reserve(manifest)
         self._works, self._arrived, self._free, self._posted, self._deadline = {}, {}, {}, 0, deadline
         if self._stream is not None:

@@ -141,10 +141,10 @@ class MemoryReceiver(ChannelReceiver):
         self._push = -1
         self._loading: deque[tuple[int, torch.cuda.Event]] = deque()
 
-    def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
+    def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
         self._push = push
         self._loading.clear()
-        manifest = super().manifest(push, deadline)
+        manifest = super().manifest(push, deadline, known)
         self._open(self.read(f"buffers/{push}", "the buffers", deadline))
         if any(buffer.device != self.device for buffer in self._buffers):
             self._copies.reserve(manifest)
