@@ -7,6 +7,9 @@ from pydantic import Field, FiniteFloat
 from shared.schema.limits import Count, Name, Reason, Timestamp
 from shared.schema.messages import Message, Part
 
+Marks = dict[Name, FiniteFloat]
+"""What a part of a push has reached → when, in seconds of the monotonic clock of its machine."""
+
 
 class WeightChannelAddress(Part):
     """One stream of buckets, from one of the trainer's ranks to every replica of a push.
@@ -60,13 +63,15 @@ class WeightsPrepare(Message):
 class WeightsReceive(Message):
     """Replica stops generating and takes every bucket of ``version`` from the channels that it has joined.
 
-    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``check``: compare with what the
-    engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
+    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``manifests``: channel → the id
+    of its manifest, as far as the trainer's first rank knows it: a replica that had it from this channel last need not read it again.
+    ``check``: compare with what the engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
     """
 
     version: int
     push: int
     channels: list[str] = Field(min_length=1)
+    manifests: dict[str, str] = {}
     check: bool = False
     deadline: float = Field(gt=0)
 
@@ -75,13 +80,15 @@ class WeightsReceived(Message):
     """Replica's answer to a `WeightsReceive`: every bucket has been loaded (or compared).
 
     ``digest``: of the version, over all tensors that the engine knows (`shared.transfer.digest`). ``bytes``: received. ``seconds``: from
-    the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ.
+    the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ. ``marks``:
+    what was reached → when, in seconds of the replica's monotonic clock.
     """
 
     digest: str
     bytes: int
     seconds: float
     differences: dict[str, int] = {}
+    marks: Marks = {}
 
 
 class WeightsCommit(Message):
@@ -96,9 +103,11 @@ class WeightsCommit(Message):
 
 
 class WeightsServed(Message):
-    """Replica's answer to a `WeightsCommit`: it serves the version. ``paused``: seconds in which it generated nothing for this push."""
+    """Replica's answer to a `WeightsCommit`: it serves the version. ``paused``: seconds in which it generated nothing for this push;
+    ``marks``: as in `WeightsReceived`."""
 
     paused: float = Field(ge=0)
+    marks: Marks = {}
 
 
 class WeightsAbort(Message):

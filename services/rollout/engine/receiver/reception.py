@@ -160,7 +160,7 @@ class Reception:
         for other in stream.others:  # an element that several ranks hold is the same in all of them, or no digest will fit
             flat.bitwise_or_(other.take(index, nbytes, self._deadline))
             other.release(index)
-        self.mark("first bucket")
+        self.mark("first_bucket")
         return flat
 
     def _load(self, stream: _Stream, index: int, flat: Tensor) -> None:
