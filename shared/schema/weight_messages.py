@@ -133,27 +133,35 @@ class WeightsLive(Message):
 
 
 class ReplicaPush(Part):
-    """One replica's part in a push. ``paused``: seconds in which it generated nothing; ``loading``: from its first wait for a bucket to the
-    last one's loading; None where it did not come that far. ``failure``: why it does not serve the version; empty: it does."""
+    """One replica's part in a push.
+
+    ``paused``: seconds in which it generated nothing, from the request until its engine went on. Of these, ``pausing``: until its engine
+    was paused, while the transfer began; ``loading``: from its first wait for a bucket to the last one's loading; ``activating``: from the
+    commit until its engine went on. None where it did not come that far. ``failure``: why it does not serve the version; empty: it does.
+    """
 
     replica: Name
     paused: float | None = None
+    pausing: float | None = None
     loading: float | None = None
+    activating: float | None = None
     failure: Reason = ""
 
 
 class WeightsPushed(Message):
     """Event ``<run>.weights.pushed``: a push of ``version`` has ended, well or not.
 
-    ``joining``: seconds to make the channels (0: they stood); ``transfer``: from the first bucket's export until the last replica had
-    loaded and checked everything; ``activation``: the commit; ``seconds``: all of it; ``stall``: of it, what the trainer waited for. Steps
-    that were not reached have 0. ``bytes``: sent by all ranks. ``failure``: why no replica serves it; empty: one does.
+    ``joining``: seconds to make the channels (0: they stood); ``transfer``: from the first bucket's export until the last replica had said
+    that it has loaded everything; ``check``: comparing what they hold with what was sent; ``activation``: the commit; ``seconds``: all of
+    it; ``stall``: of it, what the trainer waited for. Steps that were not reached have 0. ``bytes``: sent by all ranks. ``failure``: why no
+    replica serves it; empty: one does.
     """
 
     version: Count
     replicas: list[ReplicaPush]
     joining: float = 0.0
     transfer: float = 0.0
+    check: float = 0.0
     activation: float = 0.0
     seconds: float = 0.0
     stall: float = 0.0

@@ -36,7 +36,7 @@ SENDER_POLL_S = 0.0005
 STORE_POLL_S = 0.1
 """The seconds between two checks in the store whether the other end has given up, while an end waits for buckets."""
 
-EAGER_SECONDS = 0.003
+EAGER_SECONDS = 0.01
 """For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
 
 CONNECT_SECONDS = 5.0
@@ -264,6 +264,7 @@ class ChannelReceiver(abc.ABC):
         Args:
             known: the manifest's id, as far as the push's request names it. The store is not asked for the one that came last.
         """
+        self._asked_at = time.monotonic()  # a source that has just spoken is not asked at once whether it is there
         if known and self._manifest is not None and self._manifest.id == known:
             return self._manifest
         encoded = self.read(f"manifest/{push}", f"the manifest of push {push}", deadline)

@@ -25,7 +25,7 @@ from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
 from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
-from services.trainer.weights.stage_sender import ChannelKind, StageSender
+from services.trainer.weights.stage_sender import ChannelKind, SentPush, StageSender
 from shared.config.weights_section import WeightsSection
 from shared.runtime.activities import PUSH
 from shared.runtime.daemon_thread import run_in_thread
@@ -70,6 +70,7 @@ class Pusher:
         self.schedule = PushSchedule()
         self._channels: list[WeightChannelAddress] = []
         self._known: dict[str, TensorDigest] = {}
+        self._manifests: dict[bool, dict[str, str]] = {}  # by whether the push is partial: channel → its manifest's id
         self._record = PushRecord(0, (), {}, 0.0)  # of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
         self._asked: PushRequest[Any] | None = None  # the newest request of the push
@@ -209,7 +210,6 @@ class Pusher:
             engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             if self._config.check_weight_update_equal:
                 self._transfer(push, end, check=True)
-            self._record.begin(COMMIT, time.monotonic())
             committed = self._commit(push, digest, end)
         except (PeerFailure, ChannelBroken) as error:
             ended = time.monotonic()
@@ -222,7 +222,8 @@ class Pusher:
             seconds = time.monotonic() - started
             live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
             self._link.weights_live(live)
-            self._results.append(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
+            times = seconds, wire_seconds, engine_seconds, stall
+            self._results.append(PushResult(push.version, committed, *times, sent, digest, self._record.marks(self._sender.marks)))
 
     def _join(self, push: Push, end: float) -> None:
         """Returns once the ranks and all replicas have joined the new channels."""
@@ -235,8 +236,7 @@ class Pusher:
         """Has the engines begin to join the channels, on rank 0. Raises PeerFailure."""
 
         def message(target: Target) -> WeightsPrepare:
-            rank = self.schedule.first_rank(target)
-            return WeightsPrepare(version=version, channels=self._channels, rank=rank, deadline=seconds)
+            return WeightsPrepare(version=version, channels=self._channels, rank=self.schedule.first_rank(target), deadline=seconds)
 
         if self._link is not None:
             self._ask(self.schedule.members, "prepare", message, WeightsReady, seconds).wait()
@@ -267,26 +267,30 @@ class Pusher:
         self._record.begin(CHECK if check else RECEIVE, time.monotonic())
         if self._link is not None:
             names = [channel.name for channel in self._channels]
-            message = WeightsReceive(version=push.version, push=number, channels=names, check=check, deadline=_left(end))
+            ids = self._manifests.get(push.partial, {})
+            message = WeightsReceive(version=push.version, push=number, channels=names, manifests=ids, check=check, deadline=_left(end))
             request = self._ask(self.schedule.members, "receive", lambda _: message, WeightsReceived, message.deadline)
             request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
             self._request = request
         last = check or not self._config.check_weight_update_equal
         exported = self._end_reading if last else lambda: None
         sent = self._sender.send(number, partial=push.partial, seconds=_left(end), exported=exported)
-        reported = self._sender.agree(sent)
-        if broken := [error for _, _, error in reported if error is not None]:
+        reported = [SentPush(*part) for part in self._sender.agree(sent)]
+        if broken := [part.error for part in reported if part.error is not None]:
             raise ChannelBroken(broken[0])
-        known = decoded_digests({name: found for _, tensors, _ in reported for name, found in tensors.items()})
+        self._manifests[push.partial] = dict(item for part in reported for item in part.manifests.items())
+        known = dict(item for part in reported for item in part.known.items())
+        known = known if len(reported) == 1 else decoded_digests(known)  # what came from other ranks came as JSON
         self._known = {**self._known, **known} if push.partial else known
         digest = version_digest(self._known)
         self._together(lambda: self._verify(digest))
-        return sum(count for count, _, _ in reported), digest
+        return sum(part.bytes for part in reported), digest
 
     def _verify(self, digest: str) -> None:
         """Returns, on rank 0, once every replica has found equal weights. Raises PeerFailure."""
-        failures = {}
-        for name, answer in self._request.wait().items() if self._request is not None else ():
+        answers, failures = self._request.wait() if self._request is not None else {}, {}
+        self._record.begin(CHECK, time.monotonic())
+        for name, answer in answers.items():
             if answer.differences:
                 first = next(iter(answer.differences.items()))
                 failures[name] = f"{len(answer.differences)} tensors differ from the trainer's, first {first}"
@@ -297,6 +301,7 @@ class Pusher:
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
         """Commits on rank 0: replicas that answer serve the version; the others are fenced, and the push stands."""
+        self._record.begin(COMMIT, time.monotonic())
         if self._link is None:
             return []
         members, message = self.schedule.members, WeightsCommit(version=push.version, digest=digest, deadline=_left(end))
@@ -307,7 +312,7 @@ class Pusher:
             self._report_failure(push, error, [target for target in members if target.instance not in request.answers], error.failures)
         committed = [target for target in members if target.instance in request.answers]
         self.schedule.confirmed(committed, push.version, digest)
-        self._record.serve({name: answer.paused for name, answer in request.answers.items()})
+        self._record.serve(request.answers)
         return [target.instance for target in committed]
 
     def _together(self, work: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -25,11 +26,13 @@ SENDERS: dict[ChannelKind, Callable[[str, str, int, torch.device], ChannelSender
 
 
 class SentPush(NamedTuple):
-    """One rank's part of a sent push. ``known``: the tensors' digests. ``error``: the reason if not everything was sent."""
+    """One rank's part of a sent push. ``known``: the tensors' digests. ``error``: the reason if not everything was sent. ``manifests``: the
+    channel → the id of its manifest, where this rank has one."""
 
     bytes: int
     known: dict[str, TensorDigest]
     error: str | None
+    manifests: dict[str, str] = {}
 
 
 class StageSender:
@@ -45,6 +48,8 @@ class StageSender:
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
         self._channel: ChannelSender | None = None
+        self.marks: dict[str, float] = {}
+        """What the newest `send` has reached → when, monotonic seconds."""
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
 
@@ -71,6 +76,7 @@ class StageSender:
         """
         (export, hasher), channel, sent = self._export(partial), self._channel, 0
         hasher.begin()
+        self.marks = {}
         error = None if channel is None else _error_of(lambda: channel.announce(number, export.manifest, seconds))
         for index, bucket in enumerate(export.manifest.buckets):
             flat: torch.Tensor | None = None
@@ -84,10 +90,14 @@ class StageSender:
                 error = _error_of(lambda i=index, full=flat: channel.send(i, full))  # type: ignore[misc]
                 hasher.take(index, flat)
                 sent += bucket.nbytes
+            self.marks.setdefault("first_sent", time.monotonic())
+        self.marks["issued"] = time.monotonic()
         exported()
         if channel is not None and error is None:
             error = _error_of(channel.finish)
-        return SentPush(sent, hasher.digests() if error is None else {}, error)
+        self.marks["sent"] = time.monotonic()
+        manifests = {channel.name: export.manifest.id} if channel is not None else {}
+        return SentPush(sent, hasher.digests() if error is None else {}, error, manifests)
 
     def agree(self, value: Any) -> list[Any]:
         """Returns ``value`` of every rank, in rank order, on every rank; JSON."""

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 KEPT_LAYOUTS = 16
 """The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
 
+
 class ReceiveError(MyxoError):
     """A push was not received. ``touched``: parameters may hold some of it."""
 
