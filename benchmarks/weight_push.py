@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ class Bench:
         if said is None:
             raise SystemExit("the generations beside the pushes ended before them")
         gaps = gaps_of(said["times"], windows)
-        usual = [later - earlier for one in said["times"] for earlier, later in zip(one, one[1:], strict=False)]
+        usual = [later - earlier for one in said["times"] for earlier, later in pairwise(one)]
         self._measured("generating", results)
         self.figures["generating"] |= {
             "generations": GENERATIONS,
@@ -280,12 +281,8 @@ class Bench:
 
         model.mkdir()
         character_tokenizer().save_pretrained(model)
-        shape = {
-            **SHAPE,
-            **(SHAPES[self.arguments.shape] if self.on_gpu else SMALL),
-            "architectures": ["Qwen3ForCausalLM"],
-            "torch_dtype": "bfloat16",
-        }
+        own = SHAPES[self.arguments.shape] if self.on_gpu else SMALL
+        shape = {**SHAPE, **own, "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
         (model / "config.json").write_text(json.dumps(shape))
 
     def _tell(self) -> None:
