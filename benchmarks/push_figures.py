@@ -32,6 +32,10 @@ MARKS = {
 """The marks of a push (`PushResult.marks`) in the order of their usual times, and what each says."""
 
 
+PHASES = ("pause", "transfer", "check", "activate")
+"""`PushResult.phases`."""
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Returns the smallest value that at least ``share`` of them do not exceed."""
     ordered = sorted(values)
@@ -53,9 +57,6 @@ def figures_of(results: Sequence["PushResult"]) -> dict[str, Any]:
     best = min(results, key=lambda result: result.wire_seconds)
     times = [times_of(result) for result in results]
 
-    def median(first: str, last: str) -> float:
-        return round(statistics.median(each[last] - each[first] for each in times), 5)
-
     return {
         "pushes": len(results),
         "bytes": best.bytes,
@@ -66,12 +67,7 @@ def figures_of(results: Sequence["PushResult"]) -> dict[str, Any]:
         "push_seconds": round(statistics.median(result.seconds for result in results), 5),
         "p99_push_seconds": round(percentile([result.seconds for result in results], 0.99), 5),
         "gb_per_s": round(best.bytes / best.wire_seconds / 1e9, 1),
-        "phases": {
-            "pause": median("asked", "paused"),
-            "transfer": median("receive_began", "check_began"),
-            "check": median("check_began", "commit_began"),
-            "activate": median("commit_began", "ended"),
-        },
+        "phases": {phase: round(statistics.median(result.phases[phase] for result in results), 5) for phase in PHASES},
         "trace": trace_of(times),
     }
 
@@ -107,7 +103,7 @@ def page_rows(rows: Sequence[Mapping[str, Any]]) -> str:
         yield f"{row['seconds'] * 1e3:.1f}, {row['median_seconds'] * 1e3:.1f}, {row['p99_seconds'] * 1e3:.1f}"
         yield f"{limit / row['seconds'] / 10:.0f} %, {limit / row['median_seconds'] / 10:.0f} %" if limit else "–"
         yield f"{row['engine_seconds'] * 1e3:.1f}"
-        yield ", ".join(f"{row['phases'][phase] * 1e3:.1f}" for phase in ("pause", "transfer", "check", "activate"))
+        yield ", ".join(f"{row['phases'][phase] * 1e3:.1f}" for phase in PHASES)
         during = row.get("generating")
         yield f"{during['gap_p50'] * 1e3:.0f}, {during['gap_p99'] * 1e3:.0f}" if during else "–"
         yield f"{during['median_seconds'] * 1e3:.1f}, {during['p99_seconds'] * 1e3:.1f}" if during else "–"

@@ -42,6 +42,20 @@ class PushResult:
     marks: Mapping[str, Marks] = field(default_factory=dict)
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Returns the seconds of each phase: ``pause``, the slowest replica's until its engine was paused, beside the ``transfer``; that,
+        until all had loaded; ``check``: comparing digests; ``activate``: the commit. Empty where no marks tell of them."""
+        trainer, replicas = self.marks.get("trainer", {}), [marks for name, marks in self.marks.items() if name != "trainer"]
+        if not {"receive_began", "check_began", "commit_began", "prepare_began"} <= trainer.keys():
+            return {}
+        return {
+            "pause": max((marks["paused"] - marks["asked"] for marks in replicas if "paused" in marks), default=0.0),
+            "transfer": trainer["check_began"] - trainer["receive_began"],
+            "check": trainer["commit_began"] - trainer["check_began"],
+            "activate": trainer["prepare_began"] + self.seconds - trainer["commit_began"],
+        }
+
+    @property
     def gb_per_s(self) -> float:
         return self.bytes / max(self.wire_seconds, 1e-9) / 1e9
 
