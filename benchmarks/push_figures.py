@@ -105,7 +105,7 @@ def page_rows(rows: Sequence[Mapping[str, Any]]) -> str:
         yield f"{row['engine_seconds'] * 1e3:.1f}"
         yield ", ".join(f"{row['phases'][phase] * 1e3:.1f}" for phase in PHASES)
         during = row.get("generating")
-        yield f"{during['gap_p50'] * 1e3:.0f}, {during['gap_p99'] * 1e3:.0f}" if during else "–"
+        yield f"{during['gap_p50'] * 1e3:.0f}, {during['gap_p99'] * 1e3:.0f}" if during and "gap_p50" in during else "–"
         yield f"{during['median_seconds'] * 1e3:.1f}, {during['p99_seconds'] * 1e3:.1f}" if during else "–"
         yield f"{row['stall_seconds'] * 1e3:.1f}" if "stall_seconds" in row else "–"
         yield f"{row['bytes'] / row['slime_way_gb_per_s'] / 1e6:.0f}" if "slime_way_gb_per_s" in row else "–"

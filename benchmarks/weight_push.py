@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ from benchmarks.trainer_mfu import SHAPE, micro_batch
 RESULTS = Path(__file__).parent / "results" / "weight_push.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weights.md"
 GENERATIONS = 32
+STEPPING_VERSION = 10_000
+"""From this version on, a training step begins with the push."""
+
 PUSH_PAUSE_S = 0.15
 """The seconds between two pushes while engines generate: they are to generate again before the next."""
 
@@ -79,6 +83,7 @@ def main() -> int:
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--rounds", type=int, default=20, help="pushes to an engine that is idle, and as many beside training steps")
+    parser.add_argument("--step", action="store_true", help="training steps also of the 4b shape, which need more than 80 GB")
     parser.add_argument("--pushes", type=int, default=100, help="pushes while the engine generates")
     parser.add_argument("--json", type=Path, help=f"write the figures there; the repository's are in {RESULTS}")
     parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
@@ -118,6 +123,7 @@ class Bench:
         self.figures |= {"raw_gb_per_s": float(os.environ[RAW])} if RAW in os.environ else {}
         self._traces: list[str] = []
         self._version = 0
+        self.steps = not self.on_gpu or arguments.shape != "4b" or arguments.step
 
     def run(self) -> None:
         directory = Path(os.environ[DIRECTORY])
@@ -159,11 +165,13 @@ class Bench:
         self._push()  # makes the channels, traces how the engines load
         self._push()
         self._measured("plain", [self._push() for _ in range(self.arguments.rounds)])
-        stepped = [self._push() for _ in range(self.arguments.rounds)]  # a training step begins with each
-        self._measured("stepping", stepped)
-        self.figures["stall_seconds"] = round(statistics.median(result.stall for result in stepped), 5)
         engine = engine_socket(next(iter(stage.replicas.values())).words())
         self._generation(engine)
+        if self.steps:
+            self._version = STEPPING_VERSION
+            stepped = [self._push() for _ in range(self.arguments.rounds)]  # a training step begins with each
+            self.figures["stall_seconds"] = round(statistics.median(result.stall for result in stepped), 5)
+            self._measured("stepping", stepped)
         if self.arguments.trace is not None and self.on_gpu:
             self._profiled()
         pusher.wait()
@@ -176,9 +184,9 @@ class Bench:
             self.figures["slime_way_gb_per_s"] = round(slime_way(engine, tensors), 1)
         self._tell()
 
-    def _measured(self, part: str, results: list[Any]) -> None:
+    def _measured(self, part: str, results: list[Any], besides: Mapping[str, Any] | None = None) -> None:
         """Takes the figures of a part; those of ``plain`` are the benchmark's own."""
-        found = figures_of(results)
+        found = {**figures_of(results), **(besides or {})}
         self._traces.append(trace_table(part, found["trace"]))
         if part == "plain":
             self.figures |= found
@@ -208,16 +216,11 @@ class Bench:
             raise SystemExit("the generations beside the pushes ended before them")
         gaps = gaps_of(said["times"], windows)
         usual = [later - earlier for one in said["times"] for earlier, later in pairwise(one)]
-        self._measured("generating", results)
-        self.figures["generating"] |= {
-            "generations": GENERATIONS,
-            "ended": said["ended"],
-            "gap_p50": round(percentile(gaps, 0.5), 5),
-            "gap_p99": round(percentile(gaps, 0.99), 5),
-            "gap_max": round(max(gaps), 5),
-            "token_seconds": round(statistics.median(usual), 5),
-        }
-        self._tell()
+        during: dict[str, Any] = {"generations": GENERATIONS, "ended": said["ended"]}
+        if gaps and usual:
+            during |= {"gap_p50": round(percentile(gaps, 0.5), 5), "gap_p99": round(percentile(gaps, 0.99), 5)}
+            during |= {"gap_max": round(max(gaps), 5), "gaps": len(gaps), "token_seconds": round(statistics.median(usual), 5)}
+        self._measured("generating", results, during)
 
     def _push(self) -> Any:
         """Makes one push, of the next version."""
@@ -245,8 +248,7 @@ class Bench:
 
             torch.cuda.synchronize()
         pusher.begin(push)
-        first = 2 + self.arguments.rounds
-        if first <= push.version < first + self.arguments.rounds:  # the same on all ranks
+        if push.version >= STEPPING_VERSION:  # the same on all ranks
             self._step(actor)
 
     def _step(self, actor: Any) -> None:

@@ -69,7 +69,8 @@ class BroadcastGroup:
         else:
             torch.cuda.set_device(device)  # of this thread
             with _environment(NCCL_SETTINGS):
-                options = dist.ProcessGroupNCCL.Options()
+                # of high priority: a broadcast's kernel would otherwise wait until one that loads or hashes has left the processors
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 options._timeout = datetime.timedelta(seconds=GROUP_SECONDS)
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         self._group._set_sequence_number_for_group()

@@ -21,6 +21,7 @@ from typing import Any
 from services.rollout.engine.receiver.peer_transfer import send_to_peer
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
 from services.rollout.engine.receiver.reception import Reception
+from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
@@ -116,10 +117,11 @@ class CommandSession:
     """One rank's socket and queue.
 
     Args:
-        directory: private to this engine and its service; the socket is ``rank-<r>.sock`` in it.
+        directory: private to this engine and its service; the socket is ``rank-<r>.sock`` in it. gate: of the scheduler that calls `work`.
     """
 
-    def __init__(self, directory: Path, receiver: Receiver) -> None:
+    def __init__(self, directory: Path, receiver: Receiver, gate: SchedulerGate | None = None) -> None:
+        self._gate = gate or SchedulerGate()
         self.path, self.receiver = directory / f"rank-{receiver.rank}.sock", receiver
         self._queue: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._held: set[_Command] = set()  # queued or being done
@@ -199,8 +201,9 @@ class CommandSession:
             self._held.add(command)
         self._queue.put(command)
         try:
-            say("queued", {"queued": True})
-            self._begin(command)
+            with self._gate.closed():
+                say("queued", {"queued": True})
+                self._begin(command)
             say("answer", command.answer.result(command.deadline.left + 2 * ANSWER_MARGIN))
         except CancelledError:
             self._call_off(command)  # before the caller goes on to its next command

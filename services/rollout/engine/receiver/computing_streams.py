@@ -13,11 +13,17 @@ FORWARD_STREAM = "forward_stream"
 """The scheduler's attribute by which it is known: the stream of its forward passes, which wait for all others that they use."""
 
 
-def computing_streams() -> Callable[[], list[torch.cuda.Stream]] | None:
-    """Returns a function that returns the streams of the scheduler that has called, however indirectly; None where there is none."""
-    scheduler = next((owner for owner in _callers() if isinstance(getattr(owner, FORWARD_STREAM, None), torch.cuda.Stream)), None)
-    if scheduler is None:
-        log.warning("this engine's scheduler has no %s: pushes begin once it is paused", FORWARD_STREAM)
+def calling_scheduler() -> Any:
+    """Returns the scheduler that has called, however indirectly; None where there is none."""
+    found = next((owner for owner in _callers() if hasattr(owner, FORWARD_STREAM) and hasattr(owner, "process_input_requests")), None)
+    if found is None:
+        log.warning("no scheduler with a %s has called: pushes begin once the engine is paused", FORWARD_STREAM)
+    return found
+
+
+def computing_streams(scheduler: Any) -> Callable[[], list[torch.cuda.Stream]] | None:
+    """Returns a function that returns a scheduler's streams; None where that of its forward passes is not among them."""
+    if not isinstance(getattr(scheduler, FORWARD_STREAM, None), torch.cuda.Stream):
         return None
     return lambda: [value for value in vars(scheduler).values() if isinstance(value, torch.cuda.Stream)]
 

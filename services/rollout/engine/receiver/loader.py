@@ -9,8 +9,9 @@ from typing import Any
 
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
 from services.rollout.engine.receiver.command_session import CommandSession
-from services.rollout.engine.receiver.computing_streams import computing_streams
+from services.rollout.engine.receiver.computing_streams import calling_scheduler, computing_streams
 from services.rollout.engine.receiver.receiver import Receiver
+from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
 from shared.runtime import failures
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,10 @@ def load(model: Any, tensors: Iterable[object]) -> None:
         if _session is None:
             failures.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
-            receiver = Receiver(model, _rank(), device, _model_path(), computing_streams() if device.type == "cuda" else None)
-            _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), receiver)
+            scheduler, gate = calling_scheduler(), SchedulerGate()
+            receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler))
+            gate.install(scheduler)
+            _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), receiver, gate)
             _session.open()
             sys.setswitchinterval(SWITCH_SECONDS)
         else:
