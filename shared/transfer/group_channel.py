@@ -183,10 +183,10 @@ class GroupSender(ChannelSender):
         with self._breaking():
             self._works[index] = group.broadcast(flat, self._deadline.left + OVERDUE_SECONDS)
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         works, self._works = self._works, {}
         for index, work in works.items():
-            self._until(work.is_completed, f"the taking of bucket {index}")
+            self._until(work.is_completed, f"the taking of bucket {index}", meanwhile)
             if self.backend == "gloo":
                 with self._breaking():
                     work.wait()

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,10 @@ class MemorySender(ChannelSender):
         self.note(f"full/{self._push}/{index}", "1")
         self._sent = index + 1
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         for index in range(self._sent - len(self._ring), self._sent):
             self._wait_taken(index)
+            meanwhile()
         self._unlink()  # all readers have them open
 
     def close(self) -> None:

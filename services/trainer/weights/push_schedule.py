@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from services.trainer.commands import Push
 from shared.bus.registry import CATCHING_UP
 from shared.schema.service_messages import ServiceStatus
-from shared.schema.weight_messages import Marks
+from shared.schema.weight_messages import Marks, WeightsReceived
 
 OFFER_SECONDS = 5.0
 """The time that a replica has to answer that it can take a version."""
@@ -181,3 +181,15 @@ def lost_members(members: Iterable[Target], statuses: Iterable[ServiceStatus]) -
         for target in members
         if incarnations.get(target.instance) != target.incarnation
     }
+
+
+def mismatches(answers: Mapping[str, WeightsReceived], digest: str) -> dict[str, str]:
+    """Returns replica → how its weights differ from those that were sent, whose digest is ``digest``."""
+    failures = {}
+    for name, answer in answers.items():
+        if answer.differences:
+            first = next(iter(answer.differences.items()))
+            failures[name] = f"{len(answer.differences)} tensors differ from the trainer's, first {first}"
+        elif answer.digest != digest:
+            failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
+    return failures

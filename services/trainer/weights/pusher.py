@@ -24,7 +24,7 @@ from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
 from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
-from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of
+from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of, mismatches
 from services.trainer.weights.stage_sender import ChannelKind, SentPush, StageSender
 from shared.config.weights_section import WeightsSection
 from shared.runtime.activities import PUSH
@@ -207,7 +207,6 @@ class Pusher:
             streaming = time.monotonic()
             sent, digest = self._transfer(push, end)
             wire_seconds = time.monotonic() - streaming
-            engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             if self._config.check_weight_update_equal:
                 self._transfer(push, end, check=True)
             committed = self._commit(push, digest, end)
@@ -222,6 +221,7 @@ class Pusher:
             seconds = time.monotonic() - started
             live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
             self._link.weights_live(live)
+            engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             times = seconds, wire_seconds, engine_seconds, stall
             self._results.append(PushResult(push.version, committed, *times, sent, digest, self._record.marks(self._sender.marks)))
 
@@ -283,20 +283,19 @@ class Pusher:
         known = known if len(reported) == 1 else decoded_digests(known)  # what came from other ranks came as JSON
         self._known = {**self._known, **known} if push.partial else known
         digest = version_digest(self._known)
-        self._together(lambda: self._verify(digest))
+        self._together(lambda: self._verify(number, digest))
         return sum(part.bytes for part in reported), digest
 
-    def _verify(self, digest: str) -> None:
-        """Returns, on rank 0, once every replica has found equal weights. Raises PeerFailure."""
-        answers, failures = self._request.wait() if self._request is not None else {}, {}
+    def _verify(self, number: int, digest: str) -> None:
+        """Returns, on rank 0, once every replica has found equal weights. Raises PeerFailure.
+
+        What the engines say over the channel comes first. At the commit each replica compares once more, with its engine's answer.
+        """
+        request, compares = self._request, self._config.check_weight_update_equal
+        known = request is None or (not compares and self._sender.held_by_all(number, digest, request.done.done))
+        answers = {} if known or request is None else request.wait()
         self._record.begin(CHECK, time.monotonic())
-        for name, answer in answers.items():
-            if answer.differences:
-                first = next(iter(answer.differences.items()))
-                failures[name] = f"{len(answer.differences)} tensors differ from the trainer's, first {first}"
-            elif answer.digest != digest:
-                failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
-        if failures:
+        if failures := mismatches(answers, digest):
             raise PeerFailure(self._record.step, failures)
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
@@ -312,6 +311,7 @@ class Pusher:
             self._report_failure(push, error, [target for target in members if target.instance not in request.answers], error.failures)
         committed = [target for target in members if target.instance in request.answers]
         self.schedule.confirmed(committed, push.version, digest)
+        (self._request or request).settle()  # its answers are there, unless a replica has failed in between
         self._record.serve(request.answers)
         return [target.instance for target in committed]
 

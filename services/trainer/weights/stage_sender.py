@@ -94,10 +94,14 @@ class StageSender:
         self.marks["issued"] = time.monotonic()
         exported()
         if channel is not None and error is None:
-            error = _error_of(channel.finish)
+            error = _error_of(lambda: channel.finish(hasher.poll))
         self.marks["sent"] = time.monotonic()
         manifests = {channel.name: export.manifest.id} if channel is not None else {}
         return SentPush(sent, hasher.digests() if error is None else {}, error, manifests)
+
+    def held_by_all(self, push: int, digest: str, done: Callable[[], bool]) -> bool:
+        """Returns whether every engine rank holds ``digest``, as they have said over this rank's channel; see `ChannelSender`."""
+        return self._channel is not None and self._channel.held_by_all(push, digest, done)
 
     def agree(self, value: Any) -> list[Any]:
         """Returns ``value`` of every rank, in rank order, on every rank; JSON."""

@@ -182,7 +182,9 @@ class Receiver:
         if not reception.check:
             self.disturb(f"a push of version {reception.version} begins")
         try:
-            return reception.run()
+            answer = reception.run()
+            reception.tell_held(answer["digest"])
+            return answer
         except Exception as error:
             if reception.touched:
                 self.adopt(-1, {})
