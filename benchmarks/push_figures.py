@@ -100,10 +100,10 @@ def page_rows(rows: Sequence[Mapping[str, Any]]) -> str:
         yield row["layout"]
         yield f"{row['bytes'] / 1e9:.2f}"
         yield f"{limit:.1f}" if limit else "–"
-        yield f"{row['seconds'] * 1e3:.1f}, {row['median_seconds'] * 1e3:.1f}, {row['p99_seconds'] * 1e3:.1f}"
+        yield ", ".join(f"{row[name] * 1e3:.1f}" for name in ("seconds", "median_seconds", "p99_seconds") if name in row)
         yield f"{limit / row['seconds'] / 10:.0f} %, {limit / row['median_seconds'] / 10:.0f} %" if limit else "–"
         yield f"{row['engine_seconds'] * 1e3:.1f}"
-        yield ", ".join(f"{row['phases'][phase] * 1e3:.1f}" for phase in PHASES)
+        yield ", ".join(f"{row['phases'][phase] * 1e3:.1f}" for phase in PHASES) if "phases" in row else "–"
         during = row.get("generating")
         yield f"{during['gap_p50'] * 1e3:.0f}, {during['gap_p99'] * 1e3:.0f}" if during and "gap_p50" in during else "–"
         yield f"{during['median_seconds'] * 1e3:.1f}, {during['p99_seconds'] * 1e3:.1f}" if during else "–"
