@@ -25,7 +25,7 @@ from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
 from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of, mismatches
-from services.trainer.weights.stage_sender import ChannelKind, SentPush, StageSender
+from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.config.weights_section import WeightsSection
 from shared.runtime.activities import PUSH
 from shared.runtime.daemon_thread import run_in_thread
@@ -46,7 +46,7 @@ from shared.schema.weight_messages import (
     WeightsReceived,
     WeightsServed,
 )
-from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
+from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import on_stream
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
@@ -275,16 +275,12 @@ class Pusher:
         last = check or not self._config.check_weight_update_equal
         exported = self._end_reading if last else lambda: None
         sent = self._sender.send(number, partial=push.partial, seconds=_left(end), exported=exported)
-        reported = [SentPush(*part) for part in self._sender.agree(sent)]
-        if broken := [part.error for part in reported if part.error is not None]:
-            raise ChannelBroken(broken[0])
-        self._manifests[push.partial] = dict(item for part in reported for item in part.manifests.items())
-        known = dict(item for part in reported for item in part.known.items())
-        known = known if len(reported) == 1 else decoded_digests(known)  # what came from other ranks came as JSON
-        self._known = {**self._known, **known} if push.partial else known
+        whole = whole_push(self._sender.agree(sent))
+        self._manifests[push.partial] = whole.manifests
+        self._known = {**self._known, **whole.known} if push.partial else whole.known
         digest = version_digest(self._known)
         self._together(lambda: self._verify(number, digest))
-        return sum(part.bytes for part in reported), digest
+        return whole.bytes, digest
 
     def _verify(self, number: int, digest: str) -> None:
         """Returns, on rank 0, once every replica has found equal weights. Raises PeerFailure.

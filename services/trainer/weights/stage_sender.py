@@ -3,7 +3,7 @@
 import datetime
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from services.trainer.weights.stage_export import StageExport
 from shared.runtime.own_address import own_address
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
-from shared.transfer.digest import TensorDigest
+from shared.transfer.digest import TensorDigest, decoded_digests
 from shared.transfer.group_channel import GroupSender
 from shared.transfer.memory_channel import MemorySender
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender
@@ -33,6 +33,17 @@ class SentPush(NamedTuple):
     known: dict[str, TensorDigest]
     error: str | None
     manifests: dict[str, str] = {}
+
+
+def whole_push(parts: Sequence[Sequence[Any]]) -> SentPush:
+    """Returns what the ranks have sent together, from each one's `SentPush`. Raises ChannelBroken where one has not sent everything."""
+    sent = [SentPush(*part) for part in parts]
+    if broken := [part.error for part in sent if part.error is not None]:
+        raise ChannelBroken(broken[0])
+    known = dict(item for part in sent for item in part.known.items())
+    manifests = dict(item for part in sent for item in part.manifests.items())
+    # what came from other ranks came as JSON
+    return SentPush(sum(part.bytes for part in sent), known if len(sent) == 1 else decoded_digests(known), None, manifests)
 
 
 class StageSender:

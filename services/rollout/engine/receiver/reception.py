@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +19,33 @@ from services.rollout.engine.receiver.lora_adapter import merged
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.bucket_ring import bucket_views
-from shared.transfer.digest import version_digest
+from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.weight_channel import ChannelReceiver, TransferDeadline
 
-if TYPE_CHECKING:
-    from services.rollout.engine.receiver.receiver import Receiver
-
 PEER_DONE = "done"
 """The store's key in a transfer between engines: the number of readers that have received everything."""
+
+
+class HeldWeights(Protocol):
+    """What a push is received into: `services.rollout.engine.receiver.receiver.Receiver`."""
+
+    model: Any
+    model_path: str | None
+    device: torch.device
+    known: dict[str, TensorDigest]
+    version: int
+
+    @property
+    def digest(self) -> str: ...
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def layout(self, manifest: Manifest) -> "ManifestLayout": ...
+
+    def adopt(self, version: int, known: Mapping[str, TensorDigest]) -> None: ...
+
+    def learn(self, version: int, known: Mapping[str, TensorDigest]) -> None: ...
 
 
 class ManifestLayout:
@@ -62,7 +80,7 @@ class Reception:
 
     def __init__(
         self,
-        receiver: "Receiver",
+        receiver: HeldWeights,
         version: int,
         push: int,
         check: bool,
