@@ -1,8 +1,9 @@
 """A run whose trainer and engine share one GPU, watched from outside: whose memory lies there in whose turn, and what a turn costs.
 
-``python -m benchmarks.colocate [--case quickstart large] [--device cuda] [--json FILE]`` makes the arithmetic example's model and data,
-runs them under ``myxo up --colocate``, and reads the GPU's memory fifty times a second meanwhile. *quickstart*: the example as it is.
-*large*: some 600 million random parameters in bfloat16, which learn nothing in a few steps, so that there is something to move.
+``python -m benchmarks.colocate [--case quickstart large 4b] [--device cuda] [--json FILE]`` makes a model and data, runs them under
+``myxo up --colocate``, and reads the GPU's memory fifty times a second meanwhile. *quickstart*: the arithmetic example as it is. *large*:
+some 600 million random parameters in bfloat16, which learn nothing in a few steps, so that there is something to move. *4b*: the shape of
+Qwen3-4B, 16 groups of 8 with responses of 256 tokens in the mean; Adam's state lies in host memory, where it is updated.
 
 Columns. ``memory_bytes``: of the GPU in use, median at the ends of the engine's turns (``generating``), least at those of the trainer's
 (``training``). ``free_bytes``: as the trainer itself sees it once the engine has woken, and once it sleeps. ``sleep``, ``wake``: until the
@@ -21,39 +22,78 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
+from benchmarks.end_to_end.model_shapes import config_of, write_checkpoint
+from benchmarks.end_to_end.whole_run import CONFIG
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "colocate.json"
 EXAMPLE = ROOT / "examples" / "arithmetic"
 POLL_INTERVAL_S = 0.02
+PROMPTS, PROMPT_TOKENS = 1024, 64
+"""Of the cases with a shape: how many, and the tokens of each."""
+
 SETTLED_SECONDS = 0.1
 """Of each turn's end that are looked at: by then everything has moved."""
 
-CASES: dict[str, tuple[list[str], list[str]]] = {
-    "quickstart": ([], ["--num-rollout", "20", "--eval-interval", "20"]),
-    "large": (
-        ["--layers", "16", "--hidden-size", "2048", "--demonstrations", "256", "--train", "1024", "--heldout", "32"],
-        [
+KERNEL_FLAGS = ["--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none"]
+SMALL_ENGINE_FLAGS = [*KERNEL_FLAGS, "--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs-decode", "32"]
+
+
+@dataclass(frozen=True)
+class ColocatedCase:
+    """A run. ``prepared``: options of the example's ``prepare.py``; ``flags``: of the run; ``engine``: of it on a GPU.
+
+    ``shape``: of `benchmarks.end_to_end.model_shapes`; the model and the prompts are then that benchmark's.
+    """
+
+    prepared: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    engine: tuple[str, ...] = tuple(SMALL_ENGINE_FLAGS)
+    shape: str = ""
+    lengths: str = ""
+
+
+CASES = {
+    "quickstart": ColocatedCase(flags=("--num-rollout", "20", "--eval-interval", "20")),
+    "large": ColocatedCase(
+        prepared=("--layers", "16", "--hidden-size", "2048", "--demonstrations", "256", "--train", "1024", "--heldout", "32"),
+        flags=(
             *("--num-rollout", "5", "--train-dtype", "bfloat16", "--lr", "1e-6", "--save-interval", "100"),
             *("--sft-steps", "2", "--sft-lr", "1e-6", "--no-save-final-hf", "--sglang-dtype", "bfloat16"),
-        ],
+        ),
+    ),
+    "4b": ColocatedCase(
+        flags=(
+            *("--num-rollout", "5", "--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--max-staleness", "0"),
+            *("--train-dtype", "bfloat16", "--lr", "1e-9", "--max-tokens-per-gpu", "4096", "--rollout-max-response-len", "1024"),
+            *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--sglang-dtype", "bfloat16"),
+        ),
+        engine=(*KERNEL_FLAGS, "--sglang-mem-fraction-static", "0.4", "--sglang-cuda-graph-max-bs-decode", "128"),
+        shape="4b",
+        lengths="geometric:256",
+    ),
+    "tiny": ColocatedCase(
+        flags=(
+            *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-staleness", "0"),
+            *("--train-dtype", "float32", "--lr", "1e-9", "--rollout-max-response-len", "48", "--sglang-dtype", "float32"),
+        ),
+        shape="tiny",
+        lengths="geometric:16",
     ),
 }
-"""Options of ``prepare.py``, and flags of the run."""
-
-ENGINE_FLAGS = [
-    *("--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none"),
-    *("--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs-decode", "32"),
-]
+"""By name; ``tiny`` is 4b for trying it out on a CPU."""
 
 
 def main() -> int:
     """The command line. Exits 1 where a run did not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--case", nargs="+", choices=tuple(CASES), default=["quickstart", "large", "4b"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=600, help="for one run")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs", help="where the runs lie")
@@ -73,16 +113,14 @@ def main() -> int:
 
 def run(case: str, device: str, directory: Path, seconds: float, flags: list[str]) -> tuple[int, dict[str, Any]]:
     """The launcher's exit code and the case's figures."""
-    prepared, own = CASES[case]
-    name = f"colocate-{case}"
+    chosen, name = CASES[case], f"colocate-{case}"
     data, root = directory / f"{name}-data", directory / name
-    subprocess.run([sys.executable, str(EXAMPLE / "prepare.py"), str(data), *prepared], check=True)
+    config = of_shape(chosen, data) if chosen.shape else of_example(chosen, data)
     shutil.rmtree(root, ignore_errors=True)
     command = [
-        *(sys.executable, "-m", "myxo.main", "up", str(EXAMPLE / "quickstart.toml"), "--fresh", "--colocate"),
-        *("--name", name, "--dir", str(directory), "--hf-checkpoint", str(data / "model"), "--prompt-data", str(data / "train.jsonl")),
-        *("--eval-prompt-data", str(data / "heldout.jsonl"), "--sft-data", str(data / "sft.jsonl")),
-        *("--rollout-device", device, "--train-device", device, *(ENGINE_FLAGS if device == "cuda" else []), *own, *flags),
+        *(sys.executable, "-m", "myxo.main", "up", *config, "--fresh", "--colocate", "--name", name, "--dir", str(directory)),
+        *("--hf-checkpoint", str(data / "model"), "--prompt-data", str(data / "train.jsonl")),
+        *("--rollout-device", device, "--train-device", device, *(chosen.engine if device == "cuda" else ()), *chosen.flags, *flags),
     ]
     memory = Memory() if device == "cuda" else None
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
@@ -97,6 +135,23 @@ def run(case: str, device: str, directory: Path, seconds: float, flags: list[str
             code = process.wait()
     samples = memory.stop() if memory is not None else []
     return code, {"case": case, "device": device, "exit": code, **figures(root, samples)}
+
+
+def of_example(case: ColocatedCase, data: Path) -> list[str]:
+    """Makes the arithmetic example's model and data. Returns the run's file and the flags that name the data."""
+    subprocess.run([sys.executable, str(EXAMPLE / "prepare.py"), str(data), *case.prepared], check=True)
+    return [str(EXAMPLE / "quickstart.toml"), "--eval-prompt-data", str(data / "heldout.jsonl"), "--sft-data", str(data / "sft.jsonl")]
+
+
+def of_shape(case: ColocatedCase, data: Path) -> list[str]:
+    """Makes random weights of a shape, and prompts. Returns the run's file and the flags that make its lengths."""
+    data.mkdir(parents=True, exist_ok=True)
+    dtype = case.flags[case.flags.index("--train-dtype") + 1]
+    lengths = LengthDistribution.parse(case.lengths, int(case.flags[case.flags.index("--rollout-max-response-len") + 1]))
+    vocabulary = config_of(case.shape, dtype)["vocab_size"]
+    write_checkpoint(data / "model", case.shape, dtype)
+    (data / "train.jsonl").write_text("".join(rows(lengths, PROMPTS, 1, PROMPT_TOKENS, vocabulary, seed=0)))
+    return [str(CONFIG), "--rollout-stop-token-ids", *map(str, lengths.stop_tokens(vocabulary, 3))]
 
 
 def figures(root: Path, samples: list[tuple[float, int]]) -> dict[str, Any]:

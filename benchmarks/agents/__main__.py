@@ -34,7 +34,7 @@ from benchmarks.agents.figures import misses, tables
 from benchmarks.agents.model import SHAPES, write_model
 from benchmarks.agents.overhead import by_format
 from benchmarks.agents.pace import Load, compared, prefilled
-from benchmarks.agents.site import GROUP, Machine, run_config, site
+from benchmarks.agents.site import Machine, run_config, site
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.telemetry import silence_logs
 
@@ -125,7 +125,7 @@ async def _with_engines(options: argparse.Namespace, machine: Machine, directory
     crowd = Load(options.crowd, options.turns, options.further, options.further, options.crowd_tokens)
     repetitions, replicas = options.repetitions, options.replicas if {"prefixes", "crowd"} & set(options.parts) else 1
     rollout: dict[str, Any] = {
-        "rollout_concurrency": -(-options.crowd // GROUP),
+        "rollout_concurrency": options.crowd,
         "agent_options": {"turns": options.turns, "further": options.further},
         **({"agent_workers": options.agent_workers} if options.agent_workers else {}),
     }

@@ -142,7 +142,8 @@ class Site:
             if process.exit_code() is not None:
                 raise MyxoError(f"{name} has ended: {' | '.join(process.last_lines())}")
             for one in await self.registry.alive(name.split("-")[0]):
-                if one.instance == name and one.engine and (one.state == "ready" or one.version >= 0):
+                serves = one.version >= 0 if one.service == "rollout" else bool(one.engine) and one.state == "ready"
+                if one.instance == name and serves:
                     return one
             await asyncio.sleep(POLL_SECONDS)
         raise DeadlineExceeded(f"{name} to serve", "its process", READY_SECONDS, f"its log ends: {process.last_lines()}")

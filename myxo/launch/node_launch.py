@@ -75,15 +75,30 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
             continue
         instance, share = f"{service}-node-{rank}", trainer.ranks_per_node(role)
         environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
-        if (len(modules) > 1 or rollout.nodes_per_engine > rank) and devices.resolve(trainer.train_device) == "cuda":
+        if (trainer.colocate or len(modules) > 1 or rollout.nodes_per_engine > rank) and devices.resolve(trainer.train_device) == "cuda":
             environment[devices.VISIBLE] = _next_gpus(free, share, f"trainer.{role}_num_gpus_per_node", rank)
         specs.append(ServiceSpec(NODE, instance, (sys.executable, "-m", *module), environment))
+    if trainer.colocate:
+        return specs + _colocated(config, nats_url, rank)
     for index in range(rollout.rollout_replicas if rank < rollout.nodes_per_engine else 0):
         engine, share = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine
         environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": engine, "PYTHONUNBUFFERED": "1"}
         if devices.resolve(rollout.rollout_device) == "cuda":
             environment[devices.VISIBLE] = _next_gpus(free, share, "rollout.rollout_num_gpus_per_engine", rank)
         specs.append(ServiceSpec(ENGINE_NODE, f"{engine}-node-{rank}", (sys.executable, "-m", SERVICE_MODULES["rollout"]), environment))
+    return specs
+
+
+def _colocated(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
+    """Returns the engines that share the GPUs of a node's part of the trainer: each is a replica of its own."""
+    specs, on_gpus = list[ServiceSpec](), devices.resolve(config.trainer.train_device) == "cuda"
+    own = devices.visible_gpus()[: config.trainer.ranks_per_node("actor")]
+    for place, index in enumerate(devices.colocated_engines(config, rank)):
+        engine = f"rollout-{index}"
+        environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": engine, "PYTHONUNBUFFERED": "1"}
+        if on_gpus:
+            environment[devices.VISIBLE] = ",".join(devices.shared_gpus(config, own, place))
+        specs.append(ServiceSpec("rollout", engine, (sys.executable, "-m", SERVICE_MODULES["rollout"]), environment))
     return specs
 
 
@@ -176,7 +191,7 @@ class NodeLaunch:
         """Returns the run's phase and its trained steps; while the bus is away, that it runs."""
         run = self._config.run.name
         try:
-            for kind in (NODE, ENGINE_NODE):
+            for kind in (NODE, ENGINE_NODE, "rollout"):
                 supervisor.note_ready(await Registry(bus, run).alive(kind))
             return await runs.phase(bus, run), await runs.trained_steps(bus, run)
         except BUS_ERRORS as error:

@@ -53,7 +53,7 @@ def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedServi
         on_gpus = trains and devices.resolve(trainer.train_device) == "cuda"
         placed += _trainer_nodes(config, role, free, trainer.ranks_per_node(role) if on_gpus else 0)
     if trainer.colocate:
-        placed += _colocated(config, next(service.gpus for service in placed if service.instance == "trainer-0"))
+        placed += _colocated(config, [service for service in placed if service.instance.startswith("trainer-")])
     elif devices.resolve(rollout.rollout_device) == "cuda":
         placed += _engines(config, free)
     else:
@@ -115,11 +115,12 @@ def _engines_on_cpus(config: RunConfig, nodes: int) -> Iterator[PlacedService]:
             yield _engine(node, index, rank=rank)
 
 
-def _colocated(config: RunConfig, shared: tuple[int, ...]) -> Iterator[PlacedService]:
-    """Yields engines that have all of the trainer's GPUs, each those first that it computes on (`devices.assign_gpus`)."""
-    size = config.rollout.rollout_num_gpus_per_engine
-    for index in range(config.rollout.rollout_replicas):
-        yield _engine(0, index, shared[index * size :] + shared[: index * size])
+def _colocated(config: RunConfig, trainers: Sequence[PlacedService]) -> Iterator[PlacedService]:
+    """Yields the engines on the GPUs of each of the trainer's nodes."""
+    for trainer in trainers:
+        own = list(map(str, trainer.gpus))
+        for place, index in enumerate(devices.colocated_engines(config, trainer.rank)):
+            yield _engine(trainer.node, index, [int(gpu) for gpu in devices.shared_gpus(config, own, place)])
 
 
 def main(arguments: Sequence[str]) -> int:

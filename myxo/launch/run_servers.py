@@ -14,6 +14,7 @@ from shared.accounts.permissions import Rights
 from shared.config.store_section import StoreSection
 from shared.live.run_view import ServiceError
 from shared.live.stall import NATS, STORE, Away
+from shared.runtime.child_process import ProcessEnded
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import MyxoError
 
@@ -101,11 +102,22 @@ class RunServers:
         """Starts the embedded ones. Raises MyxoError with the reason of the first that does not start."""
         try:
             for managed in self.managed:
-                managed.server.start()
-                managed.since = time.monotonic()
+                self._start(managed)
         except MyxoError:
             self.stop()
             raise
+
+    @staticmethod
+    def _start(managed: ManagedServer) -> None:
+        """Starts a server, once more where it ended before it was ready: whoever killed it may have meant its memory."""
+        try:
+            managed.server.start()
+        except ProcessEnded as error:
+            managed.restarts += 1
+            managed.reason = _reason(managed.server.last_words())
+            structlog.get_logger().warning("server_died", server=managed.server.name, error=str(error), restart_in=0.0)
+            managed.server.start()
+        managed.since = time.monotonic()
 
     def tick(self, now: float) -> None:
         """Restarts dead servers: at once, then with growing waits. Raises ServerLost where one is given up."""

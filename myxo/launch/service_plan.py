@@ -1,4 +1,4 @@
-"""The plan of the service processes of a run on this machine."""
+"""The plan of the service processes of a run on its first machine, which is its only one unless trainer or engines have several."""
 
 import os
 import sys
@@ -56,6 +56,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     Raises ConfigError where it is no such address.
     """
     rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
+    if config.trainer.colocate and not config.debug.debug_rollout_only:
+        rollouts = len(devices.colocated_engines(config, 0))
     counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "gateway": config.gateways, "trainer": 1}
     if config.algorithm.has_critic and not config.debug.debug_rollout_only:
         counts["critic"] = 1

@@ -110,7 +110,11 @@ class RunPlan:
 
     def _beside_trainer(self) -> int:
         """Returns the bytes that colocation takes of the trainer's GPU while it trains: the engine's, and the buckets of pushes."""
-        buckets = 2 * self.config.weights.update_weight_buffer_size
+        trainer = self.config.trainer
+        count = 2
+        if trainer.nodes("actor") > 1:  # as a stage's source, and as the relay of stages of other machines
+            count += 3 + 5 * -(-trainer.pipeline_model_parallel_size // trainer.ranks_per_node("actor"))
+        buckets = count * self.config.weights.update_weight_buffer_size
         if self.config.trainer.offload_rollout is False and self.engine is not None:
             return self.engine.budget + ASLEEP_BYTES + buckets
         return ASLEEP_BYTES + buckets

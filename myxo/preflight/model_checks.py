@@ -146,19 +146,20 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
 
 
 def check_layout_reach(inspection: Inspection) -> Findings:
-    """Yields what an engine, or a trainer that shares its GPUs, would need several machines for, and engines that differ: neither is there
-    yet. Tells of tensor parallelism between machines."""
+    """Yields what an engine would need several machines for, and engines that differ: neither is there yet. Tells of tensor parallelism
+    between machines."""
     trainer, rollout = inspection.config.trainer, inspection.config.rollout
     for role in ("actor", "critic") if inspection.config.algorithm.has_critic else ("actor",):
         if trainer.nodes(role) == 1:
             continue
-        if trainer.colocate:
-            expected = "1 with colocate: engines share the GPUs of one machine"
-            yield ConfigError(f"trainer.{role}_num_nodes", trainer.nodes(role), expected)
         if trainer.tensor_model_parallel_size > (share := trainer.ranks_per_node(role)):
             words = f"tensor_model_parallel_size {trainer.tensor_model_parallel_size} is more than the {role}'s {share} ranks of a node"
             yield Note(f"{words}: every layer waits for the network between machines")
-    if rollout.rollout_num_gpus_per_engine > MOST_GPUS * rollout.nodes_per_engine:
+    nodes, share, size = trainer.nodes("actor"), trainer.ranks_per_node("actor"), rollout.rollout_num_gpus_per_engine
+    if trainer.colocate and nodes > 1 and rollout.rollout_replicas > (room := nodes * (share // size)):
+        expected = f"with colocate an engine has the GPUs of one machine: {nodes} of {share} ranks have room for {room} such engines, "
+        yield ConfigError("rollout.rollout_num_gpus_per_engine", size, f"{expected}rollout_replicas is {rollout.rollout_replicas}")
+    elif rollout.rollout_num_gpus_per_engine > MOST_GPUS * rollout.nodes_per_engine:
         expected = f"at most {MOST_GPUS} on each of the engine's nodes, which --sglang-nnodes counts"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)
     if rollout.sglang_config is not None:

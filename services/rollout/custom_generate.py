@@ -20,6 +20,7 @@ from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
 from services.rollout.played_group import PlayedGroup, kept, until_complete
 from services.rollout.replica import Replica
+from services.rollout.request_slots import GroupSlots
 from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
 from shared.config.eval_views import eval_view
@@ -84,27 +85,28 @@ class CustomGenerate:
         """Kills the processes."""
         await self._pool.close()
 
-    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> PlayedGroup:
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
         """Returns all samples of the task's n rollouts that ended first; with why they were stopped, those that there are.
 
         Args:
             earlier: what an earlier attempt left. in_flight: may stop the group; None for groups that are never stopped.
+            slots: of the group; a rollout holds one while its function runs.
 
         Rollouts whose function fails are left out, as far as `rollout.min_rollouts` allows; of held-out groups none is.
 
-        Raises, where too few are left: DeadlineExceeded (no weights, or no end within `generate_timeout` of having them), HookFailed where
-        the function failed too often, BadMessage where it returned samples that do not fit. Raises BadMessage where no token is trained.
+        Raises, where too few are left: DeadlineExceeded (no weights, or no end within `generate_timeout` of having a slot), HookFailed
+        where the function failed too often, BadMessage where it returned samples that do not fit. Raises BadMessage where no token is
+        trained.
         """
         await self.start()
         await self.replica.open_proxy()
         await self.replica.wait_serving(task.min_version, self.seconds)
-        end = asyncio.get_running_loop().time() + self.seconds
         progress = GroupProgress.of(task, self._config.rollout)
-        rollouts = [_Rollout(self, task, index, samples_of_rollout(earlier, index, task), end, progress) for index in progress.begun]
-        await until_complete([self._run(rollout, in_flight, progress) for rollout in rollouts], progress)
+        rollouts = [_Rollout(self, task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun]
+        await until_complete([self._run(rollout, in_flight, progress, slots) for rollout in rollouts], progress)
         return self._ended(task, rollouts, progress)
 
-    async def _run(self, rollout: "_Rollout", in_flight: InFlight | None, progress: GroupProgress) -> None:
+    async def _run(self, rollout: "_Rollout", in_flight: InFlight | None, progress: GroupProgress, slots: GroupSlots) -> None:
         """Generates a rollout. Raises the error that it is lost by, where the group cannot do without it."""
         try:
             await rollout.run(in_flight)
@@ -114,6 +116,8 @@ class CustomGenerate:
             self.lost += 1
             self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
             progress.lose(error)
+        finally:
+            slots.end()
 
     def _ended(self, task: Task, rollouts: Sequence["_Rollout"], progress: GroupProgress) -> PlayedGroup:
         ended, stopped = kept(rollouts, progress)
@@ -196,9 +200,10 @@ class _Rollout:
     """
 
     def __init__(
-        self, functions: CustomGenerate, task: Task, index: int, earlier: Sequence[Sample], end: float, progress: GroupProgress
+        self, functions: CustomGenerate, task: Task, index: int, earlier: Sequence[Sample], slots: GroupSlots, progress: GroupProgress
     ) -> None:
-        self._functions, self.task, self.index, self._end, self._progress = functions, task, index, end, progress
+        self._functions, self.task, self.index, self._slots, self._progress = functions, task, index, slots, progress
+        self._end: float | None = None
         self._requests = Requests()
         self.ended = list(earlier) if earlier and all(sample.finish != "abort" for sample in earlier) else None
         self._partial = earlier[0] if len(earlier) == 1 and self.ended is None and functions.goes_on else None
@@ -220,7 +225,14 @@ class _Rollout:
             self.stopped = stopped
 
     async def _call_once(self, in_flight: InFlight | None) -> bool:
-        """Makes one call. Returns whether the rollout has ended. Raises Stopped, and as `run`."""
+        """Makes one call, in a slot. Returns whether the rollout has ended. Raises Stopped, and as `run`."""
+        await self._functions.replica.wait_serving(self.task.min_version, self._left_s())
+        async with self._slots.slot(self.index):
+            if self._end is None:
+                self._end = asyncio.get_running_loop().time() + self._functions.seconds
+            return await self._call_in_slot(in_flight)
+
+    async def _call_in_slot(self, in_flight: InFlight | None) -> bool:
         task, replica = self.task, self._functions.replica
         client = await replica.wait_serving(task.min_version, self._left_s())
         begun, life = replica.version, replica.incarnation
@@ -284,7 +296,9 @@ class _Rollout:
             await cancelled((call, stopping))
 
     def _left_s(self) -> float:
-        """Returns the seconds that it has left. Raises DeadlineExceeded where there are none."""
+        """Returns the seconds that it has left, all of them before its first slot. Raises DeadlineExceeded where there are none."""
+        if self._end is None:
+            return self._functions.seconds
         if (left := self._end - asyncio.get_running_loop().time()) <= 0:
             raise self._late()
         return left

@@ -5,11 +5,11 @@ A group that is too old to be trained (`shared.schema.versions.is_lost`) is not 
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.generation import GenerationRequest
 from services.rollout.partial_samples import Partial
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
@@ -53,30 +53,43 @@ class InFlight:
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness, self._policy = config.rollout.max_staleness, config.rollout.staleness_policy
         self._oldest: dict[Requests, int] = {}  # a group's requests → the version that its oldest token may be of
+        self._sent: Counter[Requests] = Counter()  # how many of them are in the engine
         self.leaving = False
 
     @contextlib.contextmanager
-    def asked(self, group: str, partials: Sequence[Partial], requests: Sequence[GenerationRequest], version: int) -> Iterator[None]:
-        """Registers, while the body runs, these requests of a group with ``partials`` in the engine, which serves ``version``.
+    def asked(self, group: str, partials: Sequence[Partial], requests: "Requests", rid: str, version: int) -> Iterator[None]:
+        """Registers, while the body runs, one more of a group's requests in the engine, which serves ``version``.
 
-        Raises Stopped where they must not be sent at all.
+        Args:
+            partials: all of the group's: with one of its samples, all of them are too old. rid: of the request.
+
+        Raises Stopped where it must not be sent at all.
         """
-        oldest = min((partial.segments[0][2] for partial in partials if partial.segments), default=version)
-        with self.tracked(group, Requests({request.rid for request in requests}), oldest, version):
-            yield
+        oldest = min([version, *(partial.segments[0][2] for partial in partials if partial.segments)])
+        with self.tracked(group, requests, oldest, version):
+            requests.rids.add(rid)
+            try:
+                yield
+            finally:
+                requests.rids.discard(rid)
 
     @contextlib.contextmanager
     def tracked(self, group: str, requests: "Requests", oldest: int, version: int) -> Iterator[None]:
-        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`."""
-        if self._is_lost(oldest, version):
-            raise Stopped(group, stale=True)
-        if self.leaving:
-            raise Stopped(group, stale=False)
-        self._oldest[requests] = oldest
+        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`.
+
+        Where some of them are registered already, all are as old as the oldest: one that ends first leaves its tokens in the group.
+        """
+        lost = self._is_lost(oldest, version)
+        if lost or self.leaving or requests.stopped.is_set():
+            raise Stopped(group, stale=lost or requests.stale)
+        self._oldest[requests] = min(oldest, self._oldest.get(requests, oldest))
+        self._sent[requests] += 1
         try:
             yield
         finally:
-            del self._oldest[requests]
+            self._sent[requests] -= 1
+            if not self._sent[requests]:
+                del self._oldest[requests], self._sent[requests]
 
     async def stop_stale(self, client: EngineClient, version: int) -> None:
         """Has the engine abort the requests that are stale once ``version`` is served. Raises as `EngineClient.abort`."""

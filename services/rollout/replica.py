@@ -16,6 +16,7 @@ from services.rollout.engine_proxy import EngineProxy
 from services.rollout.replica_command import engine_log, replica_command
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
+from services.rollout.slot_limit import MOST
 from shared import hooks
 from shared.runtime import devices
 from shared.runtime.cancellation import cancelled
@@ -43,7 +44,7 @@ OPEN_SECONDS = 60.0
 
 STOP_SECONDS = 3.0
 SPARE_REQUESTS = 512
-"""The requests that others may have in the engine at once, beyond one for each sample of the groups that the replica generates."""
+"""The requests that others may have in the engine at once, beyond one for each slot that the replica may have."""
 
 RESTART_SECONDS = 2.0
 """The pause before a dead engine is started again."""
@@ -74,7 +75,7 @@ class Replica:
         self._routed, self._drawn_for_gateways = bool(router_url()), service.config.gateways > 0
         self._exposed = self._routed or self._drawn_for_gateways
         rollout = self._rollout
-        limit = SPARE_REQUESTS + rollout.rollout_concurrency * service.config.rollout.n_samples_per_prompt
+        limit = SPARE_REQUESTS + (rollout.rollout_concurrency or MOST)
         wait = service.config.weights.push_timeout
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
         self.proxy.public = False  # gateways have their own way in

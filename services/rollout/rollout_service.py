@@ -23,6 +23,7 @@ from services.rollout.producer.engine_spread import EngineSpread
 from services.rollout.producer.evaluator import Evaluator
 from services.rollout.producer.producer import Producer
 from services.rollout.replica import Replica
+from services.rollout.request_slots import GroupSlots, RequestSlots
 from services.rollout.router import Router, router_url
 from services.rollout.sample_seeds import SampleSeeds
 from services.rollout.task_outcomes import TaskOutcomes
@@ -60,7 +61,14 @@ declare_metrics(
         "under way",
     ),
     MetricSpec("running_groups", "groups", "that are being generated"),
-    MetricSpec("running_samples", "samples", "that are being generated"),
+    MetricSpec("running_samples", "samples", "of groups that are being generated, those that have ended included"),
+    MetricSpec(
+        "request_slots", "requests", "that the replica may have in its engine at once: `rollout_concurrency`, or by the engine's load"
+    ),
+    MetricSpec("used_slots", "requests", "that it has in its engine now, or rollouts of functions and agents"),
+    MetricSpec("running_requests", "requests", "that the engine computes now, by its own count"),
+    MetricSpec("queued_requests", "requests", "that wait in the engine for its memory, by its own count"),
+    MetricSpec("kv_usage", "", "share of the engine's memory for keys and values that is in use"),
     MetricSpec(
         "lost_rollouts",
         "rollouts",
@@ -86,8 +94,11 @@ HAND_ON_SECONDS = 1.5
 RETRY_SECONDS = 1.0
 """The pause after the engine could not be asked to abort stale requests."""
 
-Generator = Callable[[Task, list[Sample], InFlight | None], Awaitable[PlayedGroup]]
+Generator = Callable[[Task, list[Sample], InFlight | None, GroupSlots], Awaitable[PlayedGroup]]
 """Generates a task, going on from what an earlier attempt left."""
+
+FETCHED_GROUPS = 8
+"""The most groups that are taken at once: replicas that have room take turns then."""
 
 QUIET_SECONDS = 10.0
 """An engine with groups in hand that draws no token for so long does not go on, or waits for agents and environments."""
@@ -107,7 +118,7 @@ class Rollout:
         self._service, self._config = service, service.config
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
-        self.in_flight = InFlight(service.config)
+        self.in_flight, self._slots = InFlight(service.config), RequestSlots(service.config)
         self._seeds, self._choices = SampleSeeds.of(service.config), replayed_choices(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
@@ -123,7 +134,7 @@ class Rollout:
         self.producer = None if function is None else Producer(service, *parts)
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
-        self._taken: dict[asyncio.Task[None], float] = {}  # when each was taken, seconds since the epoch, the oldest first
+        self._taken: dict[asyncio.Task[None], tuple[float, GroupSlots]] = {}  # when each was taken, seconds since the epoch, oldest first
         self._drawn = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
         self.tokens = 0
@@ -181,35 +192,29 @@ class Rollout:
         service = self._service
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
-            room = self._room(task_class)
+            room = min(self._slots.room(task_class), FETCHED_GROUPS)
             if not self.replica.serving or room <= 0 or service.held_back:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
-                handling = asyncio.create_task(self._handle(lease))
-                self.running[handling], self._taken[handling] = lease.message, time.time()
+                slots = self._slots.taken(lease.message)
+                handling = asyncio.create_task(self._handle(lease, slots))
+                self.running[handling], self._taken[handling] = lease.message, (time.time(), slots)
                 handling.add_done_callback(self._handled)
 
     def _count(self, tokens: int) -> None:
         self.tokens += tokens
 
-    def _room(self, task_class: str) -> int:
-        """Returns how many groups of a class may be taken: evaluations use half of the capacity at most, so that training never waits for
-        them; where nothing is trained, they have all of it."""
-        limit, trains = self._config.rollout.rollout_concurrency, self._config.has_steps
-        evaluating = sum(is_evaluation(task.group) for task in self.running.values())
-        if task_class == EVAL:
-            return (max(1, limit // 2) if trains else limit) - evaluating
-        return limit - (len(self.running) - evaluating) - min(evaluating, limit // 2)
-
     def _handled(self, handling: asyncio.Task[None]) -> None:
-        del self.running[handling], self._taken[handling]
+        del self.running[handling]
+        _, slots = self._taken.pop(handling)
+        slots.close()
         if not handling.cancelled() and (error := handling.exception()) is not None:
             if isinstance(error, StoreFull | StreamFull):
                 return fatal("the storing of a group", error)
             self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
 
-    async def _handle(self, lease: MessageLease[Task]) -> None:
+    async def _handle(self, lease: MessageLease[Task], slots: GroupSlots) -> None:
         task, service, started = lease.message, self._service, time.time()
         log = service.log.bind(group=task.group, attempt=task.attempt)
         try:
@@ -220,7 +225,7 @@ class Rollout:
                     failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries", INFRASTRUCTURE)
                     await self._outcomes.publish(task, failed, started)
                 else:
-                    await self._generate_in_time(task, started)
+                    await self._generate_in_time(task, started, slots)
             await lease.ack()
         except asyncio.CancelledError:
             await lease.hand_back()
@@ -238,11 +243,11 @@ class Rollout:
             await self._outcomes.publish(task, self._outcomes.failed(task, str(error), getattr(error, "fault", TASK)), started)
             await lease.ack()
 
-    async def _generate_in_time(self, task: Task, started: float) -> None:
+    async def _generate_in_time(self, task: Task, started: float, slots: GroupSlots) -> None:
         """Generates a group and publishes what became of it; nothing once its deadline has passed."""
         try:
             async with asyncio.timeout(task.deadline - time.time() if task.deadline else None) as limit:
-                outcome = await self._generate(task)
+                outcome = await self._generate(task, slots)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -250,11 +255,11 @@ class Rollout:
             return
         await self._outcomes.publish(task, outcome, started)
 
-    async def _generate(self, task: Task) -> Generated | Interrupted:
+    async def _generate(self, task: Task, slots: GroupSlots) -> Generated | Interrupted:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        samples, stopped, aborted = await self._generator(task)(task, earlier, in_flight)
+        samples, stopped, aborted = await self._generator(task)(task, earlier, in_flight, slots)
         if stopped is not None:
             return await self._interrupted(task, samples, stopped)
         if aborted:
@@ -271,14 +276,14 @@ class Rollout:
             return self._episodes.group
         return self._by_engine if self._custom.path(task) is None else self._custom.group
 
-    async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None) -> PlayedGroup:
+    async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
         """Returns the task's samples; with why they were stopped, as far as they have come."""
         partials, why = restored(earlier, task, None if is_evaluation(task.group) else self._choices), None
         for index, partial in enumerate(partials):
             partial.seed = self._seeds.of_sample(index)
         try:
             deadline = self._config.rollout.generate_timeout
-            await generate_group(self.replica, task, partials, self._tokenizer, deadline, in_flight)
+            await generate_group(self.replica, task, partials, self._tokenizer, deadline, in_flight, slots)
         except Stopped as stopped:
             why = stopped
         samples = samples_of(task, partials, self._tokenizer)
@@ -316,7 +321,7 @@ class Rollout:
         """Returns what the replica does with the groups in hand, since it took the oldest one."""
         if not self.running:
             return None
-        since, config = next(iter(self._taken.values())), self._config.rollout
+        (since, _), config = next(iter(self._taken.values())), self._config.rollout
         groups = f"{len(self.running)} {'group' if len(self.running) == 1 else 'groups'}"
         silent_since = max(self._drawn[1], since)
         quiet = self.replica.serving and time.time() - silent_since >= QUIET_SECONDS
@@ -345,6 +350,14 @@ class Rollout:
             metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
             metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
+            load = None if self.replica.client is None else self.replica.client.load
+            self._slots.note(load)
+            metrics.set("request_slots", self._slots.limit)
+            metrics.set("used_slots", self._slots.held)
+            if load is not None:
+                metrics.set("running_requests", load.running)
+                metrics.set("queued_requests", load.queued)
+                metrics.set("kv_usage", load.kv_usage)
             await asyncio.sleep(RATE_SECONDS)
 
 

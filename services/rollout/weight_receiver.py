@@ -19,6 +19,7 @@ from services.rollout.repeated_requests import AnsweredOnce
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import (
@@ -203,7 +204,8 @@ class WeightsReceiver:
         self._agreed_until = time.monotonic() + seconds
 
     def _ready(self) -> WeightsReady:
-        return WeightsReady(replica=self._service.instance, version=self._served.version, digest=self._served.digest)
+        served = self._served
+        return WeightsReady(replica=self._service.instance, version=served.version, digest=served.digest, address=own_address())
 
     def _client(self) -> EngineClient:
         if self._replica.client is None:

@@ -5,7 +5,7 @@ A command travels as MessagePack over a gloo group of the trainer's ranks; nothi
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,13 +44,14 @@ class Push:
     """Begin a push of ``version``, which runs beside the commands that follow.
 
     Args:
-        number: identifies the push in rank 0's process. engine_ranks: those that new channels are made for; 0: the channels stay.
+        number: identifies the push in rank 0's process. engine_ranks: those that new channels are made for, by the address of their machine
+            (empty where that does not matter); none: the channels stay.
         partial: without frozen parameters.
     """
 
     version: int
     number: int
-    engine_ranks: int = 0
+    engine_ranks: dict[str, int] = field(default_factory=dict)
     partial: bool = False
 
 

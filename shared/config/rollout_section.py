@@ -239,10 +239,14 @@ class RolloutSection(Section):
         **MUTABLE,
     )
     rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine on all its nodes (its tensor parallel size)")
-    rollout_concurrency: int = Field(default=64, gt=0, description="groups a replica generates at once", **MUTABLE)
-    sglang_server_concurrency: int | None = Field(
-        default=None, gt=0, description="samples a replica generates at once: sets rollout_concurrency, by n_samples_per_prompt", **MUTABLE
+    rollout_concurrency: int | None = Field(
+        default=None,
+        gt=0,
+        description="samples that a replica generates at once: one that ends makes room for one of the next group; default: more while "
+        "the engine has memory for them, fewer when it has not, 256 at first",
+        **MUTABLE,
     )
+    sglang_server_concurrency: int | None = Field(default=None, gt=0, description="slime's name of rollout_concurrency", **MUTABLE)
     sglang_config: Path | None = Field(default=None, description="slime's YAML file of groups of engines; every engine is alike today")
     in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
         default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
@@ -262,7 +266,7 @@ class RolloutSection(Section):
         if self.rollout_num_gpus is not None and "rollout_replicas" not in given:
             self.rollout_replicas = max(1, self.rollout_num_gpus // self.rollout_num_gpus_per_engine)
         if self.sglang_server_concurrency is not None and "rollout_concurrency" not in given:
-            self.rollout_concurrency = -(-self.sglang_server_concurrency // self.n_samples_per_prompt)
+            self.rollout_concurrency = self.sglang_server_concurrency
         if self.rollout_max_context_len is not None and "rollout_max_prompt_len" not in given:
             self.rollout_max_prompt_len = self.rollout_max_context_len - 1
 

@@ -47,11 +47,14 @@ OTHERS: dict[str, Any] = {
 }
 """``rollout_num_engines``: behind the address that a function gets there is one engine, its replica's."""
 
+SLIME_CONCURRENCY = 512
+"""slime's own default of ``sglang_server_concurrency``, for runs whose concurrency follows the engine's load."""
+
 FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "partial_rollout": lambda config: config.rollout.staleness_policy in ("continue", "mask"),
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
     "rollout_num_gpus": lambda config: config.rollout.rollout_replicas * config.rollout.rollout_num_gpus_per_engine,
-    "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency * config.rollout.n_samples_per_prompt,
+    "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency or SLIME_CONCURRENCY,
     "eval_datasets": eval_datasets,
     "eval_function_path": lambda config: config.rollout.rollout_function_path or EVAL_LOOP,
     "eval_prompt_data": eval_prompt_data,

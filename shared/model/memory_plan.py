@@ -88,10 +88,9 @@ def _stage(
     expert_replicas = max(ranks // (layout.expert_tensor_size * layout.expert * layout.pipeline), 1)
     expert_replicas = expert_replicas if trainer.use_distributed_optimizer else 1
     trained = dense, experts
-    adapters = 0
+    adapters = 0, 0
     if not value_head and (lora := Lora.of(trainer)) is not None:
-        adapters = lora.rank * len(layers) * 4 * (a.hidden_size + a.ffn_hidden_size // layout.tensor)  # of about four matrices a layer
-        trained = adapters, 0
+        trained = adapters = lora.parameters(a, layout, layers)
     state = -(-trained[0] // replicas) + -(-trained[1] // expert_replicas)
     state_bytes = 8 if wide else keeping.state_bytes
     width = 4 if wide else 2
@@ -105,9 +104,9 @@ def _stage(
     return StagePlan(
         stage=stage,
         layers=len(layers),
-        parameters=dense + experts + adapters,
-        expert_parameters=experts,
-        weights=(dense + experts + adapters) * width,
+        parameters=dense + experts + sum(adapters),
+        expert_parameters=experts + adapters[1],
+        weights=(dense + experts + sum(adapters)) * width,
         gradients=sum(trained) * (2 if keeping.main_grads == "bf16" else 4),
         optimizer=state * state_bytes - offloaded,
         activations=saved,

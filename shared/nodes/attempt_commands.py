@@ -24,7 +24,8 @@ class OwnRanks:
 @dataclass(frozen=True)
 class NodeSituation:
     """All that a node knows at ``now`` (seconds). ``nodes``: the others that it watches, by rank; None where the bus did not answer.
-    ``attempt``: the newest that was announced; None where there is none, or the bus did not answer."""
+    ``attempt``: the newest that was announced; None where there is none, or the bus did not answer. ``point``: where the other nodes ask
+    this one for a sign of life."""
 
     now: float
     term: str
@@ -33,6 +34,7 @@ class NodeSituation:
     nodes: Mapping[int, SeenNode] | None
     attempt: Attempt | None
     stopping: bool = False
+    point: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,5 +89,5 @@ class LeaveNode:
 
 NodeCommand = BeginRanks | AnnounceAttempt | StopRanks | KillRanks | TellNodes | ShowState | LeaveNode
 
-NODE_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "attempt_begun", "attempt_ended"
+NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"
 """Events of `TellNodes`."""

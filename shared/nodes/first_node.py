@@ -4,7 +4,9 @@ Invariants:
 
 - an attempt begins only while every node's lease is being renewed and no node has ranks of an earlier attempt;
 - its number is higher than that of every earlier one;
-- it is over on all nodes as soon as one node is lost, started anew or has failed: ranks are killed, for they may wait inside a collective;
+- it is over on all nodes as soon as one node is lost, started anew or has failed, or two of them do not reach each other: ranks are killed,
+  for they may wait inside a collective;
+- the next one does not begin before the nodes reach each other again, where it is known that they did not;
 - why it is over is said once every node has no ranks any more or is known to be lost: ranks that saw another go away are not the cause.
 """
 
@@ -12,6 +14,7 @@ from shared.bus.registry import WAITING
 from shared.nodes.attempt_commands import (
     ATTEMPT_BEGUN,
     ATTEMPT_ENDED,
+    LINK_LOST,
     NODE_LOST,
     AnnounceAttempt,
     BeginRanks,
@@ -58,9 +61,11 @@ class FirstNode:
         self._stop_reason = ""
         self._unexplained = 0
         self._lost: dict[int, str] = {}  # nodes that were lost in this attempt, in words
+        self._cut: dict[tuple[int, int], str] = {}  # links that were lost in it
         self._named: set[int] = set()
         self._first_failed: list[int] = []  # the nodes for which the attempt was ended
         self._terms: dict[int, str] = {}
+        self._points: dict[int, str] = {}
 
     def step(self, now: NodeSituation) -> list[NodeCommand]:
         """Returns the commands of this moment."""
@@ -79,9 +84,9 @@ class FirstNode:
             return []
         if self._waiting_since is None:
             self._waiting_since = now.now
-        away = [node for node in now.nodes.values() if not node.ready]
-        if away:
-            names = ", ".join(self._described(node) for node in away)
+        missing = [self._described(node) for node in now.nodes.values() if not node.ready] or list(self._down_links(now).values())
+        if missing:
+            names = ", ".join(missing)
             if now.now - self._waiting_since > self._patience:
                 error = DeadlineExceeded("an attempt of all nodes", names, self._patience, "this node stops")
                 return [LeaveNode(exit_codes.FAILED, str(error))]
@@ -90,8 +95,9 @@ class FirstNode:
             return [ShowState(WAITING, f"for the earlier ranks of {', '.join(map(str, busy))} to end")]
         self._number = max(self._number, now.attempt.number if now.attempt else 0) + 1
         self._opening, self._waiting_since, self._stop_asked = True, None, None
-        self._lost, self._named, self._begun = {}, set(), now.now
+        self._lost, self._cut, self._named, self._begun = {}, {}, set(), now.now
         self._terms = {0: now.term, **{rank: node.term for rank, node in now.nodes.items()}}
+        self._points = {0: now.point, **{rank: node.point for rank, node in now.nodes.items()}}
         return [BeginRanks(self._number, now.address), ShowState("starting", f"attempt {self._number} of {self._nodes} nodes")]
 
     @staticmethod
@@ -103,8 +109,8 @@ class FirstNode:
     # --- during one
 
     def _work(self, now: NodeSituation) -> list[NodeCommand]:
-        commands = self._note_lost(now)
-        if self._lost or self._failed(now):
+        commands = [*self._note_lost(now), *self._note_cut(now)]
+        if self._lost or self._cut or self._failed(now):
             return [*commands, *self._begin_end(now)]
         commands += self._stop(now)
         if now.ranks.ended == self._number:
@@ -112,7 +118,8 @@ class FirstNode:
         if self._opening and now.ranks.port:
             self._opening = False
             terms = [self._terms[rank] for rank in range(self._nodes)]
-            self._attempt = Attempt(number=self._number, address=now.address, port=now.ranks.port, terms=terms, at=0.0)
+            points = [self._points[rank] for rank in range(self._nodes)]
+            self._attempt = Attempt(number=self._number, address=now.address, port=now.ranks.port, terms=terms, points=points, at=0.0)
             where = f"{now.address}:{now.ranks.port}"
             commands += [
                 AnnounceAttempt(self._attempt),
@@ -133,6 +140,22 @@ class FirstNode:
         told = [rank for rank in self._lost if rank not in self._named]
         self._named.update(told)
         return [TellNodes(NODE_LOST, self._lost[rank]) for rank in told]
+
+    def _note_cut(self, now: NodeSituation) -> list[NodeCommand]:
+        """Notes the links that are down while the nodes at both ends renew their leases; tells of each once."""
+        found = {ends: words for ends, words in self._down_links(now).items() if ends not in self._cut and not {*ends} & {*self._lost}}
+        self._cut.update(found)
+        return [TellNodes(LINK_LOST, f"{words} is down: no answer for too long, though both reach the bus") for words in found.values()]
+
+    @staticmethod
+    def _down_links(now: NodeSituation) -> dict[tuple[int, int], str]:
+        """Returns the links over which one node asks another in vain, in words, by the ranks of both."""
+        nodes = now.nodes or {}
+        points = {0: now.point, **{rank: node.point for rank, node in nodes.items()}}
+        names = {0: f"node 0 ({now.address})", **{rank: str(node) for rank, node in nodes.items()}}
+        ends = [(lower, rank) for rank in nodes for lower in points if lower < rank and points[lower]]
+        down = [(lower, rank) for lower, rank in ends if points[lower] in nodes[rank].silent]
+        return {(lower, rank): f"the link between {names[lower]} and {names[rank]}" for lower, rank in down}
 
     def _failed(self, now: NodeSituation) -> list[int]:
         """Returns the nodes whose ranks have failed, as far as is known."""
@@ -165,7 +188,7 @@ class FirstNode:
             self._unexplained = 0
         commands: list[NodeCommand] = [KillRanks()] if now.ranks.running else []
         if self._attempt is not None:
-            commands.append(AnnounceAttempt(replace_over(self._attempt, "ending", 0, "; ".join(self._lost.values()))))
+            commands.append(AnnounceAttempt(replace_over(self._attempt, "ending", 0, self._losses())))
         return [*commands, ShowState("ending", f"attempt {self._number}")]
 
     def _end(self, now: NodeSituation) -> list[NodeCommand]:
@@ -174,9 +197,9 @@ class FirstNode:
             return [*commands, KillRanks()]
         if now.nodes is None or any(node.running == self._number and rank not in self._lost for rank, node in now.nodes.items()):
             return commands
-        if self._lost:
+        if self._lost or self._cut:
             self._unexplained = 0
-            return [*commands, *self._over("lost", 0, "; ".join(self._lost.values()))]
+            return [*commands, *self._over("lost", 0, self._losses())]
         code, reason, consequence = self._cause(now)
         if consequence and self._stop_asked is None and self._unexplained < MOST_UNEXPLAINED:
             self._unexplained += 1
@@ -185,6 +208,9 @@ class FirstNode:
             stopped = self._over("stopped", exit_codes.DONE, f"{self._stop_reason}; {reason}")
             return [*stopped, LeaveNode(code, reason)] if now.stopping else stopped
         return [*self._over("failed", code, reason), LeaveNode(code, reason)]
+
+    def _losses(self) -> str:
+        return "; ".join([*self._lost.values(), *(f"{words} is down" for words in self._cut.values())])
 
     def _cause(self, now: NodeSituation) -> tuple[int, str, bool]:
         """Returns exit code and reason of the node that failed first, as far as reasons tell, and whether none failed by itself."""

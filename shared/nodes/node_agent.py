@@ -16,6 +16,8 @@ from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
 from shared.bus.leader_lease import LeaderLease, LeaseTiming, clock, read_lease
 from shared.bus.registry import STANDBY
 from shared.nodes.attempt_commands import (
+    LINK_LOST,
+    NODE_LOST,
     AnnounceAttempt,
     BeginRanks,
     KillRanks,
@@ -29,6 +31,7 @@ from shared.nodes.attempt_commands import (
 )
 from shared.nodes.first_node import HEALTHY_SECONDS, STOP_SECONDS, FirstNode
 from shared.nodes.further_node import FurtherNode
+from shared.nodes.node_links import NodeLinks
 from shared.nodes.node_presence import NodeObserver, SeenNode
 from shared.runtime import exit_codes, liveness
 from shared.runtime.cancellation import to_the_end
@@ -38,6 +41,10 @@ from shared.runtime.service_base import Service
 from shared.schema.node_messages import Attempt, NodeState
 
 POLL_SECONDS = 0.5
+SILENCE = 1.5
+"""The seconds after which a link without an answer is down, in durations of a lease: a node that reaches nothing is noticed before, by its
+lease, and gets the blame."""
+
 ANNOUNCE_SECONDS = 10.0
 """The deadline of writing an attempt; where the bus is away for longer, it is written again in the next moment."""
 
@@ -98,6 +105,7 @@ class NodeAgent:
         self._healthy = healthy
         self._show, self._shown = show or self._show_as_service, ("", "")
         self._timing = LeaseTiming(service.config.bus.lease_duration)
+        self._links = NodeLinks(nodes, SILENCE * self._timing.duration)
         self._ranks = ranks
         key = service.subjects.node_lease(job, rank)
         self._lease = LeaderLease(service.bus, service.run, key, socket.gethostname(), self._timing, self._state)
@@ -112,6 +120,13 @@ class NodeAgent:
 
     async def run(self) -> int:
         """Returns the exit code. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
+        try:
+            await self._links.listen(own_address())
+            return await self._run()
+        finally:
+            await self._links.close()
+
+    async def _run(self) -> int:
         if not await self._hold_the_lease():
             return exit_codes.DONE
         async with self._service.background(self._lease.keep()):
@@ -173,9 +188,13 @@ class NodeAgent:
             for observer in self._observers.values():
                 observer.unreadable()
         address = own_address()
+        if address != LOOPBACK:  # as it seems to be while the network is down
+            await self._links.listen(address)
+        if attempt is not None:
+            self._links.ask(attempt.points[: self._rank])
         if nodes is not None and self._rank == 0:
             self._check_address(address, nodes)
-        return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._stopping.is_set())
+        return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._stopping.is_set(), self._links.point)
 
     async def _newest_attempt_now(self) -> Attempt | None:
         if self._rank == 0:
@@ -211,7 +230,7 @@ class NodeAgent:
                 await asyncio.to_thread(self._ranks.kill, self._kill_reason or "another node was lost, or has failed")
             case TellNodes(what=what, detail=detail):
                 log.warning(what, detail=detail) if what != "attempt_begun" else log.info(what, detail=detail)
-                self._kill_reason = detail if what == "node_lost" else self._kill_reason
+                self._kill_reason = detail if what in (NODE_LOST, LINK_LOST) else self._kill_reason
                 self._service.spawn(self._service.tell(what, detail))
             case ShowState(state=state, detail=detail):
                 if (state, detail) != self._shown:
@@ -252,6 +271,8 @@ class NodeAgent:
             stopping=self._stopping.is_set(),
             door=port,
             secret=secret,
+            point=self._links.point,
+            silent=self._links.silent(),
         )
 
     def _say(self) -> None:

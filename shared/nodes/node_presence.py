@@ -29,6 +29,16 @@ class SeenNode:
         """Returns whether an attempt may begin with it."""
         return self.alive and self.state is not None and not self.state.stopping
 
+    @property
+    def point(self) -> str:
+        """Returns where it is asked for a sign of life; empty: nowhere, or it is not there."""
+        return self.state.point if self.state is not None and self.alive else ""
+
+    @property
+    def silent(self) -> list[str]:
+        """Returns the points at which it asks in vain, as long as it says so: not of one whose own lease is not being renewed."""
+        return self.state.silent if self.state is not None and self.alive else []
+
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.holder, self.state.address if self.state else "")))
         return f"node {self.rank}" + (f" ({where})" if where else "")

@@ -3,7 +3,7 @@
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shared.config.run_config import RunConfig
@@ -64,11 +64,36 @@ def engines_back_up(config: RunConfig) -> bool:
     return engines_release(config) and config.weights.update_weights_interval > 1
 
 
-def assign_gpus(config: RunConfig) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES by instance of a run's services on one machine: trainer's ranks first, then critic's, then engines.
+def colocated_engines(config: RunConfig, node: int) -> range:
+    """Returns the indexes of the engines on one of the trainer's nodes, where they share its GPUs: those of node 0 come first.
 
-    Colocated engines have all of the trainer's GPUs, each those first that it computes on: the buffers of a memory channel lie on the
-    GPU of the trainer's rank that fills them, and are read from there. Instances on a CPU have no entry.
+    On CPUs, where an engine has one process, its size counts all the same.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    if node >= trainer.nodes("actor"):
+        return range(0)
+    a_node = max(1, trainer.ranks_per_node("actor") // rollout.rollout_num_gpus_per_engine)
+    every = range(rollout.rollout_replicas)
+    last = None if trainer.nodes("actor") == 1 else (node + 1) * a_node
+    return every[node * a_node : last]
+
+
+def shared_gpus(config: RunConfig, own: Sequence[str], index: int) -> list[str]:
+    """Returns the GPUs of a colocated engine: all of the trainer's on its node, each those first that it computes on.
+
+    The buffers of a memory channel lie on the GPU of the trainer's rank that fills them, and are read from there.
+
+    Args:
+        own: the trainer's on that node. index: of the engine, among those of the node.
+    """
+    first = index * config.rollout.rollout_num_gpus_per_engine
+    return [*own[first:], *own[:first]]
+
+
+def assign_gpus(config: RunConfig) -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES by instance of a run's services on its first machine: trainer's ranks first, critic's, then engines.
+
+    Colocated engines have the trainer's GPUs (`shared_gpus`). Instances on a CPU have no entry.
 
     Raises ConfigError where there are too few GPUs.
     """
@@ -84,9 +109,8 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
     if trainer.colocate:
         if (train := resolve(trainer.train_device)) != (generate := resolve(rollout.rollout_device)):
             raise ConfigError("rollout.rollout_device", generate, f"{train}, where the trainer it is colocated with computes")
-        for index in range(rollout.rollout_replicas if "trainer-0" in assigned else 0):
-            own, size = assigned["trainer-0"], rollout.rollout_num_gpus_per_engine
-            assigned[f"rollout-{index}"] = own[index * size :] + own[: index * size]
+        for index in colocated_engines(config, 0) if "trainer-0" in assigned else ():
+            assigned[f"rollout-{index}"] = shared_gpus(config, assigned["trainer-0"], index)
     return {instance: ",".join(devices) for instance, devices in assigned.items()}
 
 

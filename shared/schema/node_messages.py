@@ -1,12 +1,20 @@
 """The wire schema of a trainer's or an engine's nodes: what each says of itself in its lease, and the attempt that the first announces."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
 
 from shared.schema.limits import Count, Digest, Name, Reason, Timestamp
 from shared.schema.message import Message, Part
 
 Over = Literal["", "ending", "stopped", "lost", "failed", "done"]
 """How an attempt stands: at work, being ended, or why it ended. After ``lost`` and ``stopped`` its nodes begin another one."""
+
+MAX_NODES = 4096
+"""The most nodes of a job."""
+
+Point = Annotated[str, StringConstraints(max_length=160, pattern=r"^([^\s:]+:\d{1,5})?$")]
+"""An address and a port, ``address:port``; empty: none."""
 
 
 class NodeState(Part):
@@ -15,7 +23,8 @@ class NodeState(Part):
     ``address``: where the other nodes reach it. ``running``: the attempt in which its ranks run, 0: none do. ``ended``: the newest attempt
     whose ranks have ended here, with exit ``code`` and ``reason``; ``consequence``: the reason is that another rank went away.
     ``stopping``: it was asked to stop. ``door``, ``secret``: the port at which an engine's node takes commands to its ranks, and what its
-    first node proves to know there; 0 and empty: it takes none.
+    first node proves to know there; 0 and empty: it takes none. ``point``: where the other nodes ask it for a sign of life
+    (`shared.nodes.node_links`); ``silent``: the points of others at which it asks in vain.
     """
 
     address: Name
@@ -27,19 +36,23 @@ class NodeState(Part):
     stopping: bool = False
     door: Count = 0
     secret: Digest = ""
+    point: Point = ""
+    silent: list[Point] = Field(default=[], max_length=MAX_NODES)
 
 
 class Attempt(Message):
     """KV ``leases/<job>.attempt`` (``nodes.<role>``, ``engines.<replica>``): an attempt of all nodes, which meet at ``address`` and
     ``port`` of the first one.
 
-    ``terms``: of the nodes' leases, by rank: a node that was started anew is another one. ``code``: the exit code of a failed attempt.
+    ``terms``: of the nodes' leases, by rank: a node that was started anew is another one. ``points``: where each is asked for a sign of
+    life, by rank; each node asks those of a lower rank. ``code``: the exit code of a failed attempt.
     """
 
     number: Count
     address: Name
     port: Count
     terms: list[Name]
+    points: list[Point] = Field(default=[], max_length=MAX_NODES)
     over: Over = ""
     code: int = 0
     reason: Reason = ""

@@ -40,12 +40,14 @@ class WeightsOffer(Message):
 class WeightsReady(Message):
     """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine joins the channels.
 
-    ``digest``: of the version that it holds, as its engine knows it; empty where it does not know every tensor's.
+    ``digest``: of the version that it holds, as its engine knows it; empty where it does not know every tensor's. ``address``: of its
+    machine.
     """
 
     replica: str
     version: int
     digest: str = ""
+    address: str = ""
 
 
 class WeightsPrepare(Message):

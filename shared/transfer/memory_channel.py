@@ -36,22 +36,26 @@ FILE_PREFIX = "myxo-weights-"
 Handle = list[Any]
 """The kind of a buffer, ``cuda`` or ``file``, and what `_opened` needs."""
 
-_gpu_rings: dict[torch.device, BucketRing] = {}
-"""The buffers of this process on its GPU. They outlive their channels: memory that a dead engine had mapped is never returned to torch's
-allocator, which counts readers, so that each channel's own buffers would be lost with its first dead engine."""
+_gpu_rings: dict[tuple[torch.device, int], BucketRing] = {}
+"""The buffers of this process on its GPU, by purpose. They outlive their channels: memory that a dead engine had mapped is never returned
+to torch's allocator, which counts readers, so that each channel's own buffers would be lost with its first dead engine."""
 
 
 class MemorySender(ChannelSender):
-    """The source's end. `ChannelSender` has the arguments."""
+    """The source's end. `ChannelSender` has the other arguments.
+
+    Args:
+        purpose: which of this process's channels on a GPU it is: those that are open at once must not share buffers.
+    """
 
     kind = "memory"
 
-    def __init__(self, name: str, host: str, world_size: int, device: torch.device) -> None:
+    def __init__(self, name: str, host: str, world_size: int, device: torch.device, purpose: int = 0) -> None:
         super().__init__(name, host, world_size, device, device.type)
         self._readers = world_size - 1
         self._ring = BucketRing(device, MEMORY_BUFFERS, self._file_buffer)
         if device.type == "cuda":
-            self._ring = _gpu_rings.setdefault(device, BucketRing(device, MEMORY_BUFFERS))
+            self._ring = _gpu_rings.setdefault((device, purpose), BucketRing(device, MEMORY_BUFFERS))
         self._handles: list[list[Handle]] = []  # buffer → reader → handle
         self._files: list[Path] = []
         self._push, self._sent = -1, 0

@@ -45,9 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--hours", type=float, metavar="N", help="a soak: one run for so long, whose memory, files and queues must not grow"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every seed's result there, one JSON object a line")
-    parser.add_argument("--page", action="store_true", help="write the table of recovery times into docs/reliability.md")
+    parser.add_argument("--page", action="store_true", help="write the table of recovery times, or a soak's, into docs/reliability.md")
+    parser.add_argument(
+        "--results", type=Path, nargs="+", metavar="FILE", help="run nothing: show, or write, what --json has written of earlier runs"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the directories of all seeds")
     given = parser.parse_args(arguments)
+    if given.results:
+        return _earlier(parser, given.results, given.page)
     kinds = tuple(kind.strip() for kind in given.faults.split(","))
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--faults: {unknown[0]!r} is none of {', '.join(KINDS)}")
@@ -61,11 +66,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.hours is not None:
         from tests.chaos import soak
 
-        return soak.main(given.hours, suite.model, given.json)
+        return soak.main(given.hours, suite.model, given.json, page=given.page)
     if given.minimise is not None:
         return _minimise(suite, schedules[0])
     results = _run(suite, schedules, given.deterministic, given.json)
-    if given.page:
+    return _report(results, given.page)
+
+
+def _earlier(parser: argparse.ArgumentParser, paths: Sequence[Path], page: bool) -> int:
+    """Reports what earlier runs have written. Of a seed that ran several times the last result counts."""
+    try:
+        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        parser.error(f"--results: {error}")
+    if lines and "series" in lines[0]:
+        from tests.chaos import soak
+
+        return soak.report(lines[0], page=page)
+    return _report(results_page.joined(lines), page)
+
+
+def _report(results: Sequence[dict[str, Any]], page: bool) -> int:
+    """Prints the figures of seeds, and writes them into the page. Returns the exit code."""
+    if page:
         results_page.write(results)
     failed = [result["seed"] for result in results if result["problems"]]
     print(f"{len(results) - len(failed)} of {len(results)} seeds passed" + (f"; failed: {', '.join(map(str, failed))}" if failed else ""))
@@ -78,6 +101,7 @@ class Suite:
 
     def __init__(self, jobs: int, *, keep: bool, real: bool = False) -> None:
         self._jobs, self._keep, self._real = max(1, jobs), keep, real
+        self.variant = "real" if real else "fast"
         self._seconds = REAL_SEED_SECONDS if real else SEED_SECONDS
         self.directory = Path(tempfile.mkdtemp(prefix="myxo-chaos-"))
         model = self.directory / "model"
@@ -153,8 +177,10 @@ def _run(suite: Suite, schedules: Sequence[Schedule], deterministic: bool, path:
     """Runs all, shows each as it ends, and returns the results in the order of their ends."""
     results: list[dict[str, Any]] = []
     expected = _undisturbed(suite, schedules) if deterministic else {}
+    commit = results_page.commit()
     with open(path or os.devnull, "w") as file:
         for result in suite.results(schedules):
+            result |= {"commit": commit, "variant": "deterministic" if deterministic else suite.variant}
             wanted = expected.get(json.dumps(result["schedule"]["shape"]))
             if wanted is not None and result.get("state") != wanted:
                 result["problems"].append("its last weights are not those of the same run undisturbed")

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nats.js.errors import NotFoundError
+
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import die_with_parent
@@ -180,6 +182,8 @@ async def _remains(root: Path, schedule: Schedule, variant: Variant, result: See
     try:
         for sequence, data in await ledger_messages(server.url, RUN):
             check.take(sequence, data)
+    except NotFoundError:
+        return ["the run has left no ledger"]
     finally:
         await asyncio.to_thread(server.stop)
     found = check.end()

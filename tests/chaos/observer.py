@@ -62,18 +62,17 @@ class Observer:
 
     def is_due(self, fault: Fault) -> bool:
         """Returns whether the phase of a fault has come."""
-        if fault.phase == START:
-            return True
+        if fault.phase == START:  # before its servers are up there is no run: the launcher then ends, and says why
+            return self._connection is not None
         if fault.phase == SHUTDOWN:
             return self.finished
         if self.steps < fault.step:
             return False
-        now = {
-            PUSH: time.monotonic() - self._pushed_at < PUSH_MEMORY_S,
-            SAVE: self._phase.exists(),
-            EVALUATION: self.evaluating > 0,
-        }
-        return now.get(fault.phase, True)
+        if fault.phase == PUSH:
+            return time.monotonic() - self._pushed_at < PUSH_MEMORY_S
+        if fault.phase == SAVE:
+            return self._phase.exists()
+        return fault.phase != EVALUATION or self.evaluating > 0
 
     @contextlib.asynccontextmanager
     async def duplicating(self, seed: int = 0) -> AsyncIterator[Callable[[], int]]:

@@ -1,14 +1,39 @@
-"""The suite's figures as a table, and in the page on reliability."""
+"""The suite's figures as tables, and in the page on reliability."""
 
 import statistics
+import subprocess
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
-BEGIN, END = "<!-- chaos figures: written by python -m tests.chaos --page -->", "<!-- end of chaos figures -->"
+SEEDS, SOAK = "chaos figures", "soak figures"
+"""The names of the page's parts that are written, each between two marks."""
 
+TITLES = {
+    "fast": "With the scripted engine and optimizer step",
+    "deterministic": "Synchronous, compared bit by bit with the same run undisturbed",
+    "real": "With SGLang and two ranks of Megatron",
+}
+
+MOST_PROBLEMS = 4
 Result = Mapping[str, Any]
+
+
+def commit() -> str:
+    """Returns the commit of the code that runs, with ``-dirty`` where files differ from it; "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=PAGE.parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def joined(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the last result of each seed of each variant, by seed. A seed's own words of where its files are do not matter."""
+    last = {(result.get("variant", "fast"), result["seed"]): result for result in results}
+    return [last[key] for key in sorted(last)]
 
 
 def table(results: Sequence[Result]) -> str:
@@ -26,22 +51,51 @@ def table(results: Sequence[Result]) -> str:
 
 
 def write(results: Sequence[Result], page: Path = PAGE) -> None:
-    """Puts the table between the page's marks. Raises ValueError where it has none."""
-    text = page.read_text()
-    before, found, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    """Puts the figures of seeds into the page, a table for each variant. Raises ValueError where it lacks the marks."""
+    parts = []
+    for variant, title in TITLES.items():
+        if own := [result for result in results if result.get("variant", "fast") == variant]:
+            parts.append(f"**{title}**: {summary(own)}\n\n{table(own)}")
+    put(SEEDS, "\n\n".join(parts), page)
+
+
+def put(name: str, text: str, page: Path = PAGE) -> None:
+    """Puts text between the page's marks of a name. Raises ValueError where it has none."""
+    begin, end = f"<!-- {name}: written by python -m tests.chaos --page -->", f"<!-- end of {name} -->"
+    before, found, rest = page.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
     if not (found and ended):
-        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r}")
-    page.write_text(f"{before}{BEGIN}\n{summary(results)}\n\n{table(results)}\n{END}{after}")
+        raise ValueError(f"{page} lacks the lines {begin!r} and {end!r}")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Returns what was run, and how it ended, in a sentence."""
-    failed = sum(bool(result["problems"]) for result in results)
+    """Returns what was run, of which commits, and how it ended, in sentences."""
+    if not results:
+        return "no seed was run."
+    failed = [result for result in results if result["problems"]]
     faults = sum(fault["reached"] > 0 for result in results for fault in result["faults"])
-    cpu, wall = _total(results, "cpu_s"), _total(results, "seconds")
-    each = f"{cpu / len(results):.1f} s of CPU and {wall / len(results):.0f} s each" if results else "none"
-    return f"{len(results)} seeds with {faults} faults that hit something, {each}: {failed} failed."
+    cpu, wall = _total(results, "cpu_s") / len(results), _total(results, "seconds") / len(results)
+    commits = Counter(result.get("commit", "unknown") for result in results)
+    where = ", ".join(f"{name} ({count})" for name, count in commits.most_common())
+    text = (
+        f"{len(results)} seeds ({_spans([result['seed'] for result in results])}) with {faults} faults that hit something, "
+        f"{cpu:.1f} s of CPU and {wall:.0f} s each, at commit {where}: {len(failed)} failed."
+    )
+    for result in failed[:MOST_PROBLEMS]:
+        text += f" Seed {result['seed']}: {result['problems'][0].strip()[:160]}."
+    return text
+
+
+def _spans(seeds: Iterable[int]) -> str:
+    """Returns numbers in words: spans as "0 to 9", with commas between."""
+    spans: list[list[int]] = []
+    for seed in sorted(set(seeds)):
+        if spans and seed == spans[-1][1] + 1:
+            spans[-1][1] = seed
+        else:
+            spans.append([seed, seed])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
 def _total(results: Iterable[Result], name: str) -> float:

@@ -26,6 +26,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from shared.runtime.child_process import die_with_parent
+from tests.chaos import results_page
 from tests.chaos.fast.fast_config import RUN, FastShape
 from tests.chaos.fast.fast_variant import FastVariant
 from tests.chaos.observer import Observer
@@ -101,6 +102,7 @@ async def soak(hours: float, model: Path, every_s: float = SAMPLE_SECONDS) -> di
     whole = {name: values for name, values in series.items() if len(values) >= FEWEST_SAMPLES}
     return {
         "hours": hours,
+        "commit": results_page.commit(),
         "steps": steps,
         "died": died,
         "directory": str(directory),
@@ -130,24 +132,32 @@ async def _sample(series: Series, directory: Path, launcher: int, start: Start, 
             series.setdefault(f"queued {kind} messages", []).append(await observer.messages(f"{RUN}-{kind}"))
 
 
-def report(found: Mapping[str, Any]) -> str:
+def figures(found: Mapping[str, Any]) -> str:
     """Returns the result in words, with a table of Markdown."""
-    lines = [
-        f"{found['hours']:g} h, {found['steps']} steps; "
-        + ("grew: " + ", ".join(found["growing"]) if found["growing"] else "nothing grew"),
-        "",
-    ]
+    grew = ", ".join(found["growing"]) if found["growing"] else "nothing"
+    lines = [f"{found['hours']:g} h and {found['steps']} steps at commit {found.get('commit', 'unknown')}: {grew} grew by the rule.", ""]
     lines += ["| series | after a quarter | at the end |", "|---|---:|---:|"]
-    lines += [f"| {name} | {first:,.0f} | {last:,.0f} |" for name, (first, last) in found["first_and_last"].items()]
+    lines += [f"| {name} | {_amount(name, first)} | {_amount(name, last)} |" for name, (first, last) in found["first_and_last"].items()]
     return "\n".join(lines)
 
 
-def main(hours: float, model: Path, path: Path | None) -> int:
-    """Runs it, prints the report, writes JSON to ``path``. Returns the exit code: 1 where something grew, or the run ended."""
-    found = asyncio.run(soak(hours, model))
-    if path is not None:
-        path.write_text(json.dumps(found))
-    print(report(found))
+def _amount(name: str, value: float) -> str:
+    return f"{value / (1 << 20):,.1f} MiB" if name.split()[0] in ("memory", "store") else f"{value:,.0f}"
+
+
+def report(found: Mapping[str, Any], *, page: bool = False) -> int:
+    """Prints the result, and writes it into the page. Returns the exit code: 1 where something grew, or the run ended by itself."""
+    print(figures(found))
+    if page:
+        results_page.put(results_page.SOAK, figures(found))
     if found["died"] is not None:
         print(f"the run ended with exit code {found['died']}; see {found['directory']}", file=sys.stderr)
     return 1 if found["growing"] or found["died"] is not None else 0
+
+
+def main(hours: float, model: Path, path: Path | None, *, page: bool = False) -> int:
+    """Runs it, reports, and writes JSON to ``path``. Returns the exit code of `report`."""
+    found = asyncio.run(soak(hours, model))
+    if path is not None:
+        path.write_text(json.dumps(found) + "\n")
+    return report(found, page=page)

@@ -42,7 +42,7 @@ def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Te
 
 
 def test_grouped_products_equal_float32_and_wait_for_nothing() -> None:
-    from services.trainer.megatron.grouped_experts import _GroupedProduct, stacked
+    from services.trainer.megatron.grouped_experts import GroupedProduct, stacked
     from services.trainer.megatron.token_permutation import TokenPermutation
 
     tokens, routing, matrices, upstream = drawn(torch.bfloat16)
@@ -57,7 +57,7 @@ def test_grouped_products_equal_float32_and_wait_for_nothing() -> None:
         try:
             order = TokenPermutation.of(routing, PER_TOKEN)
             ends = routing.sum(0).cumsum(0).int()
-            wide = _GroupedProduct.apply(order.ordered(tokens), ends, *matrices)
+            wide = GroupedProduct.apply(order.ordered(tokens), ends, None, *matrices)
             back = order.restored(wide)
             wide.backward(upstream)
         finally:

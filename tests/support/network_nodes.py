@@ -72,6 +72,17 @@ class NodeNetwork:
     def mend(self, node: int) -> None:
         self._ip("-n", self.names[node], "link", "set", "eth0", "up")
 
+    def part(self) -> None:
+        """Cuts all links between nodes; this machine, and so the servers, they still reach."""
+        self._isolate("on")
+
+    def join(self) -> None:
+        self._isolate("off")
+
+    def _isolate(self, whether: str) -> None:
+        for node in range(len(self.names)):
+            self._in_switch("link", "set", f"node-{node}", "type", "bridge_slave", "isolated", whether)
+
     def readdress(self, node: int) -> None:
         """Gives a node another address in the place of the one that it has."""
         old, new = self.addresses[node], f"{self._net}.{100 + node}"

@@ -23,6 +23,7 @@ from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.partial_samples import samples_of_rollout
 from services.rollout.played_group import PlayedGroup, kept, until_complete
 from services.rollout.replica import Replica
+from services.rollout.request_slots import GroupSlots
 from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
 from shared.data.tokenizer import Tokenizer
@@ -78,12 +79,12 @@ class AgentGroups:
         """Returns the agent that plays a task's rollouts; None where none does."""
         return None if task.generate_function else agent_program(self._config, task.group)
 
-    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None) -> PlayedGroup:
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
         """Returns all samples of the rollouts that have ended first, as many as the group needs, or why the others were stopped.
 
         Args:
             earlier: what an earlier attempt left; of it whole rollouts count. in_flight: may stop the group; None for groups that are
-                never stopped.
+                never stopped. slots: of the group; a rollout holds one while its agent plays.
 
         Raises DeadlineExceeded where no replica serves or no gateway is there, HookFailed where too many rollouts are lost, BadMessage
         where no token is left to train.
@@ -92,9 +93,9 @@ class AgentGroups:
         assert program is not None
         progress = GroupProgress.of(task, self.settings)
         rollouts = [
-            _AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task), progress) for index in progress.begun
+            _AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun
         ]
-        await until_complete([self._play(rollout, in_flight, progress) for rollout in rollouts], progress)
+        await until_complete([self._play(rollout, in_flight, progress, slots) for rollout in rollouts], progress)
         ended, stopped = kept(rollouts, progress)
         samples = [sample for rollout in ended for sample in rollout.samples or ()]
         for index, sample in enumerate(samples):
@@ -148,7 +149,7 @@ class AgentGroups:
         self._service.metrics.add("agents_failed")
         self._service.log.warning("agent_failed", group=task.group, rollout=rollout, session=session, error=str(error))
 
-    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None, progress: GroupProgress) -> None:
+    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None, progress: GroupProgress, slots: GroupSlots) -> None:
         """Plays a rollout. Raises HookFailed, by which it is lost, where the group cannot do without it."""
         try:
             await rollout.play(in_flight)
@@ -158,6 +159,8 @@ class AgentGroups:
             self.lost += 1
             self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
             progress.lose(error)
+        finally:
+            slots.end()
 
 
 class _AgentRollout:
@@ -168,9 +171,16 @@ class _AgentRollout:
     """
 
     def __init__(
-        self, groups: AgentGroups, program: AgentProgram, task: Task, index: int, earlier: list[Sample], progress: GroupProgress
+        self,
+        groups: AgentGroups,
+        program: AgentProgram,
+        task: Task,
+        index: int,
+        earlier: list[Sample],
+        slots: GroupSlots,
+        progress: GroupProgress,
     ) -> None:
-        self._groups, self._program, self.task, self.index, self._progress = groups, program, task, index, progress
+        self._groups, self._program, self.task, self.index, self._slots, self._progress = groups, program, task, index, slots, progress
         self._requests, self._failures, self._alone = Requests(), RolloutFailures(groups.settings.agent_tries), False
         self.samples = earlier or None
         self.stopped: Stopped | None = None
@@ -181,7 +191,8 @@ class _AgentRollout:
             while self.samples is None:
                 if self._failures.count:
                     await asyncio.sleep(RETRY_PAUSE * self._failures.count)
-                async with self._groups.runner.slots:
+                await self._groups.replica.wait_serving(self.task.min_version, self._groups.settings.generate_timeout)
+                async with self._slots.slot(self.index), self._groups.runner.slots:
                     await self._play_once(in_flight)
         except Stopped as stopped:
             self.stopped = stopped

@@ -10,11 +10,16 @@ from pathlib import Path
 
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.transport import EngineTransport
+from services.rollout.slot_limit import EngineLoad
 from shared.config.engine_limits import longest_sequence
 from shared.runtime.untrusted_files import parse_json
 
 DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
 """Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun."""
+
+RUNNING, QUEUED = "sglang:num_running_reqs", "sglang:num_queue_reqs"
+USAGE, RETRACTED = "sglang:token_usage", "sglang:num_retracted_requests_total"
+"""Metrics of its load: requests that run and that wait, the share of its memory for keys and values, requests taken back for want of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,21 @@ def parse_drawn_tokens(page: str, overlaps: bool) -> int | None:
         return None
     drawn = _sum_of(page, DRAWN, 'mode="decode"')
     return int(drawn if overlaps else drawn + _sum_of(page, BEGUN, ""))
+
+
+def parse_load(page: str) -> EngineLoad | None:
+    """Returns an engine's load from its Prometheus page; None where the page lacks it. With priorities, SGLang has lines for each beside
+    the sum."""
+    if RUNNING not in page or QUEUED not in page:
+        return None
+    page = "\n".join(line for line in page.splitlines() if 'priority="' not in line or 'priority=""' in line)
+    usages = [float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(USAGE + "{")]
+    return EngineLoad(
+        running=int(_sum_of(page, RUNNING, "")),
+        queued=int(_sum_of(page, QUEUED, "")),
+        kv_usage=max(usages, default=0.0),
+        retracted=int(_sum_of(page, RETRACTED, "")),
+    )
 
 
 def _sum_of(page: str, name: str, label: str) -> float:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from services.rollout.engine.capabilities import Capabilities, parse_drawn_tokens, read_capabilities
+from services.rollout.engine.capabilities import Capabilities, parse_drawn_tokens, parse_load, read_capabilities
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_memory import EngineMemory
 from services.rollout.engine.generation import (
@@ -30,6 +30,7 @@ from services.rollout.engine.generation import (
 from services.rollout.engine.launch_command import RECEIVER_LOADER
 from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import EngineTransport
+from services.rollout.slot_limit import EngineLoad
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.failures import log_failure
 from shared.schema.messages import Sampling
@@ -69,6 +70,7 @@ class EngineClient:
         paused: the mode of the present pause, or None.
         generating: groups that the engine generates for this client now. retracting_pauses: how often all running requests were put back
             into the queue by a pause; each of them counts that as a retraction, like one for want of memory.
+        load: the engine's load when its drawn tokens were read the last time; None before, and of an engine that does not tell it.
         memory: releases the engine's memory and takes it again. receivers: the parts of the engine's ranks that receive weights.
     """
 
@@ -76,6 +78,7 @@ class EngineClient:
         self.transport, self.capabilities = transport, capabilities
         self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
+        self.load: EngineLoad | None = None
         self.late_versions: set[int] = set()
         self.generating = self.retracting_pauses = self._retractions = self._loads = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
@@ -208,6 +211,7 @@ class EngineClient:
             if error.status == HTTPStatus.NOT_FOUND:  # launched without --enable-metrics
                 return None
             raise
+        self.load = parse_load(str(page))
         drawn = parse_drawn_tokens(str(page), self.capabilities.overlaps)
         return None if drawn is None else drawn + self._retractions
 

@@ -44,8 +44,6 @@ from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.untrusted_files import parse_json, read_regular
 
 FORMAT = 3
-READABLE_FORMATS = (2, 3)
-"""Format 2 has no directories in its marker: all files lie in one."""
 
 MAX_MARKER = 16 * 1024**2
 """The most bytes of a ``checkpoint.json``."""
@@ -205,7 +203,7 @@ def read_marker(path: Path) -> dict[str, Any]:
         version = marker.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(str(path), MARKER, f"a readable JSON object ({error})") from error
-    if version not in READABLE_FORMATS:
+    if version != FORMAT:
         raise ConfigError(f"{path}:format", version, f"{FORMAT}; written by another version of Myxo")
     check_checkpoint_files(path)
     return marker

@@ -7,6 +7,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from services.trainer.megatron.grouped_experts import GroupedExperts
 from services.trainer.megatron.hf_weights import LocalParameter, parameters
 from services.trainer.megatron.runtime import deadline, gather_json
 from shared.model.architecture import Architecture
@@ -36,6 +37,8 @@ def freeze(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
             local.parameter.requires_grad_(freezing.trains(name))
     else:
         return
+    for experts in [module for chunk in chunks for module in chunk.modules() if isinstance(module, GroupedExperts)]:
+        experts.lay_together()
     for chunk in chunks if config.recompute_granularity is not None else ():
         _let_gradients_begin(chunk)
 

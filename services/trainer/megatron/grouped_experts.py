@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
@@ -52,18 +53,27 @@ class GroupedExperts(SequentialMLP):
             permuted_probs: [rows].
         """
         hidden = permuted_local_hidden_states
-        up, down = ([getattr(expert, name).weight for expert in self._experts] for name in ("linear_fc1", "linear_fc2"))
-        if self.loops or not len(hidden) or not takes_groups(hidden, up[0], down[0]):
+        up, down = ([getattr(expert, name) for expert in self._experts] for name in ("linear_fc1", "linear_fc2"))
+        if self.loops or not len(hidden) or not takes_groups(hidden, up[0].weight, down[0].weight, _rank(up[0], down[0])):
             output: tuple[Tensor, Tensor | None] = self._looped(hidden, tokens_per_expert, permuted_probs)
             return output
         ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0).int()
-        wide: Tensor = _GroupedProduct.apply(hidden, ends, *up)
+        wide = _outputs(hidden, ends, up)
         if self.config.bias_activation_fusion:
             gated = weighted_bias_swiglu_impl(wide, None, permuted_probs.unsqueeze(-1), False)
         else:
             gate, linear = wide.chunk(2, -1)
             gated = (F.silu(gate) * linear * permuted_probs.unsqueeze(-1)).to(wide.dtype)
-        return _GroupedProduct.apply(gated, ends, *down), None
+        return _outputs(gated, ends, down), None
+
+    @torch.no_grad()
+    def lay_together(self) -> None:
+        """Gives the matrices of frozen experts one memory, of which the product takes a view: no optimizer's buffer holds them."""
+        for name in ("linear_fc1", "linear_fc2"):
+            weights = [getattr(expert, name).weight for expert in self._experts]
+            if not any(weight.requires_grad for weight in weights):
+                for weight, place in zip(weights, torch.stack(weights), strict=True):
+                    weight.data = place
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Returns Megatron's sharded state. Megatron numbers experts as it finds them, and would save each under another's name."""
@@ -84,9 +94,22 @@ class GroupedExperts(SequentialMLP):
         return torch.cat([expert(rows, weights)[0] for expert, rows, weights in pieces]), None
 
 
-def takes_groups(hidden: Tensor, up: Tensor, down: Tensor) -> bool:
-    """Returns whether the grouped product takes rows [rows, H] and matrices of these shapes: on a GPU in bfloat16."""
-    widths = (up.size(1), up.size(0), down.size(1))
+def _rank(*layers: Any) -> int:
+    """Returns the rank of the adapters of these layers, 0 where there are none."""
+    return max(layer.adapter.lora.rank if hasattr(layer, "adapter") else 0 for layer in layers)
+
+
+def _outputs(rows: Tensor, ends: Tensor, layers: Sequence[Any]) -> Tensor:
+    """Returns one linear layer's output of all experts, [rows, outputs], with what adapters add to it."""
+    output: Tensor = GroupedProduct.apply(rows, ends, None, *[layer.weight for layer in layers])
+    if hasattr(layers[0], "adapter"):
+        output = output + layers[0].adapter.of_groups([layer.adapter for layer in layers], rows, ends)
+    return output
+
+
+def takes_groups(hidden: Tensor, up: Tensor, down: Tensor, rank: int = 0) -> bool:
+    """Returns whether the grouped product takes rows [rows, H] and matrices of these shapes: on a GPU in bfloat16. ``rank``: adapters'."""
+    widths = (up.size(1), up.size(0), down.size(1), rank)
     known = grouped_mm is not None and (not hidden.is_cuda or hidden.dtype == torch.bfloat16)
     return known and up.dtype == hidden.dtype and all(width * hidden.itemsize % ALIGNED == 0 for width in widths)
 
@@ -104,11 +127,16 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((len(tensors), *first.shape), (distance // size, *first.stride()), first.storage_offset())
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Rows [M, K] times the transposes of their experts' matrices [N, K]: [M, N]. ``ends``: int32 [experts], where each one's rows end."""
+class GroupedProduct(torch.autograd.Function):
+    """Rows [M, K] times the transposes of their experts' matrices [N, K]: [M, N].
+
+    Args:
+        ends: int32 [experts], where each one's rows end. group: the ranks that sum their gradients of the matrices, or None.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, group: dist.ProcessGroup | None, *weights: Tensor) -> Tensor:
+        ctx.group = group
         assert grouped_mm is not None
         view = stacked(weights)
         matrices = torch.stack(weights) if view is None else view
@@ -123,12 +151,14 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             view = stacked(weights)
             of_rows = grouped_mm(gradient, torch.stack(weights) if view is None else view, offs=ends)
-        if not any(ctx.needs_input_grad[2:]):
-            return (of_rows, None, *[None] * len(weights))
+        if not any(ctx.needs_input_grad[3:]):
+            return (of_rows, None, None, *[None] * len(weights))
         of_weights = grouped_mm(gradient.T, rows, offs=ends)
+        if ctx.group is not None:
+            dist.all_reduce(of_weights, group=ctx.group)
         if accumulated(weights, of_weights):
-            return (of_rows, None, *[None] * len(weights))
-        return (of_rows, None, *of_weights.unbind())
+            return (of_rows, None, None, *[None] * len(weights))
+        return (of_rows, None, None, *of_weights.unbind())
 
 
 def accumulated(weights: Sequence[Tensor], gradients: Tensor) -> bool:

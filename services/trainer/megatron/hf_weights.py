@@ -119,15 +119,20 @@ def numbered_chunks(chunks: Sequence[GPTModel], config: TransformerConfig) -> It
         yield get_transformer_layer_offset(config, vp_stage=stage if len(chunks) > 1 else None), chunk
 
 
+def first_expert(config: TransformerConfig) -> int:
+    """Returns the number of this rank's first expert; 0 for a model without."""
+    if config.num_moe_experts is None:
+        return 0
+    per_rank: int = config.num_moe_experts // config.expert_model_parallel_size
+    return int(parallel_state.get_expert_model_parallel_rank()) * per_rank
+
+
 def parameters(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture) -> Iterator[LocalParameter]:
     """Yields this rank's parameters with their global names: offsets of pipeline stages and of expert ranks applied."""
-    first_expert = 0
-    if architecture.experts is not None:
-        per_rank = architecture.experts.count // config.expert_model_parallel_size
-        first_expert = parallel_state.get_expert_model_parallel_rank() * per_rank
+    own = first_expert(config)
 
     def global_expert(match: re.Match[str]) -> str:
-        return f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
+        return f"{match[1]}{int(match[2]) + own}{match[3]}"
 
     for first_layer, chunk in numbered_chunks(chunks, config):
         for name, parameter in weights_of(chunk):

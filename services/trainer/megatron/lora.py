@@ -4,6 +4,10 @@ Where Megatron fuses matrices (q, k, v; gate and up) each has a pair of its own,
 with A [rank, inputs] and B [outputs, rank]. A column-parallel layer has A whole on every tensor-parallel rank and B split with
 the outputs; a row-parallel one has A split with the inputs and B whole.
 
+Every expert of a layer has pairs of its own. Tokens come to its ranks, and its output leaves them, by the dispatcher, so that what a rank
+adds is a part of a sum like the expert's own output; only the gradient of the matrix that is whole on every rank is summed over them. The
+pairs of all experts are computed as products of groups of rows, like the experts (`services.trainer.megatron.grouped_experts`).
+
 To an export adapters are parameters of their own, under PEFT's names.
 """
 
@@ -32,7 +36,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.hf_weights import LocalParameter, Recipe, numbered_chunks, recipe
+from services.trainer.megatron.grouped_experts import GroupedProduct
+from services.trainer.megatron.hf_weights import LocalParameter, Recipe, first_expert, numbered_chunks, recipe
 from services.trainer.megatron.layer_modules import ReplicatedLinear
 from services.trainer.megatron.runtime import device
 from shared.model.architecture import Architecture
@@ -84,6 +89,7 @@ class Adapter(torch.nn.Module):
         self, linear: Any, split: Split, made: Recipe, architecture: Architecture, lora: Lora, config: TransformerConfig, seed: int
     ) -> None:
         super().__init__()
+        self.of_experts = bool(getattr(linear, "is_expert", False))
         self.split, self.lora, self.scattered = split, lora, config.sequence_parallel
         self.group = getattr(linear, "tp_group", None)
         parts = self.group.size() if self.group is not None and split == "outputs" else 1
@@ -95,10 +101,14 @@ class Adapter(torch.nn.Module):
                 a = self._drawn(linear.weight.size(1), xxhash.xxh3_64_intdigest(f"{seed}:{matrix}".encode()) >> 1)
                 self.add_module(name, AdapterPair(a, self.rows[name], config.params_dtype))
         for name, parameter in self.named_parameters():
+            if self.of_experts:
+                parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's word for an expert's
             if (axis := _DIVIDED.get((split, name[-1]))) is not None:
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
-            else:  # its gradient is a sum over the ranks' tokens
+            elif not self.of_experts:  # its gradient is a sum over the ranks' tokens
                 parameter.sequence_parallel = self.scattered  # type: ignore[attr-defined]
+            elif self.group is not None and self.group.size() == 1:  # nobody else has it: the gradient's norm counts it on every rank
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def _drawn(self, inputs: int, seed: int) -> Tensor:
         """Draws this rank's part of A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout."""
@@ -114,10 +124,36 @@ class Adapter(torch.nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         """Takes the layer's input, [..., inputs]. Returns the adapters' part of its output, [..., outputs]."""
-        low = F.linear(given, torch.cat([pair.a for pair in self.pairs.values()]))
+        down, up = torch.cat([pair.a for pair in self.pairs.values()]), self._fused_b()
+        if self.of_experts:
+            if self.split == "outputs":
+                down = copy_to_tensor_model_parallel_region(down, group=self.group)
+            else:
+                up = copy_to_tensor_model_parallel_region(up, group=self.group)
+            return F.linear(F.linear(given, down) * self.lora.scale, up)
+        low = F.linear(given, down)
         if (across := _ACROSS.get((self.split, self.scattered))) is not None:
             low = across(low, group=self.group)
-        return F.linear(low * self.lora.scale, self._fused_b())
+        return F.linear(low * self.lora.scale, up)
+
+    def of_groups(self, others: Sequence["Adapter"], rows: Tensor, ends: Tensor) -> Tensor:
+        """Computes what the adapters of a layer's experts add to their groups of rows: [rows, outputs].
+
+        Args:
+            others: the adapters of all experts of this rank, this one's among them. rows: [rows, inputs], in the experts' order.
+            ends: int32 [experts], where each one's rows end.
+        """
+        shared = self.group if self.group is not None and self.group.size() > 1 else None
+        over_a, over_b = (shared, None) if self.split == "outputs" else (None, shared)
+        blocks = []
+        for name, height in self.rows.items():
+            if name in self._modules:
+                pairs: list[Any] = [other._modules[name] for other in others]
+                low = GroupedProduct.apply(rows, ends, over_a, *[pair.a for pair in pairs])
+                blocks.append(GroupedProduct.apply(low * self.lora.scale, ends, over_b, *[pair.b for pair in pairs]))
+            else:
+                blocks.append(rows.new_zeros(len(rows), height))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
 
     def _fused_b(self) -> Tensor:
         """Returns [outputs, sum of ranks], where each matrix's rows meet its own columns only. It is small beside the activations, which
@@ -169,6 +205,9 @@ class AdaptedReplicated(_Adapted, ReplicatedLinear):  # type: ignore[misc]  # th
     """A layer that every rank holds whole."""
 
 
+_ADAPTABLE = r"(?:self_attention|mlp(?:\.shared_experts|\.experts\.local_experts\.\d+)?)\.linear_\w+"
+"""Layers that can be adapted, by Megatron's names within a transformer layer."""
+
 _ADAPTED: dict[type, tuple[type, Split]] = {
     ColumnParallelLinear: (AdaptedColumn, "outputs"),
     RowParallelLinear: (AdaptedRow, "inputs"),
@@ -197,9 +236,10 @@ def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tu
     kinds = (*_ADAPTED, *(adapted for adapted, _ in _ADAPTED.values()))
     for first_layer, chunk in numbered_chunks(chunks, config):
         for name, module in chunk.named_modules():
-            layer = re.fullmatch(r"decoder\.layers\.(\d+)\.((?:self_attention|mlp)\.linear_\w+)", name)
+            layer = re.fullmatch(rf"decoder\.layers\.(\d+)\.({_ADAPTABLE})", name)
             if layer and type(module) in kinds:
-                yield f"decoder.layers.{int(layer[1]) + first_layer}.{layer[2]}", module
+                within = re.sub(r"(?<=local_experts\.)\d+", lambda own: str(int(own[0]) + first_expert(config)), layer[2])
+                yield f"decoder.layers.{int(layer[1]) + first_layer}.{within}", module
 
 
 def adapters_of(model: MegatronModel) -> Adapters:

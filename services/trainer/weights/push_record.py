@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shared.runtime.activities import PUSH
+from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import Marks, ReplicaPush, WeightsPushed, WeightsReceived, WeightsServed
 
 PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"
@@ -32,6 +34,12 @@ class PushWait:
     @property
     def whom(self) -> str:
         return ", ".join(self.awaited_from) or "the trainer's own ranks"
+
+    def doing(self, timeout_s: float, now: float) -> Doing:
+        """Returns what the status shows. ``timeout_s``: of the whole push; ``now``: since the epoch."""
+        after = f"who has not answered is left out weights.push_timeout = {timeout_s:g} s after its beginning"
+        what = self.what.removeprefix("the ")
+        return Doing(part=PUSH, what=what, since=now - self.seconds, awaited_from=list(self.awaited_from), next_action=after)
 
 
 class PushRecord:
@@ -107,3 +115,15 @@ class PushRecord:
         if (began := self._began.get(step)) is None:
             return 0.0
         return next((self._began[later] for later in _NEXT[step] if later in self._began), now) - began
+
+
+def mismatches(answers: Mapping[str, WeightsReceived], digest: str) -> dict[str, str]:
+    """Returns replica → how its weights differ from those that were sent, whose digest is ``digest``."""
+    failures = {}
+    for name, answer in answers.items():
+        if answer.differences:
+            first = next(iter(answer.differences.items()))
+            failures[name] = f"{len(answer.differences)} tensors differ from the trainer's, first {first}"
+        elif answer.digest != digest:
+            failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
+    return failures

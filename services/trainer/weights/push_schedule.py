@@ -1,12 +1,12 @@
 """The decisions of a push: its members, the renewal of its channels, and the response to failures. Pure: no clock, no requests."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.trainer.commands import Push
 from shared.bus.registry import CATCHING_UP
 from shared.schema.service_messages import ServiceStatus
-from shared.schema.weight_messages import Marks, WeightsReceived
+from shared.schema.weight_messages import Marks
 
 OFFER_SECONDS = 5.0
 """The time that a replica has to answer that it can take a version."""
@@ -62,11 +62,13 @@ class PushResult:
 
 @dataclass(frozen=True, order=True)
 class Target:
-    """A replica to push to: its name, the incarnation of its engine's weights, and the engine's ranks in a channel."""
+    """A replica to push to: its name, the incarnation of its engine's weights, and the engine's ranks in a channel. ``machine``: its
+    address, where each machine has channels of its own; else empty."""
 
     instance: str
     incarnation: str
     ranks: int
+    machine: str = ""
 
 
 class PushSchedule:
@@ -89,13 +91,17 @@ class PushSchedule:
         found = [status for status in statuses if status.version == version and status.state == "ready"]
         return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
 
-    def next_push(self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool) -> Push | None:
+    def next_push(
+        self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool, machines: Mapping[str, str] = {}
+    ) -> Push | None:
         """Returns the push to begin, to those targets that have accepted it; they are the members from now on.
 
         Args:
             digests: of the weights that each of these holds, by instance. skip_unchanged: leave out frozen parameters where all have them.
+            machines: by instance, where each machine has channels of its own.
         """
-        members = tuple(target for target in targets if target.instance in digests)
+        accepted = [target for target in targets if target.instance in digests]
+        members = tuple(replace(target, machine=machines.get(target.instance, "")) for target in accepted)
         if not members:
             return None
         renewed, self.members = members != self.members, members
@@ -103,13 +109,14 @@ class PushSchedule:
         return Push(
             version,
             self._number,
-            engine_ranks=sum(target.ranks for target in members) if renewed else 0,
+            engine_ranks=_ranks_by_machine(members) if renewed else {},
             partial=skip_unchanged and self._digests.issuperset(digests.values()),
         )
 
     def first_rank(self, target: Target) -> int:
         """Returns the rank in a channel of a member's first engine process; rank 0 is the source."""
-        return 1 + sum(other.ranks for other in self.members[: self.members.index(target)])
+        before = self.members[: self.members.index(target)]
+        return 1 + sum(other.ranks for other in before if other.machine == target.machine)
 
     def confirmed(self, targets: Iterable[Target], version: int, digest: str) -> None:
         """Records that these targets serve a version."""
@@ -144,6 +151,29 @@ class PushSchedule:
             served = max(served, confirmed)
         blamed, _, not_before = self._failures.get(status.instance, ("", 0, 0.0))
         return served < version and (now >= not_before or blamed != _life(status.incarnation))
+
+
+def _ranks_by_machine(members: Iterable[Target]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for target in members:
+        found[target.machine] = found.get(target.machine, 0) + target.ranks
+    return found
+
+
+def strangers(machines: Mapping[str, str], trainers: Sequence[str]) -> dict[str, str]:
+    """Returns the replicas that no rank of the trainer has a machine in common with, and why that is a fault.
+
+    Args:
+        machines: by instance, the address of its machine. trainers: the addresses of the ranks' machines; none: that does not matter.
+    """
+    if not trainers:
+        return {}
+    places = ", ".join(dict.fromkeys(trainers))
+    return {
+        name: f"it shares its GPUs with the trainer, of which no rank is on its machine ({address or 'not told'}; ranks are on {places})"
+        for name, address in machines.items()
+        if address not in trainers
+    }
 
 
 def _life(incarnation: str) -> str:
@@ -181,15 +211,3 @@ def lost_members(members: Iterable[Target], statuses: Iterable[ServiceStatus]) -
         for target in members
         if incarnations.get(target.instance) != target.incarnation
     }
-
-
-def mismatches(answers: Mapping[str, WeightsReceived], digest: str) -> dict[str, str]:
-    """Returns replica → how its weights differ from those that were sent, whose digest is ``digest``."""
-    failures = {}
-    for name, answer in answers.items():
-        if answer.differences:
-            first = next(iter(answer.differences.items()))
-            failures[name] = f"{len(answer.differences)} tensors differ from the trainer's, first {first}"
-        elif answer.digest != digest:
-            failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
-    return failures

@@ -23,11 +23,10 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
-from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
-from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of, mismatches
+from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait, mismatches
+from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of, strangers
 from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.config.weights_section import WeightsSection
-from shared.runtime.activities import PUSH
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
 from shared.runtime.failures import end_soon, log_error
@@ -99,11 +98,15 @@ class Pusher:
         try:
             offered.wait()  # only replicas that answer join a channel: its members would wait for a dead one
         except PeerFailure as error:
-            self._log.warning("offer_declined", version=version, replicas=error.failures)
-            self.schedule.blame([target for target in targets if target.instance in error.failures], time.monotonic())
-            self._declined = error.failures
-        digests = {name: answer.digest for name, answer in offered.answers.items()}
-        if (push := self.schedule.next_push(version, targets, digests, skip_unchanged=self._config.skip_unchanged)) is None:
+            self._declined = dict(error.failures)
+        machines = {name: answer.address for name, answer in offered.answers.items()} if self._sender.machines else {}
+        self._declined |= strangers(machines, self._sender.machines)
+        if self._declined:
+            self._log.warning("offer_declined", version=version, replicas=self._declined)
+            self.schedule.blame([target for target in targets if target.instance in self._declined], time.monotonic())
+        digests = {name: answer.digest for name, answer in offered.answers.items() if name not in self._declined}
+        unchanged = self._config.skip_unchanged
+        if (push := self.schedule.next_push(version, targets, digests, skip_unchanged=unchanged, machines=machines)) is None:
             self._record, self._request = PushRecord(version, (), self._declined, time.monotonic()), None
             self._report(time.monotonic(), "every replica declined the offer")
         return push
@@ -166,11 +169,7 @@ class Pusher:
 
     def doing(self) -> Doing | None:
         """Returns what a push under way waits for, on rank 0; any thread may ask. None while there is none."""
-        if (wait := self.awaited) is None:
-            return None
-        after = f"who has not answered is left out weights.push_timeout = {self._config.push_timeout:g} s after its beginning"
-        what = wait.what.removeprefix("the ")
-        return Doing(part=PUSH, what=what, since=time.time() - wait.seconds, awaited_from=list(wait.awaited_from), next_action=after)
+        return None if (wait := self.awaited) is None else wait.doing(self._config.push_timeout, time.time())
 
     def wait(self) -> None:
         """Returns once no push is under way."""
@@ -217,7 +216,7 @@ class Pusher:
             return
         self._trace(self._report(time.monotonic(), "" if committed else "no replica confirmed that it serves it", sent))
         if self._link is not None and committed:
-            stall = self._stall()
+            stall = self._reading.stall if self._reading is not None else 0.0
             seconds = time.monotonic() - started
             live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
             self._link.weights_live(live)
@@ -236,10 +235,14 @@ class Pusher:
         """Has the engines begin to join the channels, on rank 0. Raises PeerFailure."""
 
         def message(target: Target) -> WeightsPrepare:
-            return WeightsPrepare(version=version, channels=self._channels, rank=self.schedule.first_rank(target), deadline=seconds)
+            channels, rank = self._channels_of(target), self.schedule.first_rank(target)
+            return WeightsPrepare(version=version, channels=channels, rank=rank, deadline=seconds)
 
         if self._link is not None:
             self._ask(self.schedule.members, "prepare", message, WeightsReady, seconds).wait()
+
+    def _channels_of(self, target: Target) -> list[WeightChannelAddress]:
+        return [channel for channel in self._channels if target.machine in ("", channel.address)]
 
     @contextlib.contextmanager
     def _watched_members(self) -> Iterator[None]:
@@ -266,10 +269,13 @@ class Pusher:
         number = push.number + check
         self._record.begin(CHECK if check else RECEIVE, time.monotonic())
         if self._link is not None:
-            names = [channel.name for channel in self._channels]
-            ids = self._manifests.get(push.partial, {})
-            message = WeightsReceive(version=push.version, push=number, channels=names, manifests=ids, check=check, deadline=_left(end))
-            request = self._ask(self.schedule.members, "receive", lambda _: message, WeightsReceived, message.deadline)
+            seconds, ids = _left(end), self._manifests.get(push.partial, {})
+
+            def message(target: Target) -> WeightsReceive:
+                names = [channel.name for channel in self._channels_of(target)]
+                return WeightsReceive(version=push.version, push=number, channels=names, manifests=ids, check=check, deadline=seconds)
+
+            request = self._ask(self.schedule.members, "receive", message, WeightsReceived, seconds)
             request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
             self._request = request
         last = check or not self._config.check_weight_update_equal
@@ -354,9 +360,6 @@ class Pusher:
         except PeerFailure as silent:
             self._log.info("abort_unanswered", version=push.version, error=str(silent))
 
-    def _stall(self) -> float:
-        return self._reading.stall if self._reading is not None else 0.0
-
     def _report(self, ended: float, failure: str, sent: int = 0) -> WeightsPushed | None:
         """Publishes, on rank 0, what the push came to, and returns it. ``ended``: monotonic; ``failure``: why none serves its version;
         ``sent``: bytes."""
@@ -364,7 +367,8 @@ class Pusher:
             return None
         if self._request is not None:
             self._record.received(self._request.answers)
-        event = self._record.event(ended, now(), stall=self._stall(), sent=sent, failure=failure)
+        stall = self._reading.stall if self._reading is not None else 0.0
+        event = self._record.event(ended, now(), stall=stall, sent=sent, failure=failure)
         self._link.report("pushed", event, plane="weights")
         return event
 

@@ -1,9 +1,12 @@
-"""One rank's part in a push: its pipeline stage's export, and where it is the stage's source, the channel that carries it."""
+"""One rank's part in a push: its pipeline stage's export, and where it is the stage's source, the channel that carries it.
+
+Engines that share the GPUs of trainers on several machines are reached through relays (`memory_relay`).
+"""
 
 import datetime
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.weights.memory_relay import MemoryRelay, RelayedSender, StageChannel, relays_of
 from services.trainer.weights.stage_export import StageExport
 from shared.runtime.own_address import own_address
 from shared.schema.weight_messages import WeightChannelAddress
@@ -51,6 +55,9 @@ class StageSender:
 
     Args:
         seconds: the longest that a push may take. bucket_bytes, dtype: see `StageExport`.
+
+    Attributes:
+        machines: the address of each rank's machine, where each machine has memory channels of its own; else empty.
     """
 
     def __init__(self, model: MegatronModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
@@ -58,26 +65,67 @@ class StageSender:
         self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
-        self._channel: ChannelSender | None = None
+        self._channel: StageChannel | None = None
+        self._relays: list[MemoryRelay] = []
         self.marks: dict[str, float] = {}
         """What the newest `send` has reached → when, monotonic seconds."""
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
+        told = self.agree([own_address(), self.plan.stage, self.plan.is_source])
+        machines = [address for address, _, _ in told] if kind == "memory" else []
+        self.machines = machines if len(set(machines)) > 1 else []
+        self._sources = {stage: rank for rank, (_, stage, is_source) in enumerate(told) if is_source}
 
-    def open(self, number: int, engine_ranks: int) -> list[WeightChannelAddress]:
-        """Replaces the channels by new ones, one for each pipeline stage. ``number``: that of the push."""
+    def open(self, number: int, engine_ranks: Mapping[str, int]) -> list[WeightChannelAddress]:
+        """Replaces the channels by new ones, one for each pipeline stage, and for each machine where they have memory of their own.
+
+        Args:
+            number: that of the push. engine_ranks: by machine, see `machines`; else under any one name.
+        """
         self.drop()
+        if self.machines:
+            return self._open_on_machines(number, engine_ranks)
         addresses = []
         if self.plan.is_source:
-            name = f"myxo-{self._life}-{number}-{self.plan.stage}"
-            self._channel = SENDERS[self._kind](name, own_address(), 1 + engine_ranks, runtime.device())
+            name = self._name(number, self.plan.stage)
+            self._channel = SENDERS[self._kind](name, own_address(), 1 + sum(engine_ranks.values()), runtime.device())
             addresses = [self._channel.address.model_dump()]
+        return self._all(addresses)
+
+    def _open_on_machines(self, number: int, engine_ranks: Mapping[str, int]) -> list[WeightChannelAddress]:
+        relays, rank, device = relays_of(self.machines, self._sources, engine_ranks), dist.get_rank(), runtime.device()
+        machine, ways, stages = self.machines[rank], [], sorted(self._sources)
+        readers = 1 + engine_ranks.get(machine, 0)
+        if self.plan.is_source:
+            name, others = self._name(number, self.plan.stage), len(relays[self.plan.stage])
+            self._channel = local = MemorySender(name, machine, readers, device)
+            if others:
+                way = GroupSender(f"{name}-relays", machine, 1 + others, device)
+                self._channel, ways = RelayedSender(local, way), [way.address.model_dump()]
+        told = self.agree(ways)
+        for stage in stages:
+            if rank in relays[stage]:
+                place = 1 + relays[stage].index(rank)
+                source = WeightChannelAddress.model_validate(told[self._sources[stage]][0])
+                local = MemorySender(f"{self._name(number, stage)}-at-{place}", machine, readers, device, purpose=1 + stage)
+                self._relays.append(MemoryRelay(source, place, local))
+        own = [self._channel] if self._channel is not None else []
+        return self._all([channel.address.model_dump() for channel in (*own, *self._relays)])
+
+    def _name(self, number: int, stage: int) -> str:
+        return f"myxo-{self._life}-{number}-{stage}"
+
+    def _all(self, addresses: list[Any]) -> list[WeightChannelAddress]:
         return [WeightChannelAddress.model_validate(address) for of_rank in self.agree(addresses) for address in of_rank]
 
     def join(self, seconds: float) -> None:
         """Waits for the engines. Raises ChannelBroken on the ranks whose channel was not joined."""
+        for relay in self._relays:
+            relay.begin_join(seconds)
         if self._channel is not None:
             self._channel.join(seconds)
+        for relay in self._relays:
+            relay.wait(seconds)
 
     def send(self, number: int, *, partial: bool, seconds: float, exported: Callable[[], None] = lambda: None) -> SentPush:
         """Exports and sends everything. Never raises for a channel that breaks: other ranks wait for this one in the export.
@@ -88,6 +136,8 @@ class StageSender:
         (export, hasher), channel, sent = self._export(partial), self._channel, 0
         hasher.begin()
         self.marks = {}
+        for relay in self._relays:
+            relay.begin(number, seconds)
         error = None if channel is None else _error_of(lambda: channel.announce(number, export.manifest, seconds))
         for index, bucket in enumerate(export.manifest.buckets):
             flat: torch.Tensor | None = None
@@ -106,13 +156,18 @@ class StageSender:
         exported()
         if channel is not None and error is None:
             error = _error_of(lambda: channel.finish(hasher.poll))
+        for relay in self._relays:
+            error = _error_of(lambda passing=relay: passing.wait(seconds)) or error  # type: ignore[misc]
         self.marks["sent"] = time.monotonic()
-        manifests = {channel.name: export.manifest.id} if channel is not None else {}
+        manifests = {channel.address.name: export.manifest.id} if channel is not None else {}
         return SentPush(sent, hasher.digests() if error is None else {}, error, manifests)
 
     def held_by_all(self, push: int, digest: str, done: Callable[[], bool]) -> bool:
-        """Returns whether every engine rank holds ``digest``, as they have said over this rank's channel; see `ChannelSender`."""
-        return self._channel is not None and self._channel.held_by_all(push, digest, done)
+        """Returns whether every engine rank holds ``digest``, as they have said over this rank's channel; see `ChannelSender`.
+
+        Where some of them have another channel, that is not known here.
+        """
+        return isinstance(self._channel, ChannelSender) and not self.machines and self._channel.held_by_all(push, digest, done)
 
     def agree(self, value: Any) -> list[Any]:
         """Returns ``value`` of every rank, in rank order, on every rank; JSON."""
@@ -120,14 +175,15 @@ class StageSender:
 
     def abort(self, reason: str) -> None:
         """Ends the channel's waits, from any thread."""
-        if self._channel is not None:
-            self._channel.abort(reason)
+        for end in (*([self._channel] if self._channel is not None else []), *self._relays):
+            end.abort(reason)
 
     def drop(self) -> None:
-        """Closes and drops the channel."""
+        """Closes and drops the channels."""
         channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        relays, self._relays = self._relays, []
+        for end in (*([channel] if channel is not None else []), *relays):
+            end.close()
 
     def close(self) -> None:
         self.drop()

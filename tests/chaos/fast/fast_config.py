@@ -16,7 +16,7 @@ SMALLEST = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_he
 class FastShape:
     """What differs between the runs of seeds. ``mode``: `rollout.in_flight_on_push`."""
 
-    steps: int = 10
+    steps: int = 7
     groups: int = 3
     samples: int = 2
     replicas: int = 2

@@ -1,9 +1,13 @@
-"""``myxo`` whose processes are forked, with the scripted trainer and engine; launcher, services and servers are production's."""
+"""``myxo`` whose processes are forked, with the scripted trainer and engine; launcher, services and servers are production's.
+
+The picture of the report alone is not drawn: it would take a tenth of a seed's time.
+"""
 
 import os
 import sys
 from pathlib import Path
 
+from myxo.display import reward_chart
 from myxo.launch import run_servers
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.main import main
@@ -17,5 +21,6 @@ if __name__ == "__main__":
     register = Path(os.environ["MYXO_CHAOS_PROCESSES"])
     forking.install(register)
     SERVICE_MODULES.update(MODULES)
+    reward_chart.draw = lambda *_: None
     run_servers.EmbeddedNats, run_servers.EmbeddedValkey = proxied(ProxiedAddresses.from_text(os.environ[ADDRESSES]))
     sys.exit(main())

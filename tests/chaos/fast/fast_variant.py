@@ -8,7 +8,7 @@ from tests.chaos.fast.processes import ForkedProcesses
 from tests.chaos.fast.remains import problems_of_responses, problems_of_weights
 from tests.chaos.ledger_check import LedgerFindings
 from tests.chaos.link_proxy import ADDRESSES, LinkProxy, ProxiedAddresses
-from tests.chaos.schedule import Schedule
+from tests.chaos.schedule import DISK_FULL, Schedule
 from tests.chaos.variant import Limits, Processes, Start, Variant
 
 
@@ -29,5 +29,6 @@ class FastVariant(Variant):
         return ForkedProcesses(directory / "processes", launcher)
 
     def problems(self, root: Path, schedule: Schedule, found: LedgerFindings) -> list[str]:
-        problems = problems_of_responses(root / "rollouts", found, lossy=schedule.lossy)
+        full = any(fault.kind == DISK_FULL for fault in schedule.faults)
+        problems = problems_of_responses(root, found, lossy=schedule.lossy, full=full)
         return problems + (problems_of_weights(root / "hf", found) if found.finished else [])

@@ -10,12 +10,18 @@ from shared.schema.sample import token_digest
 from tests.chaos.fast.scripted_weights import problems_of, version_of
 from tests.chaos.ledger_check import LedgerFindings
 
+UNKEPT = "rollouts_not_kept"
+"""What the buffer logs where it could not write responses: they are kept for people to read, and no run waits for them."""
 
-def problems_of_responses(directory: Path, found: LedgerFindings, *, lossy: bool) -> list[str]:
+
+def problems_of_responses(root: Path, found: LedgerFindings, *, lossy: bool, full: bool) -> list[str]:
     """Checks that every trained group is on disk as it was scored, and that each of its tokens was drawn by the version that it names.
 
-    ``lossy``: what the run had stored was taken away.
+    Args:
+        root: of the run. lossy: what the run had stored was taken away. full: its disk was, and it may have left groups out, and said so.
     """
+    directory = root / "rollouts"
+    excused = lossy or (full and any(UNKEPT in path.read_text(errors="replace") for path in (root / "logs").glob("buffer-*.log")))
     problems, kept = [], dict[str, dict[str, Any]]()
     for path in sorted(directory.glob("*.jsonl")):
         for line in path.read_bytes().splitlines():
@@ -28,7 +34,7 @@ def problems_of_responses(directory: Path, found: LedgerFindings, *, lossy: bool
                 problems += _labels(record["group"], sample)
     for group, digests in found.digests.items():
         if (record := kept.get(group)) is None:
-            if not lossy:  # else the payload may have gone once the trainer had read it
+            if not excused:  # else the payload may have gone once the trainer had read it
                 problems.append(f"{group} was trained, and its responses are not on disk")
             continue
         own = [token_digest(np.array(sample["prompt_ids"]), np.array(sample["response_ids"])) for sample in record["samples"]]

@@ -2,22 +2,26 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
 from services.trainer.actor import Actor
+from services.trainer.megatron.lora import silence_adapters
 from services.trainer.weights.stage_sender import SentPush, StageSender
 from shared.schema.weight_messages import WeightsReceived
 from shared.transfer.digest import version_digest
-from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.conftest import Checkpoints, running_engine
 from tests.integration.engine.load import SAMPLING, prompts
+from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.support.weights_group import JOIN_SECONDS
 from tests.unit.trainer.megatron import rank_steps
-from tests.unit.trainer.megatron.tiny import pack
+from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack
 
 SECONDS = 60.0
 
@@ -27,6 +31,54 @@ def adapted(checkpoint: Checkpoints) -> Iterator[Actor]:
     """A trainer of one rank, with adapters on what the engine serves."""
     yield rank_steps.actor(checkpoint(0).path, lora_rank=4, lr=1e-2)
     rank_steps.runtime.stop()
+
+
+@pytest.mark.extra
+def test_adapters_of_experts_are_laid_over_the_engines_own_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path)
+    character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path)
+    actor = rank_steps.actor(tmp_path, lora_rank=4, lr=1e-2, target_modules=("gate_proj", "up_proj", "down_proj"))
+    sender = StageSender(actor.model, "group", SECONDS, 8192)
+    prompt = np.arange(12, dtype=np.int32)
+    whole = torch.from_numpy(prompt.astype(np.int64))
+
+    async def pushed(engine: EngineProcess) -> tuple[np.ndarray, WeightsReceived]:
+        """Returns log-probs of what the engine has generated after a push, less the trainer's, and what a push of the same found."""
+        async with await EngineClient.connect(engine.receiver) as client:
+            channels = await asyncio.to_thread(sender.open, 2, 1)
+            await client.join_channels(channels, 1, timeout=JOIN_SECONDS)
+            await asyncio.to_thread(sender.join, JOIN_SECONDS)
+            found = []
+            for number, check in ((1, False), (2, True)):
+                await client.pause("in_place")
+                await client.begin_weight_update()
+                received, sent = await asyncio.gather(
+                    client.receive(1, number, [channel.name for channel in channels], check=check, deadline=SECONDS),
+                    asyncio.to_thread(sender.send, number, partial=False, seconds=SECONDS),
+                )
+                await client.end_weight_update()
+                await client.set_weight_version(1)
+                await client.resume()
+                assert sent.error is None and received.digest == version_digest(sent.known)
+                found.append(received)
+            (generation,) = await client.generate_group([GenerationRequest(prompt, 24, ignore_eos=True)], SAMPLING)
+            await client.leave_channels()
+            tokens = torch.cat([whole, torch.from_numpy(generation.tokens.astype(np.int64))])
+            trainers = actor.log_probs([pack([tokens])])[0][len(prompt) - 1 : -1].numpy()
+            return trainers - generation.log_probs, found[1]
+
+    try:
+        rank_steps.steps(actor, 3)
+        with running_engine(tmp_path, tmp_path, {"dtype": "bfloat16"}) as engine:
+            apart, again = asyncio.run(pushed(engine))
+        assert again.differences == {}
+        assert np.abs(apart).mean() < 0.05  # the engine computes in bfloat16
+        changed = actor.log_probs([pack([whole])])[0][:-1]
+        silence_adapters(actor.model)
+        assert (actor.log_probs([pack([whole])])[0][:-1] - changed).abs().mean() > 0.2
+    finally:
+        sender.close()
+        rank_steps.runtime.stop()
 
 
 async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(

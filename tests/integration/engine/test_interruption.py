@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shared.bus.bus_errors import RequestRefused
+from shared.runtime.own_address import LOOPBACK
 from shared.schema import sample
 from shared.schema.messages import Interrupted, Payload, Sampling
 from shared.schema.payload_digest import reference
@@ -157,7 +158,7 @@ async def test_a_group_whose_earlier_samples_are_lost_or_forged_begins_anew(new_
 async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench: NewBench, checkpoint: Checkpoints) -> None:
     desk = await new_bench()
     weights = desk.rollout.weights
-    assert await desk.ask("offer", WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0)
+    assert await desk.ask("offer", WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0, address=LOOPBACK)
     staying = asyncio.create_task(weights.settled(60))  # for what may follow the answer
     desk.service.stopping.set()
     await asyncio.sleep(0)

@@ -8,6 +8,7 @@ import pytest
 from services.rollout import weight_receiver as protocol
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.bus_errors import RequestRefused
+from shared.runtime.own_address import LOOPBACK
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightsOffer, WeightsReady, WeightsReceive
 from tests.integration.engine.bench import Bench, NewBench
@@ -38,7 +39,7 @@ async def test_from_offer_to_commit(new_bench: NewBench, checkpoint: Checkpoints
     assert not desk.replica.serving and received.digest == source.digest and received.differences == {}
     await source.commit(received.digest)
     assert desk.replica.serving and desk.replica.version == 1
-    ready = WeightsReady(replica="rollout-1", version=1, digest=source.digest)
+    ready = WeightsReady(replica="rollout-1", version=1, digest=source.digest, address=LOOPBACK)
     assert await desk.ask("offer", WeightsOffer(version=2)) == ready
 
     newer = Source(desk, checkpoint(2).model, 2)
@@ -63,7 +64,7 @@ async def test_a_version_with_another_digest_is_not_served(new_bench: NewBench, 
     with pytest.raises(RequestRefused, match=f"has digest 0123, the engine has {received.digest}"):
         await source.commit("0123")
     assert not desk.replica.serving and desk.replica.version == NO_WEIGHTS and desk.service.state == "fenced"
-    assert await desk.ask("offer", WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=NO_WEIGHTS)
+    assert await desk.ask("offer", WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=NO_WEIGHTS, address=LOOPBACK)
     with pytest.raises(RequestRefused, match="the engine is in none"):
         await source.receive(2, only=slice(0))
     source.leave()

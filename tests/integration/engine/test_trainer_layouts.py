@@ -185,7 +185,7 @@ def trained(hf_dir: Path, layout: dict[str, Any], carried_by: ChannelKind, place
 def pushed_digest(actor: Actor, carried_by: ChannelKind, place: Path) -> str:
     """Pushes to one engine, and tells of what."""
     sender = StageSender(actor.model, carried_by, SECONDS, bucket_bytes=BUCKET_BYTES)
-    channels = sender.open(0, engine_ranks=1)
+    channels = sender.open(0, {"": 1})
     if dist.get_rank() == 0:
         say(place, "channels", [channel.model_dump() for channel in channels])
     sender.join(SECONDS)

@@ -86,12 +86,12 @@ def test_the_reference_policy_may_have_a_checkpoint_of_its_own(
 
 
 def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--balance-dat", "--actor-num-nodes", "2", "--colocate", "--rollout-max-respons", "3", "--dry-run"]
+    wrong = ["--balance-dat", "--sglang-config", "engines.yaml", "--rollout-max-respons", "3", "--dry-run"]
     assert main(["train", *words, *wrong]) == 2
     told = capsys.readouterr().err
     for line in (
         "--balance-dat = '': unknown flag; did you mean --balance-data?",
         "did you mean --rollout-max-response-len?",
-        "--actor-num-nodes (trainer.actor_num_nodes) = 2: 1 with colocate",
+        "engines.yaml': none: the engines of a run are alike; give their flags as --sglang-",
     ):
         assert line in told

@@ -21,7 +21,7 @@ from tests.support.run_config import run_config, write_jsonl
 from tests.support.waiting import until
 
 TRAINER = {"train_dtype": "float32", "train_device": "cpu", "save_final_hf": False, "save_interval": 1, "actor_num_nodes": 2}
-RUN_SECONDS = 400.0
+RUN_SECONDS = 900.0
 
 
 class Cluster:

@@ -1,13 +1,18 @@
-"""An engine over two nodes, each a network namespace: real SGLang with a rank on each, led and followed by real rollout services."""
+"""An engine over two nodes, each a network namespace: real SGLang with a rank on each, led and followed by real rollout services.
+
+The weights are those of a trainer in this process, Megatron's, and so are the log-probs that the engine's must be.
+"""
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import re
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +20,11 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
+from services.trainer.megatron import runtime
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
@@ -27,32 +32,74 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.schema.messages import Message, Sampling
-from shared.schema.weight_messages import WeightsCommit, WeightsPrepare, WeightsReady, WeightsReceive, WeightsReceived, WeightsServed
+from shared.schema.weight_messages import (
+    WeightsCommit,
+    WeightsLive,
+    WeightsPrepare,
+    WeightsReady,
+    WeightsReceive,
+    WeightsReceived,
+    WeightsServed,
+)
 from shared.transfer import digest
-from tests.integration.engine.reference import log_probs
 from tests.support.network_nodes import HeadNats, NodeNetwork
 from tests.support.run_config import run_config, write_jsonl
-from tests.support.tiny_model import character_tokenizer, write_tiny_model
+from tests.support.tiny_model import PRINTABLE, character_tokenizer, write_tiny_model
 from tests.support.waiting import until
-from tests.support.weights_group import Tensors, WeightsGroup, known_of, manifest_of, parameters
-from tests.unit.trainer.megatron.tiny import make_checkpoint
+from tests.support.weights_group import Tensors, WeightsGroup, known_of, manifest_of
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack
 
-pytestmark = [pytest.mark.extra, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.extra, pytest.mark.timeout(5400)]
 
-SECONDS = 400.0
+SECONDS = 900.0
 EXACT = 2e-5
 NAME = "rollout-0"
 NUMBERS = itertools.count(1)
 SHARED_EXPERTS = "ep-size"
 
 
-class EngineNodes:
-    """The nodes' services, and this process as the trainer that pushes to them."""
+class TinyTrainer:
+    """Megatron's policy, of one rank in this process, which trains for a step whenever it is told to."""
 
-    def __init__(self, network: NodeNetwork, bus: Bus, config: RunConfig, directory: Path, servers: dict[str, str]) -> None:
+    def __init__(self, checkpoint: Path) -> None:
+        self._actor, self._steps = rank_steps.actor(checkpoint), 0
+
+    def step(self) -> Tensors:
+        """Trains for a step. Returns the policy's tensors as the engine takes them, by the names of its files."""
+        rank_steps.steps(self._actor, 1, first=self._steps)
+        self._steps += 1
+        return {name: tensor for name, tensor in rank_steps.exported(self._actor).items() if tensor is not None}
+
+    def log_probs(self, prompt: NDArray[np.int32], drawn: NDArray[np.int32]) -> NDArray[np.float32]:
+        """float32 [T]: of the tokens that were drawn, int32 [T], after a prompt, int32 [P]."""
+        (found,) = self._actor.log_probs([pack([torch.tensor([*prompt, *drawn])])])
+        return found[len(prompt) - 1 : -1].numpy()
+
+
+@dataclasses.dataclass
+class Pushed:
+    """What the engine serves: the digest of its tensors and their version."""
+
+    version: int
+    digest: str
+
+
+class EngineNodes:
+    """The services of one engine's nodes, and this process as the trainer that pushes to them."""
+
+    def __init__(
+        self, network: NodeNetwork, bus: Bus, config: RunConfig, directory: Path, servers: dict[str, str], name: str = NAME
+    ) -> None:
         self.network, self._bus, self._config, self._directory, self._servers = network, bus, config, directory, servers
-        self._subjects = Subjects(config.run.name)
+        self._subjects, self._name = Subjects(config.run.name), name
         self.services: dict[int, subprocess.Popen[bytes]] = {}
+
+    def another(self, name: str) -> "EngineNodes":
+        """Another engine of the run, on the same nodes."""
+        directory = self._directory / name
+        directory.mkdir()
+        return EngineNodes(self.network, self._bus, self._config, directory, self._servers, name)
 
     def start(self, node: int) -> None:
         """Starts a node's service, by the command that people type."""
@@ -61,7 +108,7 @@ class EngineNodes:
         environment = {
             **self._servers,
             "MYXO_RUN": self._config.run.name,
-            "MYXO_INSTANCE": NAME,
+            "MYXO_INSTANCE": self._name,
             "MYXO_NODE_RANK": str(node),
             "MYXO_LOG_DIR": str(self._directory),
             "TMPDIR": str(scratch),
@@ -93,16 +140,16 @@ class EngineNodes:
             return len(self.said(0, "engine_ready")) >= times
 
         await self.until(f"engine number {times}", ready)
-        (status,) = await Registry(self._bus, self._config.run.name).alive("rollout")
-        assert (status.instance, status.ranks) == (NAME, 2)
+        statuses = await Registry(self._bus, self._config.run.name).alive("rollout")
+        assert [status.ranks for status in statuses if status.instance == self._name] == [2]
 
     async def ask(self, verb: str, message: Message, kind: type[Message]) -> Any:
-        return await self._bus.request(self._subjects.replica_weights(NAME, verb), message, kind, deadline=SECONDS, awaited_from=NAME)
+        subject = self._subjects.replica_weights(self._name, verb)
+        return await self._bus.request(subject, message, kind, deadline=SECONDS, awaited_from=self._name)
 
-    async def push(self, model: Qwen3ForCausalLM | Tensors, version: int) -> None:
+    async def push(self, tensors: Tensors, version: int) -> Pushed:
         """Pushes to both ranks over one channel, and has them compare what they hold with what was sent."""
         group = WeightsGroup(f"push-{next(NUMBERS)}", 3, self.network.head)
-        tensors = parameters(model)
         manifest = manifest_of(tensors)
         known = digest.version_digest(known_of(manifest, tensors))
         await self.ask("prepare", WeightsPrepare(version=version, channels=[group.address], rank=1, deadline=SECONDS), WeightsReady)
@@ -116,9 +163,16 @@ class EngineNodes:
             assert received.digest == known and received.differences == {}
         await self.ask("commit", WeightsCommit(version=version, digest=known, deadline=SECONDS), WeightsServed)
         group.die()
+        return Pushed(version, known)
 
-    async def draws(self, model: Qwen3ForCausalLM, version: int, samples: int = 1) -> None:
-        """Asserts that the engine draws by a model: its log-probs are those of one process that has all of it."""
+    async def announce(self, pushed: Pushed) -> None:
+        """Says in the run's bucket what is live, as the trainer does after a push."""
+        served_by = {"replicas": [self._name], "seconds": 1.0, "bytes": 0}
+        live = WeightsLive(version=pushed.version, digest=pushed.digest, at=time.time(), **served_by)
+        await self._bus.put(self._subjects.weights_bucket, "live", live.encode())
+
+    async def draws(self, trainer: TinyTrainer, version: int, samples: int = 1) -> None:
+        """Asserts that the engine draws by the trainer's policy: its log-probs are the trainer's."""
         (directory,) = (self._directory / "n0").glob("myxo-engine-*")
         prompt = np.arange(5, 20, dtype=np.int32)
         async with await EngineClient.connect(directory) as client:
@@ -127,7 +181,7 @@ class EngineNodes:
             group = await client.generate_group(requests, sampling)
         for drawn in group:
             assert {span.version for span in drawn.spans} == {version}
-            assert np.abs(log_probs(model, prompt, drawn.tokens) - drawn.log_probs).max() < EXACT
+            assert np.abs(trainer.log_probs(prompt, drawn.tokens) - drawn.log_probs).max() < EXACT
 
     def engine_pids(self, node: int) -> list[int]:
         """Returns the processes in a node's namespace, its service left out."""
@@ -160,7 +214,8 @@ async def nodes(
     nats.start()
     write_jsonl(tmp_path / "prompts.jsonl")
     if SHARED_EXPERTS in flags:
-        write_experts(tmp_path / "model", 0)
+        make_checkpoint("qwen3_moe", tmp_path / "model")
+        character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path / "model")
     else:
         write_tiny_model(tmp_path / "model", seed=0)
     config = run_config(
@@ -179,14 +234,20 @@ async def nodes(
     nats.stop()
 
 
-async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: EngineNodes, tmp_path: Path) -> None:
-    """What both ranks compute together is what the trainer computes, before a loss and after it."""
-    first, second = (write_tiny_model(tmp_path / f"m{seed}", seed=seed) for seed in (1, 2))
+@pytest.fixture
+def trainer(nodes: EngineNodes, tmp_path: Path) -> Iterator[TinyTrainer]:
+    yield TinyTrainer(tmp_path / "model")
+    runtime.stop()
+
+
+async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: EngineNodes, trainer: TinyTrainer) -> None:
+    """What both ranks compute together is what the trainer computes, before a loss and after it, and what a second engine on the two nodes
+    computes, whose ranks had their weights from those of the first."""
     for node in range(2):
         nodes.start(node)
     await nodes.until_ready(1)
-    await nodes.push(first, 1)
-    await nodes.draws(first, 1)
+    await nodes.push(trainer.step(), 1)
+    await nodes.draws(trainer, 1)
     for node in range(2):  # nobody else reaches the ranks: they listen at the private address and at loopback
         assert nodes.heard(node) == {nodes.network.addresses[node]}
 
@@ -197,8 +258,21 @@ async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: 
     assert re.search(r"the engine died: .*(node 1|closed by peer)", fenced["reason"]), fenced
     nodes.start(1)
     await nodes.until_ready(2)
-    await nodes.push(second, 2)
-    await nodes.draws(second, 2)
+    live = await nodes.push(trainer.step(), 2)
+    await nodes.draws(trainer, 2)
+
+    await nodes.announce(live)
+    second = nodes.another("rollout-1")
+    try:
+        for node in range(2):
+            second.start(node)
+        await second.until_ready(1)
+        (caught_up,) = await second.until("the weights of a peer", lambda: second.said(0, "caught_up"))
+        assert (caught_up["source"], caught_up["replica"], caught_up["version"]) == ("peer", NAME, 2)
+        await second.draws(trainer, 2)
+        assert second.said(0, "peer_failed") == []
+    finally:
+        second.stop()
 
     nodes.services[0].send_signal(signal.SIGTERM)  # the leader leaves in order: nothing of the engine stays on either node
     assert await asyncio.to_thread(nodes.services[0].wait, SECONDS) == 0
@@ -207,40 +281,28 @@ async def test_pushes_reach_both_nodes_and_a_killed_follower_is_replaced(nodes: 
 
 
 @pytest.mark.parametrize("flags", [{"enable-dp-attention": True, "dp-size": 2}])
-async def test_ranks_that_share_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
+async def test_ranks_that_share_no_attention_take_pushes_and_draw_by_them(nodes: EngineNodes, trainer: TinyTrainer) -> None:
     """Each rank has sequences of its own, which come to it over sockets between the nodes; a stranger's message there is not read."""
-    model = write_tiny_model(tmp_path / "pushed", seed=1)
-    await pushed(nodes, model, model, lambda: strange_messages(nodes, 0))
+    await pushed(nodes, trainer, lambda: strange_messages(nodes, 0))
 
 
 @pytest.mark.parametrize("flags", [{SHARED_EXPERTS: 2}])
-async def test_ranks_with_half_of_the_experts_each_take_pushes_and_draw_by_them(nodes: EngineNodes, tmp_path: Path) -> None:
-    model, tensors = write_experts(tmp_path / "pushed", 1)
-    await pushed(nodes, model, tensors, lambda: None)
+async def test_ranks_with_half_of_the_experts_each_take_pushes_and_draw_by_them(nodes: EngineNodes, trainer: TinyTrainer) -> None:
+    await pushed(nodes, trainer, lambda: None)
 
 
-async def pushed(nodes: EngineNodes, model: Any, tensors: Qwen3ForCausalLM | Tensors, meanwhile: Callable[[], None]) -> None:
-    """Pushes tensors to an engine on two nodes, and asserts that it draws as one process does with them."""
+async def pushed(nodes: EngineNodes, trainer: TinyTrainer, meanwhile: Callable[[], None]) -> None:
+    """Pushes to an engine on two nodes, and asserts that it draws as the trainer's one process does."""
     for node in range(2):
         nodes.start(node)
     await nodes.until_ready(1)
-    await nodes.push(tensors, 1)
+    await nodes.push(trainer.step(), 1)
     for node in range(2):
         assert nodes.heard(node) == {nodes.network.addresses[node]}
     meanwhile()
     for _ in range(2):  # one sequence for each rank at least
-        await nodes.draws(model, 1, samples=4)
+        await nodes.draws(trainer, 1, samples=4)
     assert nodes.said(0, "fenced") == []
-
-
-def write_experts(directory: Path, seed: int) -> tuple[Any, Tensors]:
-    """Writes a tiny model with experts and a tokenizer. Returns it, and its tensors by the names of its files."""
-    make_checkpoint("qwen3_moe", directory)
-    character_tokenizer().save_pretrained(directory)
-    generator, file = torch.Generator().manual_seed(seed), directory / "model.safetensors"
-    tensors = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), tensors
 
 
 def strange_messages(nodes: EngineNodes, node: int) -> None:

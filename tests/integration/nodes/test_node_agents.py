@@ -34,6 +34,21 @@ def meetings(run: Cluster) -> int:
     return sum(run.log(node).read_text().count("met ") for node in range(2) if run.log(node).exists())
 
 
+async def parted(run: Cluster, meetings_after: int) -> None:
+    """Cuts the link between the nodes, of which each reaches the bus, and waits until it is named; mends it, and waits for a meeting."""
+    began = time.monotonic()
+    run.network.part()
+    await run.until("the name of the link", lambda: run.said(0, "link_lost"))
+    seconds = time.monotonic() - began
+    print(f"link between the nodes cut, named after {seconds:.1f} s")
+    (told,) = run.said(0, "link_lost")
+    assert all(f"node {node} (" in told["detail"] and run.network.addresses[node] in told["detail"] for node in range(2))
+    await run.until("the wait for the link", lambda: any("for the link between" in said["detail"] for said in run.said(0, "node_state")))
+    assert not run.said(0, "node_lost") and meetings(run) == meetings_after - 2
+    run.network.join()
+    await run.until("a meeting over the mended link", lambda: meetings(run) == meetings_after)
+
+
 async def lost(run: Cluster, by: int, victim: int, fault: Callable[[int], None]) -> None:
     """Does ``fault`` to a node, and waits until another has named it."""
 
@@ -54,19 +69,21 @@ async def test_a_cut_link_a_death_and_another_address(met: Cluster) -> None:
     await met.until("a meeting point", lambda: bool(addresses(met, 0)))
     assert addresses(met, 0) == {met.network.addresses[0]}, "a store listens elsewhere"
 
+    await parted(met, 4)
+
     await lost(met, 0, 1, met.network.cut)
     met.network.mend(1)
-    await met.until("a second meeting", lambda: meetings(met) == 4)
+    await met.until("a third meeting", lambda: meetings(met) == 6)
 
     await lost(met, 0, 1, met.kill)
     met.network.readdress(1)
     met.start(1)
-    await met.until("a third meeting, with another address", lambda: meetings(met) == 6)
+    await met.until("a fourth meeting, with another address", lambda: meetings(met) == 8)
 
     await lost(met, 1, 0, met.kill)
     met.network.readdress(0)
     met.start(0)
-    await met.until("a fourth meeting, at another address", lambda: meetings(met) == 8)
+    await met.until("a fifth meeting, at another address", lambda: meetings(met) == 10)
     assert met.network.addresses[0] in met.said(0, "attempt_begun")[-1]["detail"]
 
     met.agents[1].send_signal(signal.SIGTERM)

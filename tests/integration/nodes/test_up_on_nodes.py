@@ -15,6 +15,7 @@ from tests.support.waiting import until
 RUN_SECONDS = 900.0
 STEPS = 2
 NODES = ("--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--node-rank")
+CRITIC = ("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--critic-num-nodes", "2", "--critic-num-gpus-per-node", "1")
 
 
 @pytest.fixture
@@ -26,9 +27,18 @@ def head(network: NodeNetwork, tmp_path: Path) -> Iterator[HeadNats]:
 
 
 @pytest.mark.timeout(2 * RUN_SECONDS)
+@pytest.mark.parametrize(("flags", "roles"), [((), ("trainer",)), pytest.param(CRITIC, ("trainer", "critic"), marks=pytest.mark.extra)])
 async def test_a_run_on_two_nodes(
-    network: NodeNetwork, head: HeadNats, valkey: EmbeddedValkey, tiny_model: Path, tmp_path: Path, run_name: str
+    flags: tuple[str, ...],
+    roles: tuple[str, ...],
+    network: NodeNetwork,
+    head: HeadNats,
+    valkey: EmbeddedValkey,
+    tiny_model: Path,
+    tmp_path: Path,
+    run_name: str,
 ) -> None:
+    """The actor, and in PPO the critic, have a rank on each node."""
     config = write_small_run(tmp_path, tiny_model, run_name, steps=STEPS, staleness=STEPS)
     logs = [tmp_path / f"node-{node}.log" for node in range(2)]
     started: list[subprocess.Popen[bytes]] = []
@@ -40,7 +50,7 @@ async def test_a_run_on_two_nodes(
     try:
         for node in (1, 0):  # the second waits for the first
             given = {"NATS_URL": head.url, "REDIS_URL": valkey.url}
-            started.append(network.start(node, logs[node], given, "-m", "myxo.main", "up", str(config), *NODES, str(node)))
+            started.append(network.start(node, logs[node], given, "-m", "myxo.main", "up", str(config), *flags, *NODES, str(node)))
         try:
             await until(lambda: all(each.poll() is not None for each in started), "the end of both nodes", RUN_SECONDS, 0.5)
         except AssertionError as error:
@@ -53,5 +63,6 @@ async def test_a_run_on_two_nodes(
     assert [each.returncode for each in started] == [0, 0], words()
     summary = json.loads((tmp_path / "runs" / run_name / "summary.json").read_text())
     assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
-    of_trainer = (tmp_path / "runs" / run_name / "logs" / "trainer-0.log").read_text()
-    assert "attempt 1 of 2 nodes" in of_trainer, of_trainer
+    for role in roles:
+        told = (tmp_path / "runs" / run_name / "logs" / f"{role}-0.log").read_text()
+        assert "attempt 1 of 2 nodes" in told and "node 1 of 2, attempt 1" in logs[1].read_text(), told

@@ -88,6 +88,13 @@ def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path
     assert on(services, "rollout") == [(0, "rollout-0", (0, 1, 2, 3)), (0, "rollout-1", (2, 3, 0, 1))]
 
 
+def test_colocated_engines_are_on_each_of_the_trainers_nodes(tmp_path: Path) -> None:
+    trainer = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 2, "colocate": True}
+    services = placed(tmp_path, 2, 2, trainer, rollout_replicas=4)
+    engines = [(0, "rollout-0", (0, 1)), (0, "rollout-1", (1, 0)), (1, "rollout-2", (0, 1)), (1, "rollout-3", (1, 0))]
+    assert on(services, "rollout") == engines
+
+
 @pytest.mark.parametrize(
     ("nodes", "trainer", "rollout", "field", "why"),
     [

@@ -63,6 +63,17 @@ def test_where_nothing_is_trained_there_is_no_critic_and_no_gpu_of_a_trainer(tmp
         plan(run_config(tmp_path, **given), "nats://host")
 
 
+def test_a_further_node_has_the_engines_that_share_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(devices, "gpus", lambda: 2)
+    trainer = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 2, "colocate": True}
+    config = run_config(tmp_path, trainer=trainer, rollout={"rollout_replicas": 4, "rollout_batch_size": 4})
+    first = {spec.instance for spec in plan(config, "nats://host") if spec.service == "rollout"}
+    found = {spec.instance: (spec.service, spec.environment.get("CUDA_VISIBLE_DEVICES")) for spec in node_plan(config, "nats://host", 1)}
+    assert first == {"rollout-0", "rollout-1"}
+    assert found == {"trainer-node-1": ("node", "0,1"), "rollout-2": ("rollout", "0,1"), "rollout-3": ("rollout", "1,0")}
+
+
 def test_a_further_node_has_gpus_of_its_own_for_its_part_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that its CUDA_VISIBLE_DEVICES lists, and as many engines as the first node has counted."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")

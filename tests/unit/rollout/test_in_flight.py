@@ -5,8 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.generation import GenerationRequest
-from services.rollout.in_flight import InFlight
+from services.rollout.in_flight import InFlight, Requests
 from tests.support.run_config import run_config
 
 
@@ -22,7 +21,7 @@ async def test_either_may_end_first_and_both_are_stopped(tmp_path: Path) -> None
     client: Any = Aborted()
     attempts = [ExitStack(), ExitStack()]
     for name, attempt in zip("ab", attempts, strict=True):
-        attempt.enter_context(in_flight.asked("g00000001", [], [GenerationRequest([5], 8, rid=name)], 0))
+        attempt.enter_context(in_flight.asked("g00000001", [], Requests(), name, 0))
     await in_flight.stop_stale(client, 1)
     assert sorted(client) == ["a", "b"]
     attempts[0].close()

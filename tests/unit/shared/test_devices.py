@@ -37,6 +37,20 @@ def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path
     assert not devices.engines_back_up(config)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "shares"),
+    [(4, [[0, 1], [2, 3], []]), (3, [[0, 1], [2], []]), (1, [[0], [], []])],
+)
+def test_each_of_the_trainers_machines_has_the_engines_that_share_its_gpus(replicas: int, shares: list[list[int]], tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path,
+        rollout={"rollout_replicas": replicas, "rollout_num_gpus_per_engine": 2, "rollout_batch_size": 8},
+        trainer={"actor_num_nodes": 2, "actor_num_gpus_per_node": 4, "colocate": True},
+    )
+    assert [list(devices.colocated_engines(config, node)) for node in range(3)] == shares
+    assert devices.shared_gpus(config, ["4", "5", "6", "7"], 1) == ["6", "7", "4", "5"]
+
+
 def test_colocated_on_a_cpu_there_is_nothing_to_give_back(tmp_path: Path) -> None:
     where = {"rollout": {"rollout_device": "cpu"}}
     config = run_config(tmp_path, **where, trainer={"train_device": "cpu", "colocate": True})

@@ -143,7 +143,7 @@ def test_arguments_are_the_whole_config_under_the_flags_names(tmp_path: Path) ->
 
 READ_BY_SLIMES_FILES = {
     "partial_rollout": False,
-    "sglang_server_concurrency": 128,
+    "sglang_server_concurrency": 512,
     "sglang_dp_size": 1,
     "rollout_skip_special_tokens": False,
     "rollout_max_context_len": None,
@@ -176,7 +176,7 @@ def test_a_field_of_the_config_has_no_fixed_value_beside_it(tmp_path: Path) -> N
 def test_arguments_follow_the_run(tmp_path: Path) -> None:
     args = Arguments(run_config(tmp_path, rollout={"staleness_policy": "continue", "rollout_stop": ["x"], "rollout_concurrency": 3}))
     assert (args.partial_rollout, args.mask_offpolicy_in_partial_rollout, args.rollout_stop) == (True, False, ["x"])
-    assert args.sglang_server_concurrency == 6
+    assert args.sglang_server_concurrency == 3
     assert not hasattr(args, "num_layers"), "there is no model"
     (tmp_path / "model").mkdir()
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

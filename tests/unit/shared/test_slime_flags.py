@@ -125,7 +125,7 @@ def test_fields_that_follow_from_others_are_filled_in(tmp_path: Path) -> None:
     engines = {"rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2, "sglang_server_concurrency": 512, "rollout_max_context_len": 100}
     config = run_config(tmp_path, rollout={**batch, **engines}, trainer={"global_batch_size": 8})
     assert config.trainer.num_steps_per_rollout == 4
-    assert (config.rollout.rollout_replicas, config.rollout.rollout_concurrency, config.rollout.rollout_max_prompt_len) == (4, 128, 99)
+    assert (config.rollout.rollout_replicas, config.rollout.rollout_concurrency, config.rollout.rollout_max_prompt_len) == (4, 512, 99)
     assert parse(values(tmp_path)).trainer.num_steps_per_rollout == 1, "a section's default is nobody else's"
     with pytest.raises(ConfigError, match=r"rollout.rollout_num_gpus = 6: rollout_replicas x rollout_num_gpus_per_engine = 1 x 4"):
         run_config(tmp_path, rollout={**batch, "rollout_num_gpus": 6, "rollout_num_gpus_per_engine": 4})

@@ -33,6 +33,7 @@ class SimulatedNode:
     term: str
     known: int = 0
     cut: bool = False
+    deaf_to: set[int] = field(default_factory=set)  # lower ranks that it does not reach, though both reach the bus
     stopping: bool = False
     stop_asked: bool = False  # of its ranks
     unwritten: Attempt | None = None  # announced while it was cut off
@@ -52,6 +53,10 @@ class SimulatedNode:
     @property
     def works(self) -> bool:
         return self.left is None
+
+    @property
+    def point(self) -> str:
+        return f"10.0.0.{self.rank + 1}:{self.term.removeprefix('term-')}"
 
 
 class SimulatedCluster:
@@ -112,6 +117,10 @@ class SimulatedCluster:
             reason=own.reason,
             consequence=own.consequence,
             stopping=agent.stopping,
+            point=agent.point,
+            silent=[point for point in self.attempt.points[: agent.rank] if int(point.split(":")[0][-1]) - 1 in agent.deaf_to]
+            if self.attempt
+            else [],
         )
         status = LeaseStatus(holder=f"host-{agent.rank}", term=agent.term if term is None else term, mark="", at=self.now, node=state)
         self.leases[agent.rank] = revision + 1, status
@@ -125,7 +134,8 @@ class SimulatedCluster:
             nobody = LeaseStatus(holder="", term="", mark="", at=0.0)
             nodes = {rank: observer.see(*self.leases.get(rank, (0, nobody)), self.now) for rank, observer in agent.observers.items()}
             attempt = self.attempt
-        for command in agent.machine.step(NodeSituation(self.now, agent.term, "10.0.0.1", agent.ranks, nodes, attempt, agent.stopping)):
+        now = NodeSituation(self.now, agent.term, "10.0.0.1", agent.ranks, nodes, attempt, agent.stopping, agent.point)
+        for command in agent.machine.step(now):
             self._do(agent, command)
 
     def _do(self, agent: SimulatedNode, command: object) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.nodes.first_node import HEALTHY_SECONDS
+from shared.runtime import exit_codes
 from tests.unit.trainer.simulated_nodes import DURATION, TICK, SimulatedCluster
 
 NODES = 3
@@ -63,6 +64,40 @@ def test_a_node_that_was_cut_off_goes_on_with_the_others(victim: int, cluster: S
     cluster.node(victim).cut = False
     cluster.until(lambda: cluster.running() == [2, 2, 2])
     assert len(cluster.begun) == 2 * NODES
+
+
+@pytest.mark.parametrize(("lower", "rank", "names"), [(0, 2, ["node 0 (10.0.0.1)", "node 2"]), (1, 2, ["node 1", "node 2"])])
+def test_nodes_that_do_not_reach_each_other_are_named_and_wait_until_they_do(
+    lower: int, rank: int, names: list[str], cluster: SimulatedCluster
+) -> None:
+    cluster.node(rank).deaf_to = {lower}
+    cluster.until(lambda: not any(cluster.running()), 10)
+    (told,) = cluster.said(0, "link_lost")
+    assert told.startswith("the link between ") and all(name in told for name in names) and cluster.said(0, "node_lost") == []
+    for _ in range(50):
+        cluster.tick()
+    assert not any(cluster.running()) and cluster.attempt.over == "lost"
+    shown = cluster.node(0).shown.detail
+    assert shown.startswith("for the link between ") and all(name in shown for name in names)
+    cluster.node(rank).deaf_to = set()
+    cluster.until(lambda: cluster.running() == [2, 2, 2])
+
+
+def test_a_dead_node_is_lost_and_not_its_links(cluster: SimulatedCluster) -> None:
+    cluster.kill(0)
+    cluster.kill(1)
+    cluster.node(2).deaf_to = {0, 1}
+    cluster.until(lambda: not any(cluster.running()))
+    for rank in (0, 1):
+        cluster.start(rank)
+    cluster.until(lambda: cluster.running()[:2] == [2, 2])  # it asked those in vain that are gone
+    assert cluster.said(0, "link_lost") == []
+
+
+def test_a_link_that_stays_down_fails_in_the_end_by_its_name(cluster: SimulatedCluster) -> None:
+    cluster.node(2).deaf_to = {1}
+    cluster.until(lambda: cluster.node(0).left is not None, 2000)
+    assert cluster.node(0).left == exit_codes.FAILED and "the link between node 1" in cluster.node(0).reason
 
 
 def test_nothing_ends_while_the_bus_is_away_for_all(cluster: SimulatedCluster) -> None:
@@ -149,7 +184,8 @@ def test_a_missing_node_is_waited_for_and_named_at_the_end() -> None:
 
 
 FAULTS = st.lists(
-    st.tuples(st.sampled_from(["kill", "cut", "mend", "start", "fail", "lose"]), st.integers(0, NODES - 1), st.integers(0, 20)), max_size=8
+    st.tuples(st.sampled_from(["kill", "cut", "mend", "deafen", "start", "fail", "lose"]), st.integers(0, NODES - 1), st.integers(0, 20)),
+    max_size=8,
 )
 
 
@@ -165,6 +201,8 @@ def test_whatever_happens_to_nodes_they_end_up_in_one_attempt(faults: list[tuple
             cluster.start(rank)
         elif agent is not None and fault in ("cut", "mend"):
             agent.cut = fault == "cut"
+        elif agent is not None and fault == "deafen":
+            agent.deaf_to = set(range(rank))
         elif agent is not None and fault in ("fail", "lose"):
             cluster.end(rank, 1, fault, fault == "lose")
         for _ in range(rounds):
@@ -177,7 +215,7 @@ def test_whatever_happens_to_nodes_they_end_up_in_one_attempt(faults: list[tuple
             if agent is None or not agent.works:
                 cluster.start(rank)
             else:
-                agent.cut = False
+                agent.cut, agent.deaf_to = False, set()
         for _ in range(60):
             cluster.tick()
     assert len(set(cluster.running())) == 1 and cluster.running()[0] > 0

@@ -2,7 +2,8 @@
 
 import pytest
 
-from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members
+from services.trainer.weights.memory_relay import relays_of
+from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members, strangers
 from shared.schema.service_messages import ServiceStatus
 
 
@@ -74,14 +75,46 @@ def test_channels_are_made_anew_only_for_other_members() -> None:
     schedule = PushSchedule()
     assert schedule.next_push(1, [ONE, TWO], {}, skip_unchanged=True) is None
     first = schedule.next_push(1, [ONE, TWO], {"one": "", "two": ""}, skip_unchanged=True)
-    assert first is not None and (first.number, first.engine_ranks, first.partial) == (2, 2, False)
+    assert first is not None and (first.number, first.engine_ranks, first.partial) == (2, {"": 2}, False)
     assert [schedule.first_rank(target) for target in schedule.members] == [1, 2]
     schedule.confirmed([ONE, TWO], 1, "d1")
     second = schedule.next_push(2, [ONE, TWO], {"one": "d1", "two": "d1"}, skip_unchanged=True)
-    assert second is not None and (second.number, second.engine_ranks, second.partial) == (4, 0, True)
+    assert second is not None and (second.number, second.engine_ranks, second.partial) == (4, {}, True)
     schedule.failed([TWO], ["two"], now=0.0)
     third = schedule.next_push(3, [ONE], {"one": "another's"}, skip_unchanged=True)
-    assert third is not None and (third.engine_ranks, third.partial) == (1, False)
+    assert third is not None and (third.engine_ranks, third.partial) == ({"": 1}, False)
+
+
+def test_each_machine_counts_its_own_engines_in_channels_of_its_own() -> None:
+    schedule = PushSchedule()
+    wide = Target("wide", "a", 2)
+    push = schedule.next_push(
+        1, [ONE, TWO, wide], dict.fromkeys(("one", "two", "wide"), ""), skip_unchanged=False, machines={"one": "A", "two": "B", "wide": "B"}
+    )
+    assert push is not None and push.engine_ranks == {"A": 1, "B": 3}
+    assert [(target.machine, schedule.first_rank(target)) for target in schedule.members] == [("A", 1), ("B", 1), ("B", 2)]
+
+
+def test_an_engine_without_a_rank_of_the_trainer_on_its_machine_is_told_so() -> None:
+    assert strangers({"one": "A", "two": "C"}, ["A", "B"]).keys() == {"two"}
+    assert "(C; ranks are on A, B)" in strangers({"two": "C"}, ["A", "B"])["two"]
+    assert strangers({"two": "C"}, []) == {}, "where machines have no channels of their own, all will do"
+
+
+@pytest.mark.parametrize(
+    ("machines", "sources", "engines", "relays"),
+    [
+        ("AABB", {0: 0}, {"A": 1, "B": 1}, {0: [2]}),
+        ("AABB", {0: 0, 1: 2}, {"A": 1, "B": 1}, {0: [3], 1: [1]}),  # pipeline stages over machines: ranks that are free relay
+        ("AB", {0: 0, 1: 1}, {"A": 1, "B": 1}, {0: [1], 1: [0]}),  # none is free
+        ("AABB", {0: 0, 1: 2}, {"B": 1}, {0: [3], 1: []}),  # no engine on A
+        ("AABBCC", {0: 0, 1: 1}, {"A": 2, "B": 1, "C": 1}, {0: [2, 4], 1: [3, 5]}),
+    ],
+)
+def test_every_machine_with_engines_has_a_relay_for_each_stage_of_another(
+    machines: str, sources: dict[int, int], engines: dict[str, int], relays: dict[int, list[int]]
+) -> None:
+    assert relays_of(list(machines), sources, engines) == relays
 
 
 def test_a_member_is_gone_when_its_status_or_its_weights_are() -> None:

@@ -274,9 +274,11 @@ def test_another_architecture_is_refused_with_names_and_numbers(make_actor, hf, 
 def test_another_format_is_refused(make_actor, tmp_path):
     actor = make_actor("qwen3")
     marker: Path = actor.save_checkpoint(tmp_path, 1) / "checkpoint.json"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format": 99}))
-    with pytest.raises(ConfigError, match="99"):
-        actor.load_checkpoint(tmp_path)
+    written = json.loads(marker.read_text())
+    for version in (written["format"] - 1, 99):
+        marker.write_text(json.dumps(written | {"format": version}))
+        with pytest.raises(ConfigError, match=rf"format = {version}\b.*another version of Myxo"):
+            actor.load_checkpoint(tmp_path)
 
 
 class Runs:

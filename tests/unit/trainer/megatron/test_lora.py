@@ -17,6 +17,8 @@ LORA = {"lora_rank": 4, "lora_alpha": 6.0}
 TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
 TP2_SP = {**TP2, "sequence_parallel": True}
 ATTENTION = {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
+EXPERTS = {"target_modules": ("gate_proj", "up_proj", "down_proj")}
+EP2 = {"expert_model_parallel_size": 2}
 LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 
 TWO_RANKS = {
@@ -25,6 +27,8 @@ TWO_RANKS = {
     "TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}),
     "PP2": ("qwen3_tied", PP2),
     "latent attention: TP2 SP": ("deepseek_v3", {**TP2_SP, **LATENT}),
+    "experts: EP2": ("qwen3_moe", EP2),
+    "experts: TP2 SP ETP2": ("qwen3_moe", {**TP2_SP, **EXPERTS}),
 }
 MORE = {
     "TP2": ("qwen3", TP2),
@@ -32,6 +36,11 @@ MORE = {
     "DP2 whole optimizer": ("qwen3", {"use_distributed_optimizer": False}),
     "CP2": ("qwen3", {"context_parallel_size": 2}),
     "PP2 VPP2 recompute": ("deep", {**PP2, "virtual_pipeline_model_parallel_size": 2, "recompute": True}),
+    "experts: DP2 some matrices": ("qwen3_moe_mixed", {"target_modules": ("q_proj", "up_proj")}),
+    "experts: TP2 SP ETP1 recompute": ("qwen3_moe", {**TP2_SP, "expert_tensor_parallel_size": 1, "recompute": True}),
+    "experts: CP2 EP2, whole optimizer": ("qwen3_moe", {"context_parallel_size": 2, **EP2, **EXPERTS, "use_distributed_optimizer": False}),
+    "shared experts: TP2 SP EP2": ("glm4_moe", {**TP2_SP, **EP2}),
+    "experts: PP2": ("deep_moe", PP2),
     "MoE, attention: TP2 SP EP2": ("qwen3_moe", {**TP2_SP, "expert_model_parallel_size": 2, **ATTENTION}),
 }
 
@@ -48,11 +57,43 @@ class Adapted(torch.nn.Module):
         return self.base(given) + self.scale * (given @ self.lora_A.T) @ self.lora_B.T
 
 
+class Merged(torch.nn.Module):
+    """Adds the products of all experts' pairs to the matrices that transformers keeps in one tensor [experts, outputs, inputs]."""
+
+    def __init__(self, experts, scale):
+        super().__init__()
+        self.scale = scale
+        self.experts = torch.nn.ModuleList(torch.nn.ModuleList(pairs) for pairs in experts)
+
+    def forward(self, whole):
+        return whole + self.scale * torch.stack([torch.cat([pair.lora_B @ pair.lora_A for pair in pairs]) for pairs in self.experts])
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, a, b):
+        super().__init__()
+        self.lora_A, self.lora_B = torch.nn.Parameter(a.clone()), torch.nn.Parameter(b.clone())
+
+
+def adapt_experts(model, tensors, scale):
+    """Does that to every layer of experts. Returns the pairs by the names of their matrices."""
+    found = {}
+    for name in [name for name in tensors if ".experts." in name and ".lora_A." in name]:
+        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        found[path] = Pair(tensors[name], tensors[name.replace("lora_A", "lora_B")])
+    for path, module in model.named_modules():
+        if path.endswith(".mlp.experts"):
+            for whole, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+                pairs = [[found[f"{path}.{number}.{part}"] for part in parts] for number in range(module.num_experts)]
+                torch.nn.utils.parametrize.register_parametrization(module, whole, Merged(pairs, scale))
+    return found
+
+
 def adapt(model, tensors, scale):
     """Puts adapters on a Hugging Face model; all else is frozen. Returns the layers by their names."""
     model.requires_grad_(False)
-    layers = {}
-    for name in [name for name in tensors if ".lora_A." in name]:
+    layers = adapt_experts(model, tensors, scale)
+    for name in [name for name in tensors if ".lora_A." in name and ".experts." not in name]:
         path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         parent, _, own = path.rpartition(".")
         layer = Adapted(model.get_submodule(path), tensors[name], tensors[name.replace("lora_A", "lora_B")], scale)
@@ -66,6 +107,7 @@ def adapt(model, tensors, scale):
     [
         ("qwen3", ("all-linear",)),
         ("qwen2", ("q_proj", "v_proj", "up_proj")),
+        ("qwen3_moe", ("all-linear",)),
         pytest.param("glm4", ("all-linear",), marks=pytest.mark.extra),
     ],
 )
@@ -153,6 +195,17 @@ def test_what_lies_under_the_adapters_stays_as_it_was(one_process, hf):
     assert all(not torch.equal(tensor, report["first"][name]) for name, tensor in report["adapters"].items())
 
 
+def test_every_experts_matrix_is_merged_with_its_own_pair(one_process):
+    report = one_process("qwen3_moe", ("all-linear",))
+    experts = [name for name in report["weights"] if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    for name in experts:
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        product = report["adapters"][f"{stem}.lora_B.weight"] @ report["adapters"][f"{stem}.lora_A.weight"]
+        assert product.abs().max() > 1e-4
+        torch.testing.assert_close(report["weights"][name], report["base"][name] + 6 / 4 * product, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
     "recompute",
     [{"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}],
@@ -161,22 +214,37 @@ def test_recompute_changes_nothing(recompute, hf, one_process, alone):
     assert_equal(one_process("qwen3", ("all-linear",)), [lora_steps.train(hf("qwen3"), {**LORA, **recompute})])
 
 
-@pytest.mark.parametrize("config", [{}, {"train_dtype": "bfloat16", "use_distributed_optimizer": False}])
-def test_one_process_resumes_exactly(config, alone, hf, tmp_path):
-    assert_exact(alone.resume(hf("qwen3"), {**LORA, **config}, tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
+        ("qwen3_moe", {}),
+    ],
+)
+def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
+    assert_exact(alone.resume(hf(kind), {**LORA, **config}, tmp_path))
 
 
 @pytest.mark.parametrize(
-    "config", [PP2, *(pytest.param(config, marks=pytest.mark.extra) for config in ({"train_dtype": "bfloat16"}, TP2_SP))]
+    ("kind", "config"),
+    [
+        ("qwen3_tied", PP2),
+        ("qwen3_moe", EP2),
+        *(pytest.param("qwen3_tied", config, marks=pytest.mark.extra) for config in ({"train_dtype": "bfloat16"}, TP2_SP)),
+    ],
 )
-def test_two_ranks_resume_exactly(config, hf, two_ranks, tmp_path):
-    for outcome in two_ranks.run(rank_steps.resume, hf("qwen3_tied"), {**LORA, **config}, tmp_path):
+def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
+    for outcome in two_ranks.run(rank_steps.resume, hf(kind), {**LORA, **config}, tmp_path):
         assert_exact(outcome)
 
 
-@pytest.mark.parametrize(("before", "after"), [(TP2, PP2), pytest.param({}, TP2_SP, marks=pytest.mark.extra)])
-def test_another_layout_goes_on_from_a_checkpoint(before, after, hf, two_ranks, tmp_path):
-    first, second = two_ranks.run(lora_steps.reshard, hf("qwen3"), {**LORA, **before}, {**LORA, **after}, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("qwen3", TP2, PP2), ("qwen3_moe", EP2, TP2_SP), pytest.param("qwen3", {}, TP2_SP, marks=pytest.mark.extra)],
+)
+def test_another_layout_goes_on_from_a_checkpoint(kind, before, after, hf, two_ranks, tmp_path):
+    first, second = two_ranks.run(lora_steps.reshard, hf(kind), {**LORA, **before}, {**LORA, **after}, tmp_path)
     for rank in (first, second):
         (straight,), (resumed,) = rank["steps"]
         assert resumed.loss == pytest.approx(straight.loss, abs=1e-5)
@@ -270,8 +338,12 @@ def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ra
     ("kind", "config", "words"),
     [
         ("qwen3", {"lora_rank": 4, "target_modules": ("query_proj",)}, ["target_modules", "query_proj", "q_proj"]),
-        ("qwen3_moe", {"lora_rank": 4}, ["target_modules", "experts", "q_proj, k_proj, v_proj, o_proj"]),
-        ("qwen3_moe_mixed", {"lora_rank": 4, "target_modules": ("up_proj",)}, ["target_modules", "experts"]),
+        ("qwen3_moe", {"lora_rank": 4, "expert_tensor_parallel_size": 2}, ["expert_tensor_parallel_size", "2", "tensor-parallel size"]),
+        (
+            "glm4_moe",
+            {"lora_rank": 4, "target_modules": ("up_proj",), "megatron": {"moe_shared_expert_overlap": True}},
+            ["moe_shared_expert_overlap", "adapters on shared experts"],
+        ),
         ("glm4", {"lora_rank": 4, "target_modules": ("gate_up_proj",), **TP2}, ["target_modules", "one matrix", "down_proj"]),
     ],
 )

@@ -1,0 +1,206 @@
+r"""How fast a whole run is at several bounds on staleness, beside what its engine and its trainer do alone.
+
+``python -m benchmarks.end_to_end --shape tiny --device cpu --lengths geometric:24 --cap 64 --batch 4 --steps 8 --json FILE`` tries it out.
+On two GPUs, one for the trainer and one for the engine::
+
+    python -m benchmarks.end_to_end --shape 0.6b --device cuda --lengths geometric:656 --bounds 0 1 2 4 --steps 16 --seconds 90 \
+        --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json benchmarks/results/end_to_end.json
+
+Weights are random, rewards too; what is measured is time. First the engine alone, with several numbers of requests at once, by this
+process; then one run under ``myxo up`` for each bound, until it has made ``--steps`` or its ``--seconds`` are over. The trainer alone is
+the run at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the
+table of `RESULTS` into docs/performance.md.
+
+Figures. g: seconds in which the engine alone draws a step's tokens, at its best; h: seconds from a batch's arrival to its last optimizer
+step. *limit*: max(g, h), or g + h where they share one GPU; U_sync = (g + h) / (GPUs x synchronous step). Exit code 1 where a bound from 2
+on misses the goal of the limit, or a bound above 0 is slower than 0.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.agents.site import Machine
+from benchmarks.command_line import write
+from benchmarks.end_to_end import report
+from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
+from benchmarks.end_to_end.model_shapes import SIZES, config_of, write_checkpoint
+from benchmarks.end_to_end.prediction import predicted
+from benchmarks.end_to_end.whole_run import RunPlan, measured
+from benchmarks.rollout_overhead.__main__ import flag
+from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
+from services.rollout.slot_limit import MOST
+from shared.runtime.telemetry import silence_logs
+
+RESULTS = Path(__file__).parents[1] / "results" / "end_to_end.json"
+
+PROMPTS = 8192
+
+OFFLOADED = {"4b"}
+"""Shapes whose optimizer lies in host memory: their gradients, weights and Adam's state do not fit 80 GB together."""
+
+
+def main() -> int:
+    """The command line. Returns the exit code."""
+    options = _parser().parse_args()
+    if options.write:
+        report.write_page(json.loads(RESULTS.read_text()))
+        return 0
+    silence_logs()
+    found = measure(options)
+    print(report.table(found))
+    for missed in (misses := report.misses(found)):
+        print(f"missed: {missed}", file=sys.stderr)
+    return int(bool(misses))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(SIZES), default="0.6b", help="of the model (default 0.6b)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of trainer and engine (default cuda)")
+    parser.add_argument(
+        "--lengths", default="geometric:656", help="geometric:MEAN, lognormal:MEAN:SIGMA, file:PATH (default geometric:656)"
+    )
+    parser.add_argument("--cap", type=int, default=2048, metavar="N", help="tokens of the longest response (default 2048)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="tokens of a prompt (default 64)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="groups of a step (default 32)")
+    parser.add_argument("--samples", type=int, default=8, metavar="N", help="samples of a group (default 8)")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4], metavar="S", help="on staleness (default 0 1 2 4)")
+    parser.add_argument("--colocate", action="store_true", help="trainer and engine take turns on one GPU")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="of a run, the warm-up included (default 16)")
+    parser.add_argument("--warm-up", type=int, default=5, metavar="N", help="steps that are left out (default 5)")
+    parser.add_argument("--seconds", type=float, default=120, help="for the steps of one run (default 120)")
+    parser.add_argument("--start-seconds", type=float, default=400, help="until a run has made its first step (default 400)")
+    parser.add_argument("--alone", type=int, nargs="*", metavar="N", help="requests at once of the engine alone; none: left out")
+    parser.add_argument("--alone-seconds", type=float, default=8, help="of each of its figures (default 8)")
+    parser.add_argument("--sglang", nargs="*", type=flag, default=[], metavar="FLAG=VALUE", help="flags of the engine")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of myxo up")
+    parser.add_argument("--directory", type=Path, help="where the runs lie (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--go-on", action="store_true", help="keep what FILE has of the engine alone, and of other bounds")
+    parser.add_argument("--write", action="store_true", help="put the table of benchmarks/results/end_to_end.json into docs/performance.md")
+    return parser
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns all figures; writes them after each part."""
+    with tempfile.TemporaryDirectory(prefix="mx-") as name:
+        directory = options.directory or Path(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        return Measurement(options, directory.resolve()).made()
+
+
+class Measurement:
+    """One shape, one distribution of lengths, all bounds."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        self._options, self._directory = options, directory
+        self._on_gpu = options.device == "cuda"
+        self._dtype = "bfloat16" if self._on_gpu else "float32"
+        self._lengths = LengthDistribution.parse(options.lengths, options.cap)
+        self._vocabulary: int = config_of(options.shape, self._dtype)["vocab_size"]
+        self.found: dict[str, Any] = {
+            **{
+                name: getattr(options, name)
+                for name in ("shape", "device", "lengths", "cap", "prompt_tokens", "batch", "samples", "colocate")
+            },
+            "dtype": self._dtype,
+            "gpus": 1 if options.colocate or not self._on_gpu else 2,
+            "capped_mean": round(self._lengths.capped_mean, 1),
+            "flags": {**dict(options.sglang), "myxo": options.flags},
+            "alone": [],
+            "runs": [],
+        }
+        if options.go_on and options.json is not None and options.json.exists():
+            before = json.loads(options.json.read_text())
+            self.found |= {"alone": before["alone"], "runs": [run for run in before["runs"] if run["bound"] not in options.bounds]}
+
+    def made(self) -> dict[str, Any]:
+        """Measures. Returns the figures."""
+        options = self._options
+        model, prompts = self._directory / "model", self._directory / "prompts.jsonl"
+        self.found["parameters"] = write_checkpoint(model, options.shape, self._dtype)
+        prompts.write_text("".join(rows(self._lengths, PROMPTS, options.samples, options.prompt_tokens, self._vocabulary, seed=0)))
+        if options.alone != [] and not self.found["alone"]:
+            asyncio.run(self._engine_alone(model))
+        plan = RunPlan(
+            directory=self._directory / "r",
+            model=model,
+            prompts=prompts,
+            flags=tuple(self._flags()),
+            steps=options.steps,
+            warm_up=options.warm_up,
+            start_s=options.start_seconds,
+            run_s=options.seconds,
+            gpus=self.found["gpus"],
+        )
+        for bound in options.bounds:
+            self.found["runs"].append(measured(plan, f"bound-{bound}", bound, on_gpus=self._on_gpu))
+            self.found["runs"].sort(key=lambda run: run["bound"])
+            self._keep(f"bound {bound}")
+        self._predict()
+        self._keep("the simulation")
+        return self.found
+
+    async def _engine_alone(self, model: Path) -> None:
+        options, batch = self._options, self._options.batch * self._options.samples
+        machine = Machine(options.device, 1, self._dtype, dict(options.sglang))
+        prompts = EngineLoadPlan(
+            self._lengths, self._vocabulary, options.samples, options.prompt_tokens, options.alone_seconds / 2, options.alone_seconds
+        )
+        levels = options.alone or sorted({max(1, batch * share // 4) for share in (1, 2, 4, 8)})
+        async with engine_bench(self._directory / "e", model, machine, prompts, max(levels)) as bench:
+            for at_once in levels:
+                figures = await bench.direct(at_once)
+                self.found["alone"].append({"at_once": at_once, **figures.as_json()})
+                self._keep(f"the engine alone, {at_once} requests at once")
+
+    def _flags(self) -> list[str]:
+        options, lengths = self._options, self._lengths
+        stops = [str(token) for token in lengths.stop_tokens(self._vocabulary, 3)]
+        ends = ["--rollout-stop-token-ids", *stops] if lengths.by_stop_tokens else ["--custom-generate-function-path", FUNCTION]
+        engine = {"dtype": self._dtype, **dict(options.sglang)}
+        return [
+            *("--rollout-device", options.device, "--train-device", options.device, "--train-dtype", self._dtype),
+            *("--rollout-batch-size", str(options.batch), "--n-samples-per-prompt", str(options.samples)),
+            *("--rollout-max-response-len", str(options.cap)),
+            *ends,
+            *(word for name, value in engine.items() for word in (f"--sglang-{name}", value)),
+            *(["--colocate"] if options.colocate else []),
+            *(["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"] if options.shape in OFFLOADED and self._on_gpu else []),
+            *options.flags,
+        ]
+
+    def _predict(self) -> None:
+        """Adds limit, share of it, and the simulator's prediction."""
+        runs = [run for run in self.found["runs"] if run.get("step_seconds")]
+        if not self.found["alone"] or not runs:
+            return
+        synchronous = min(runs, key=lambda run: run["bound"])
+        g = synchronous["step_response_tokens"] / max(one["tokens_per_s"] for one in self.found["alone"])
+        h = synchronous["train_seconds"]
+        self.found["split"] = report.split(
+            g, h, synchronous["step_seconds"], self.found["gpus"], self._options.colocate or not self._on_gpu
+        )
+        for run in runs:
+            run["of_limit"] = round(self.found["split"]["limit_seconds"] / run["step_seconds"], 4)
+        if not self._options.colocate:
+            options, speeds = self._options, [(one["running"], one["tokens_per_s"]) for one in self.found["alone"] if one["running"] >= 1]
+            push, batch = runs[-1].get("push_seconds") or 0.0, options.batch * options.samples
+            bounds = [run["bound"] for run in runs]
+            for run, seconds in zip(
+                runs, predicted(self._lengths, speeds, batch, options.samples, h, push, MOST, bounds).values(), strict=True
+            ):
+                run["predicted_seconds"] = seconds
+
+    def _keep(self, part: str) -> None:
+        print(f"measured: {part}", file=sys.stderr, flush=True)
+        write(self._options.json, self.found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

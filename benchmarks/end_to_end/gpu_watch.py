@@ -1,0 +1,50 @@
+"""Reads how busy the GPUs are, on a thread: by NVML, the share of time in which a kernel ran."""
+
+import statistics
+import threading
+import time
+
+POLL_INTERVAL_S = 0.1
+
+
+class GpuWatch:
+    """The share of time in which each GPU was busy. Without a GPU it reads nothing."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, list[float], list[int]]] = []
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> "GpuWatch":
+        """Begins to read; without NVML's binding there is nothing to read, and the figures lack it."""
+        try:
+            import pynvml
+        except ImportError:
+            return self
+        pynvml.nvmlInit()
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+        def look() -> None:
+            while not self._over.wait(POLL_INTERVAL_S):
+                busy = [pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100 for device in devices]
+                used = [int(pynvml.nvmlDeviceGetMemoryInfo(device).used) for device in devices]
+                self._samples.append((time.time(), busy, used))
+
+        self._thread = threading.Thread(target=look, daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def busy(self, begin: float, end: float) -> list[float]:
+        """Returns the mean share of each GPU between two times, seconds since the epoch; empty where nothing was read."""
+        found = [busy for at, busy, _ in self._samples if begin <= at <= end]
+        return [round(statistics.fmean(one), 3) for one in zip(*found, strict=True)]
+
+    def memory(self, begin: float, end: float) -> list[int]:
+        """Returns the most memory in use of each GPU between two times, in bytes."""
+        return [max(one) for one in zip(*(used for at, _, used in self._samples if begin <= at <= end), strict=True)]

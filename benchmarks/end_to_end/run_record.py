@@ -1,0 +1,107 @@
+"""What a run tells while it goes on: its steps, its groups' ends and its replicas' gauges, and the figures that come of them."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from shared.schema.ledger import GroupsDropped, GroupsScored
+from shared.schema.messages import Trained
+
+GAUGES = ("running_requests", "queued_requests", "kv_usage", "request_slots", "used_slots", "running_groups")
+
+
+@dataclass
+class RunRecord:
+    """The record of one run. ``pushes``: seconds of each; ``gauges``: of all replicas together, by when they were read."""
+
+    steps: list[Trained] = field(default_factory=list)
+    pushes: list[dict[str, float]] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    dropped: list[tuple[float, int]] = field(default_factory=list)
+    gauges: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+    def scored(self, record: GroupsScored) -> None:
+        """Notes the tokens of groups that have come back."""
+        for group in record.groups:
+            self.tokens[group.group] = sum(sample.tokens for sample in group.samples)
+
+    def ended(self, record: GroupsDropped) -> None:
+        """Notes groups that were dropped; those that were stopped while they were generated have no tokens here."""
+        self.dropped.append((record.at, sum(self.tokens.get(group, 0) for group in record.groups)))
+
+    def window(self, warm_up: int) -> tuple[float, float] | None:
+        """Returns when the steps after the warm-up began and ended, seconds since the epoch; None where there are under two."""
+        if len(self.steps) < warm_up + 2:
+            return None
+        return self.steps[warm_up].ended, self.steps[-1].ended
+
+    def figures(self, warm_up: int, gpus: int) -> dict[str, Any]:
+        """Returns the figures of the steps after the warm-up. Seconds, tokens, and tokens a second."""
+        if (window := self.window(warm_up)) is None:
+            return {"steps": len(self.steps), "problem": f"no two steps after the {warm_up} of the warm-up"}
+        begin, end = window
+        measured, seconds = self.steps[warm_up + 1 :], end - begin
+        ends = [begin, *(step.ended for step in measured)]
+        metrics = [step.metrics for step in measured]
+        trained = sum(_of(one, "rollout/response_tokens") for one in metrics)
+        generated = self._rise("generated_tokens", begin, end)
+        dropped = sum(tokens for at, tokens in self.dropped if begin < at <= end)
+        return {
+            "steps": len(measured),
+            "step_seconds": round(statistics.median(after - before for before, after in pairwise(ends)), 4),
+            "step_seconds_mean": round(seconds / len(measured), 4),
+            "train_seconds": median(metrics, "perf/step_time"),
+            "optimizer_seconds": median(metrics, "perf/actor_train_time"),
+            "wait_seconds": median(metrics, "perf/train_wait_time"),
+            "push_begin_seconds": median(metrics, "perf/train_push_time"),
+            "push_seconds": median(self.pushes, "perf/update_weights_time"),
+            "push_stall_seconds": median(self.pushes, "perf/update_weights_stall"),
+            "trained_tokens_per_s": round(trained / seconds, 1),
+            "generated_tokens_per_s": round(generated / seconds, 1),
+            "trained_tokens_per_s_per_gpu": round(trained / seconds / gpus, 1),
+            "step_response_tokens": round(trained / len(measured), 1),
+            "trainer_busy": round(sum(_of(one, "perf/step_time") for one in metrics) / seconds, 4),
+            "staleness_mean": mean(metrics, "rollout/staleness_mean"),
+            "staleness_max": max((_of(one, "rollout/staleness_max") for one in metrics), default=0.0),
+            "masked_tokens": sum(_of(one, "rollout/masked_tokens") for one in metrics),
+            "dropped_tokens": dropped,
+            "logprob_diff": median(metrics, "train/train_rollout_logprob_abs_diff"),
+            **{name: self._mean(name, begin, end) for name in GAUGES},
+        }
+
+    def _mean(self, name: str, begin: float, end: float) -> float | None:
+        found = [gauges[name] for at, gauges in self.gauges if begin <= at <= end and name in gauges]
+        return round(statistics.fmean(found), 3) if found else None
+
+    def _rise(self, name: str, begin: float, end: float) -> float:
+        found = [(at, gauges[name]) for at, gauges in self.gauges if begin <= at <= end and name in gauges]
+        if len(found) < 2 or found[-1][0] <= found[0][0]:
+            return 0.0
+        return (found[-1][1] - found[0][1]) * (end - begin) / (found[-1][0] - found[0][0])
+
+
+def summed(gauges: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the sums of several replicas' gauges; of shares the largest."""
+    total: dict[str, float] = {}
+    for one in gauges:
+        for name, value in one.items():
+            total[name] = max(total.get(name, 0.0), value) if name == "kv_usage" else total.get(name, 0.0) + value
+    return total
+
+
+def median(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Returns the median of a metric over those that have it."""
+    found = [one[name] for one in metrics if name in one]
+    return round(statistics.median(found), 5) if found else None
+
+
+def mean(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Returns the mean of a metric over those that have it."""
+    found = [one[name] for one in metrics if name in one]
+    return round(statistics.fmean(found), 4) if found else None
+
+
+def _of(metrics: Mapping[str, float], name: str) -> float:
+    return metrics.get(name, 0.0)

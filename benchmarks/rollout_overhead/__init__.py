@@ -1,0 +1,1 @@
+"""One engine, driven directly and through the rollout service, at equal running requests."""

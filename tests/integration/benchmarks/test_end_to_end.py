@@ -1,0 +1,52 @@
+"""The benchmarks of whole runs measure what they say, with a real engine and a real trainer on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service_process import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+def measured(benchmark: str, directory: Path, *words: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
+    """The figures of a benchmark's command, and what it said."""
+    file = directory / "figures.json"
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--device", "cpu", "--json", str(file), *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
+    assert file.exists(), done.stderr
+    return json.loads(file.read_text()), done
+
+
+def test_a_run_is_measured_beside_its_engine_alone(tmp_path: Path) -> None:
+    load = ["--shape", "tiny", "--lengths", "lognormal:12:0.7", "--cap", "32", "--batch", "2", "--samples", "3"]
+    short = ["--bounds", "1", "--steps", "5", "--warm-up", "2", "--seconds", "400", "--alone", "4", "--alone-seconds", "2"]
+    found, done = measured("end_to_end", tmp_path, *load, *short)
+    [alone], [run] = found["alone"], found["runs"]
+    assert alone["tokens_per_s"] > 0, done.stderr
+    assert run["steps"] == 2 and run["step_seconds"] > 0, (run, done.stderr)
+    assert run["trained_tokens_per_s"] > 0 < run["generated_tokens_per_s"] and run["staleness_max"] <= 1
+    assert 0 < run["logprob_diff"] < 0.01, "engine and trainer have the same weights"
+    assert run["of_limit"] > 0 and run["predicted_seconds"] > 0 and found["split"]["limit_seconds"] > 0
+    assert f"| 1 | {run['step_seconds']:.2f} s |" in done.stdout
+
+
+def test_the_engine_is_driven_directly_and_through_the_service(tmp_path: Path) -> None:
+    short = ["--at-once", "8", "--samples", "3", "--seconds", "3", "--warm", "2", "--pairs", "1"]
+    found, done = measured("rollout_overhead", tmp_path, *short)
+    [pair] = found["pairs"]
+    assert pair["ratio"] > 0 and found["ratio"] == pair["ratio"]
+    assert 4 < pair["service"]["running"] <= 8 and 4 < pair["direct"]["running"] <= 8
+    assert done.returncode == (found["ratio"] < 0.98), done.stderr
+
+
+@pytest.mark.extra
+def test_a_shape_runs_colocated(tmp_path: Path) -> None:
+    [row], done = measured("colocate", tmp_path, "--case", "tiny", "--directory", str(tmp_path), "--seconds", "600")
+    assert row["exit"] == 0 and row["steps"] == 3 and row["audit"] == "ok", done.stderr

@@ -1,0 +1,114 @@
+"""What the end-to-end benchmark computes: lengths, the figures of a record, the limit, the simulation's prediction."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.end_to_end import report
+from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
+from benchmarks.end_to_end.prediction import predicted, rising
+from benchmarks.end_to_end.run_record import RunRecord, summed
+from shared.schema.ledger import GroupsDropped
+from shared.schema.messages import Trained
+
+
+@pytest.mark.parametrize("spec", ["geometric:50", "lognormal:50:0.8", "file"])
+def test_lengths_have_the_mean_that_is_told(spec: str, tmp_path: Path) -> None:
+    if spec == "file":
+        (tmp_path / "lengths.json").write_text(json.dumps([10, 20, 90, 400]))
+        spec = f"file:{tmp_path / 'lengths.json'}"
+    lengths = LengthDistribution.parse(spec, cap=120)
+    drawn = lengths.draw(np.random.default_rng(0), 100_000)
+    assert (drawn.min() >= 1, drawn.max()) == (True, 120)
+    assert drawn.mean() == pytest.approx(lengths.capped_mean, rel=0.02)
+
+
+def test_geometric_lengths_are_made_by_stop_tokens_and_others_told_beside_the_prompt() -> None:
+    geometric, lognormal = LengthDistribution.parse("geometric:50", 99), LengthDistribution.parse("lognormal:50", 99)
+    stops = geometric.stop_tokens(1000, first=3)
+    assert len(set(stops)) == 20 and min(stops) >= 3 and max(stops) == 999
+    [row] = [json.loads(line) for line in rows(geometric, 1, 4, 6, 1000, seed=0)]
+    assert len(row["prompt"].split()) == 6 and row["metadata"] == {}
+    [row] = [json.loads(line) for line in rows(lognormal, 1, 4, 6, 1000, seed=0)]
+    assert len(row["metadata"]["lengths"]) == 4 and max(row["metadata"]["lengths"]) <= 99
+
+
+@pytest.mark.parametrize("spec", ["uniform:3", "geometric:0", "geometric:x", "lognormal:5:-1"])
+def test_other_lengths_are_refused(spec: str) -> None:
+    with pytest.raises(ValueError):
+        LengthDistribution.parse(spec, 100)
+
+
+def step(number: int, ended: float, tokens: float) -> Trained:
+    metrics = {"rollout/response_tokens": tokens, "perf/step_time": 3.0, "rollout/staleness_mean": 1.0, "rollout/staleness_max": number}
+    return Trained(step=number, version=number + 1, started=ended - 3, ended=ended, metrics=metrics)
+
+
+def test_figures_are_of_the_steps_after_the_warm_up() -> None:
+    record = RunRecord(steps=[step(number, 100 + 4.0 * number, 800) for number in range(6)])
+    record.gauges = [(at, {"generated_tokens": 250.0 * at, "running_requests": at}) for at in range(100, 121)]
+    record.tokens["g00000001"] = 70
+    record.ended(GroupsDropped(groups=["g00000001", "g00000002"], reason="stale", at=112.0))
+    record.ended(GroupsDropped(groups=["g00000001"], reason="stale", at=107.0))
+    figures = record.figures(warm_up=2, gpus=2)
+    assert (figures["steps"], figures["step_seconds"], figures["trainer_busy"]) == (3, 4.0, 0.75)
+    assert (figures["trained_tokens_per_s"], figures["trained_tokens_per_s_per_gpu"], figures["generated_tokens_per_s"]) == (200, 100, 250)
+    assert (figures["dropped_tokens"], figures["staleness_max"], figures["running_requests"]) == (70, 5, 114)
+    assert "problem" in record.figures(warm_up=5, gpus=2)
+
+
+def test_gauges_of_replicas_are_summed_but_for_shares() -> None:
+    assert summed([{"running_requests": 2, "kv_usage": 0.5}, {"running_requests": 3, "kv_usage": 0.25}]) == {
+        "running_requests": 5,
+        "kv_usage": 0.5,
+    }
+
+
+def test_the_limit_is_the_slower_side_or_both_where_they_share() -> None:
+    assert report.split(6.0, 4.0, 12.5, gpus=2, shared=False)["limit_seconds"] == 6.0
+    assert report.split(6.0, 4.0, 12.5, gpus=2, shared=False)["synchronous_use"] == 0.4
+    assert report.split(6.0, 4.0, 12.5, gpus=1, shared=True) == {
+        "generation_seconds": 6.0,
+        "training_seconds": 4.0,
+        "limit_seconds": 10.0,
+        "synchronous_use": 0.8,
+    }
+
+
+def found(of_limit: float, seconds: float) -> dict[str, object]:
+    common = {
+        "trained_tokens_per_s": 1.0,
+        "trained_tokens_per_s_per_gpu": 1.0,
+        "generated_tokens_per_s": 1.0,
+        "staleness_mean": 0.0,
+        "staleness_max": 0.0,
+        "dropped_tokens": 0,
+        "masked_tokens": 0,
+    }
+    return {
+        "colocate": False,
+        "runs": [
+            {"bound": 0, "step_seconds": 10.0, **common},
+            {"bound": 2, "step_seconds": seconds, "of_limit": of_limit, "gpu_busy": [0.9, 0.5], **common},
+            {"bound": 4, "problem": "no two steps after the 5 of the warm-up", "stopped": "its 9 s were over"},
+        ],
+    }
+
+
+def test_a_goal_that_is_missed_is_told() -> None:
+    assert len(report.misses(found(0.96, 7.0))) == 1, "bound 4 did not come far enough"
+    assert any("94%" in missed for missed in report.misses(found(0.94, 7.0)))
+    assert any("slower" in missed for missed in report.misses(found(0.99, 11.0)))
+    table = report.table(found(0.96, 7.0))
+    assert "| 7.00 s | 96% |" in table and "| 90%, 50% |" in table and "no two steps" in table
+
+
+def test_the_simulation_predicts_between_the_limit_and_the_synchronous_step() -> None:
+    lengths = LengthDistribution.parse("geometric:650", 2048)
+    speeds = [(64, 14_000.0), (128, 20_000.0), (120, 19_000.0), (256, 25_000.0), (512, 24_500.0)]
+    assert rising(speeds) == ((64, 14_000.0), (120, 19_000.0), (128, 20_000.0), (256, 25_000.0))
+    g = 64 * lengths.capped_mean / 25_000
+    steps = predicted(lengths, speeds, 64, 8, 0.5 * g, 0.01, 4096, [0, 2])
+    assert g < steps[2] < steps[0]
