@@ -144,7 +144,8 @@ class Replica:
             await self.client.memory.wake(deadline=deadline)
         self.served.serve(version, digest)
         self._service.metrics.set("version", version)
-        await self.publish()
+        self.show()
+        self._service.spawn(self._service.announce())  # the trainer, which waits for this, has its answer first
 
     async def fence(self, reason: str) -> None:
         """Stops taking work until a version has been loaded, because the engine's weights are not to be trusted."""
