@@ -157,10 +157,8 @@ _WITHOUT_EFFECT = {
 
 NOT_A_FIELD_WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     # name: (kind, why); of no dataclass, but often given
-    "make_vocab_size_divisible_by": ("int", "rows are added up to a multiple of tensor_model_parallel_size and left out of exports"),
-    "padded_vocab_size": ("int", "rows are added up to a multiple of tensor_model_parallel_size and left out of exports"),
+    "padded_vocab_size": ("int", "rows are added as make_vocab_size_divisible_by says, and left out of exports"),
     "use_flash_attn": ("switch", "attention is flash attention on GPUs, by torch or Transformer Engine"),
-    "spec": ("texts", "layers are chosen by the model's family; docs/models.md lists them"),
     "micro_batch_size": ("int", "micro-batches are packed by tokens, see max_tokens_per_gpu"),
     "seq_length": ("int", "micro-batches are packed, each to its own length, see max_tokens_per_gpu"),
     "distributed_backend": ("text", "ranks talk by NCCL on GPUs, by gloo on CPUs"),

@@ -6,10 +6,10 @@ On two GPUs, one for the trainer and one for the engine::
     python -m benchmarks.end_to_end --shape 0.6b --device cuda --lengths geometric:656 --bounds 0 1 2 4 --steps 16 --seconds 90 \
         --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json benchmarks/results/end_to_end.json
 
-Weights are random, rewards too; what is measured is time. First the engine alone, with several numbers of requests at once, by this
-process; then one run under ``myxo up`` for each bound, until it has made ``--steps`` or its ``--seconds`` are over. The trainer alone is
-the run at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the
-table of `RESULTS` into docs/performance.md.
+Weights are random, rewards too; what is measured is time. First one run under ``myxo up`` for each bound, until it has made ``--steps`` or
+its ``--seconds`` are over; then the engine alone, with several numbers of requests at once, by this process. The trainer alone is the run
+at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the table of
+`RESULTS` into docs/performance.md.
 
 Figures. g: seconds in which the engine alone draws a step's tokens, at its best; h: seconds from a batch's arrival to its last optimizer
 step. *limit*: max(g, h), or g + h where they share one GPU; U_sync = (g + h) / (GPUs x synchronous step). Exit code 1 where a bound from 2
@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4], metavar="S", help="on staleness (default 0 1 2 4)")
     parser.add_argument("--colocate", action="store_true", help="trainer and engine take turns on one GPU")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="of a run, the warm-up included (default 16)")
-    parser.add_argument("--warm-up", type=int, default=5, metavar="N", help="steps that are left out (default 5)")
+    parser.add_argument(
+        "--warm-up", type=int, default=5, metavar="N", help="steps that are left out, at most one more than the bound (default 5)"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="for the steps of one run (default 120)")
     parser.add_argument("--start-seconds", type=float, default=400, help="until a run has made its first step (default 400)")
     parser.add_argument("--alone", type=int, nargs="*", metavar="N", help="requests at once of the engine alone; none: left out")
@@ -125,8 +127,6 @@ class Measurement:
         model, prompts = self._directory / "model", self._directory / "prompts.jsonl"
         self.found["parameters"] = write_checkpoint(model, options.shape, self._dtype)
         prompts.write_text("".join(rows(self._lengths, PROMPTS, options.samples, options.prompt_tokens, self._vocabulary, seed=0)))
-        if options.alone != [] and not self.found["alone"]:
-            asyncio.run(self._engine_alone(model))
         plan = RunPlan(
             directory=self._directory / "r",
             model=model,
@@ -142,6 +142,8 @@ class Measurement:
             self.found["runs"].append(measured(plan, f"bound-{bound}", bound, on_gpus=self._on_gpu))
             self.found["runs"].sort(key=lambda run: run["bound"])
             self._keep(f"bound {bound}")
+        if options.alone != [] and not self.found["alone"]:
+            asyncio.run(self._engine_alone(model))
         self._predict()
         self._keep("the simulation")
         return self.found

@@ -8,19 +8,24 @@ from typing import Any
 
 from shared.schema.ledger import GroupsDropped, GroupsScored
 from shared.schema.messages import Trained
+from shared.schema.service_messages import MetricsWritten
 
 GAUGES = ("running_requests", "queued_requests", "kv_usage", "request_slots", "used_slots", "running_groups")
 
 
 @dataclass
 class RunRecord:
-    """The record of one run. ``pushes``: seconds of each; ``gauges``: of all replicas together, by when they were read."""
+    """The record of one run. ``metrics``: of each step; ``gauges``: of all replicas together, by when they were read."""
 
     steps: list[Trained] = field(default_factory=list)
-    pushes: list[dict[str, float]] = field(default_factory=list)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     dropped: list[tuple[float, int]] = field(default_factory=list)
     gauges: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+    def written(self, message: MetricsWritten) -> None:
+        """Notes metrics of a step; they come in several messages."""
+        self.metrics.setdefault(message.step, {}).update(message.values)
 
     def scored(self, record: GroupsScored) -> None:
         """Notes the tokens of groups that have come back."""
@@ -44,8 +49,8 @@ class RunRecord:
         begin, end = window
         measured, seconds = self.steps[warm_up + 1 :], end - begin
         ends = [begin, *(step.ended for step in measured)]
-        metrics = [step.metrics for step in measured]
-        trained = sum(_of(one, "rollout/response_tokens") for one in metrics)
+        metrics = [found for step in measured if (found := self.metrics.get(step.step))]
+        step_tokens = mean(metrics, "rollout/response_tokens") or 0.0
         generated = self._rise("generated_tokens", begin, end)
         dropped = sum(tokens for at, tokens in self.dropped if begin < at <= end)
         return {
@@ -56,13 +61,13 @@ class RunRecord:
             "optimizer_seconds": median(metrics, "perf/actor_train_time"),
             "wait_seconds": median(metrics, "perf/train_wait_time"),
             "push_begin_seconds": median(metrics, "perf/train_push_time"),
-            "push_seconds": median(self.pushes, "perf/update_weights_time"),
-            "push_stall_seconds": median(self.pushes, "perf/update_weights_stall"),
-            "trained_tokens_per_s": round(trained / seconds, 1),
+            "push_seconds": median(metrics, "perf/update_weights_time"),
+            "push_stall_seconds": median(metrics, "perf/update_weights_stall"),
+            "trained_tokens_per_s": round(step_tokens * len(measured) / seconds, 1),
             "generated_tokens_per_s": round(generated / seconds, 1),
-            "trained_tokens_per_s_per_gpu": round(trained / seconds / gpus, 1),
-            "step_response_tokens": round(trained / len(measured), 1),
-            "trainer_busy": round(sum(_of(one, "perf/step_time") for one in metrics) / seconds, 4),
+            "trained_tokens_per_s_per_gpu": round(step_tokens * len(measured) / seconds / gpus, 1),
+            "step_response_tokens": round(step_tokens, 1),
+            "trainer_busy": round((mean(metrics, "perf/step_time") or 0.0) * len(measured) / seconds, 4),
             "staleness_mean": mean(metrics, "rollout/staleness_mean"),
             "staleness_max": max((_of(one, "rollout/staleness_max") for one in metrics), default=0.0),
             "masked_tokens": sum(_of(one, "rollout/masked_tokens") for one in metrics),

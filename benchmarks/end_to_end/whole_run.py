@@ -31,10 +31,14 @@ CONFIG = Path(__file__).with_name("run.toml")
 POLL_INTERVAL_S = 0.25
 STOP_SECONDS = 60.0
 
+METRICS_SECONDS = 1.0
+"""The time in which the metrics of the last step come."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What every run of a measurement has in common. ``flags``: of ``myxo up``; ``steps``: to make; ``warm_up``: of them, left out.
+    """What every run of a measurement has in common. ``flags``: of ``myxo up``; ``steps``: to make; ``warm_up``: of them, left out at
+    most: the groups that are admitted together at the beginning make one batch more than the bound.
 
     ``start_s``, ``run_s``: seconds for the first step, and from it on. ``gpus``: that it has.
     """
@@ -71,8 +75,9 @@ def measured(plan: RunPlan, name: str, bound: int, further: Sequence[str] = (), 
         finally:
             _ended(process)
             watch.stop()
-    figures = record.figures(plan.warm_up, plan.gpus)
-    if window := record.window(plan.warm_up):
+    warm_up = min(plan.warm_up, bound + 1)
+    figures = record.figures(warm_up, plan.gpus)
+    if window := record.window(warm_up):
         figures |= {"gpu_busy": watch.busy(*window), "gpu_memory_bytes": watch.memory(*window)}
     first = record.steps[0].ended - began if record.steps else None
     return {"bound": bound, "first_step_after_s": first and round(first, 1), **figures, **({"stopped": problem} if problem else {})}
@@ -100,6 +105,7 @@ async def _watched(process: subprocess.Popen[bytes], directory: RunDirectory, na
                     gauges = [status.gauges for status in await registry.alive("rollout")]
                     record.gauges.append((time.time(), summed(gauges)))
             await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(METRICS_SECONDS)
         return ""
     finally:
         if bus is not None:
@@ -113,9 +119,7 @@ async def _listen(bus: Bus, run: str, record: RunRecord) -> None:
         record.steps.append(Trained.decode(message.data))
 
     async def metrics(message: Any) -> None:
-        values = MetricsWritten.decode(message.data).values
-        if "perf/update_weights_time" in values:
-            record.pushes.append(values)
+        record.written(MetricsWritten.decode(message.data))
 
     async def scored(message: Any) -> None:
         record.scored(GroupsScored.decode(message.data))

@@ -1,8 +1,10 @@
 """The console beside a run: started, kept alive, ended. Whatever becomes of it, the run goes on."""
 
+import http.client
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,12 +13,15 @@ import structlog
 
 from myxo.launch.restart_policy import BackOff
 from shared.config.console_section import ConsoleSection
+from shared.live.run_view import ServiceError
+from shared.live.service_failures import RESTARTED
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import MyxoError
 from shared.runtime.http_address import LAST_PORT, HttpAddress
 from shared.runtime.safe_text import say
 from shared.runtime.server_urls import CONSOLE_TOKEN, new_console_token
+from shared.schema.service_messages import ServiceEvent
 
 MODULE = "services.console"
 
@@ -31,17 +36,22 @@ WELL_SECONDS = 10.0
 
 STOP_SECONDS = 2.0
 
+PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0
+"""The interval at which it is asked whether it answers, and the time that it has for that."""
+
 
 class ConsoleProcess:
     """The console of one run.
 
     Args:
         section: where it listens. log: the file of its output. environment: what tells it of its run, see `services.console`.
+        frozen_timeout: the seconds without an answer after which it is killed, and started again; 0: never.
 
-    ``url``: its address, token included; empty where it cannot listen anywhere.
+    ``url``: its address, token included; empty where it cannot listen anywhere. ``restarted``: of each time that it was started again, with
+    why; whoever publishes an event takes it out.
     """
 
-    def __init__(self, section: ConsoleSection, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, section: ConsoleSection, log: Path, environment: Mapping[str, str], frozen_timeout: float = 0.0) -> None:
         self._section, self._log_path, self._environment = section, log, environment
         self._token = new_console_token()
         self._backoff = BackOff()
@@ -49,13 +59,20 @@ class ConsoleProcess:
         self._due: float | None = 0.0
         self._log = structlog.get_logger()
         self._address: HttpAddress | None = None
+        self._frozen_timeout = frozen_timeout
+        self._probe, self._probe_at = threading.Thread(), 0.0
+        self._answered, self._silent_s = False, 0.0
+        self._restarts, self._reason, self._last_reason = 0, "", ""
+        self.restarted: list[ServiceEvent] = []
         self.url = ""
         self.tick(time.monotonic())
 
     def tick(self, now: float) -> None:
         """Starts it where it is not running and its time has come. Raises nothing."""
+        self._kill_frozen(now)
         if self._child is not None and (code := self._child.exit_code()) is not None:
             lived = now - self._child.started_s
+            self._reason = self._reason or cause(code)
             self._child, wait = None, self._backoff.died(lived, ready=lived >= WELL_SECONDS)
             self._due = None if wait is None else now + wait
             self._log.warning("console_died", reason=cause(code), lived=round(lived, 1), restart_in=wait)
@@ -86,6 +103,43 @@ class ConsoleProcess:
         }
         environment = {**os.environ, **self._environment, **given, "PYTHONUNBUFFERED": "1"}
         self._child, self._due = ChildProcess(INSTANCE, (sys.executable, "-m", MODULE), self._log_path, environment), None
+        self._answered, self._silent_s = False, 0.0
+        if self._reason:
+            self._restarts += 1
+            detail, self._last_reason, self._reason = f"after {self._reason}", self._reason, ""
+            self.restarted.append(ServiceEvent(service=INSTANCE, instance=INSTANCE, what=RESTARTED, detail=detail, at=time.time()))
+
+    def restarts(self) -> ServiceError:
+        """Returns how often it was started again, and why the last time."""
+        return ServiceError(INSTANCE, self._restarts, self._last_reason)
+
+    def _kill_frozen(self, now: float) -> None:
+        """Kills a console that has answered, and has not done so for too long."""
+        if self._child is None or not self._frozen_timeout:
+            return
+        if now >= self._probe_at and not self._probe.is_alive():
+            self._probe_at = now + PROBE_SECONDS
+            self._probe = threading.Thread(target=self._ask, daemon=True)
+            self._probe.start()
+        if self._answered and self._silent_s >= self._frozen_timeout:
+            self._reason = f"it was frozen, without an answer for {self._silent_s:.0f} s, and was killed"
+            self._log.error("console_frozen", error=self._reason)
+            self._answered = False
+            self._child.kill()
+
+    def _ask(self) -> None:
+        """Asks the console for anything; to be refused is an answer, too. A question counts for `PROBE_SECONDS`, however long it took."""
+        assert self._address is not None
+        host = "127.0.0.1" if self._address.wildcard else self._address.host
+        connection = http.client.HTTPConnection(host, self._address.port, timeout=ANSWER_SECONDS)
+        try:
+            connection.request("GET", "/")
+            connection.getresponse()
+            self._answered, self._silent_s = True, 0.0
+        except (OSError, http.client.HTTPException):
+            self._silent_s += PROBE_SECONDS
+        finally:
+            connection.close()
 
     @property
     def given_up(self) -> bool:

@@ -15,6 +15,7 @@ from myxo.launch import erase, exit_report
 from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
 from myxo.launch.console_process import ConsoleProcess
 from myxo.launch.disk_watch import DiskWatch
+from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import StopReason, Supervisor
@@ -30,9 +31,8 @@ from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.live.heartbeats import Heartbeats
-from shared.live.live_services import InstanceStatus, present
-from shared.live.run_view import RunView, look
+from shared.live.live_services import InstanceStatus
+from shared.live.run_view import RunView, ServiceError, look
 from shared.live.service_failures import full_disk
 from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
@@ -92,7 +92,7 @@ class Launch:
         self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
         self._gone: dict[str, Away] = {}  # the servers that did not answer when they were last asked
-        self._waits, self._heartbeats = WaitReport(), Heartbeats()
+        self._waits, self._frozen = WaitReport(), FrozenServices(config.bus.frozen_timeout)
         self._cut_off = 0.0  # since when the launcher's own connection is broken, seconds since the epoch
         self._browser: ConsoleProcess | None = None
         self._log = structlog.get_logger()
@@ -154,7 +154,8 @@ class Launch:
             return
         nats_url, redis_url = self._servers.guest_urls
         environment = {"MYXO_RUN": self._run, "NATS_URL": nats_url, "REDIS_URL": redis_url, "MYXO_RUN_DIRECTORY": str(self._directory.root)}
-        self._browser = ConsoleProcess(self._config.console, self._directory.log(CONSOLE_INSTANCE), environment)
+        log, frozen_timeout = self._directory.log(CONSOLE_INSTANCE), self._config.bus.frozen_timeout
+        self._browser = ConsoleProcess(self._config.console, log, environment, frozen_timeout)
         if self._browser.url:
             self._say(f"Console: {self._browser.url}")
 
@@ -194,8 +195,8 @@ class Launch:
         disk = DiskWatch(self._directory.root, self._config.bus.full_timeout)
         while not self._signals:
             now = time.monotonic()
-            if disk.look(now):
-                self._servers.write_again()
+            if disk.look(now, self._servers.full()):
+                self._servers.write_again(f"no space was left on the device at {self._directory.root}")
             self._servers.tick(now)
             if self._browser is not None:
                 self._browser.tick(now)
@@ -210,7 +211,7 @@ class Launch:
                 polling.result()
             if now >= show_at or self._ended:
                 show_at = now + SHOW_SECONDS
-                instances, servers = supervisor.statuses(now), self._servers.restarts()
+                instances, servers = supervisor.statuses(now), self._restarts()
                 wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
                 view = look(self._config, self._statuses, instances, servers, view, self._began, disk.text, wait)
                 shown.show(view.finished() if self._finished else view.stopped(self._failure), now)
@@ -218,6 +219,11 @@ class Launch:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
+
+    def _restarts(self) -> list[ServiceError]:
+        """Returns the restarts of embedded servers and of the console."""
+        console = [] if self._browser is None else [self._browser.restarts()]
+        return [*self._servers.restarts(), *console]
 
     def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
         """Returns what is known of the run now."""
@@ -227,7 +233,7 @@ class Launch:
         else:
             self._cut_off = self._cut_off or time.time()
             gone[NATS] = Away(self._cut_off, "the connection broke, and is being restored")
-        silent = self._heartbeats.silent(self._config.bus.registry_ttl * STALE_SHARE, [item.instance for item in instances])
+        silent = self._frozen.silent(self._config.bus.registry_ttl * STALE_SHARE, [item.instance for item in instances])
         statuses = [status for status in self._statuses if status.instance not in silent]
         return RunSituation.of(self._config, statuses, instances, away=gone, silent=silent, disk=disk, failure=self._failure)
 
@@ -242,14 +248,17 @@ class Launch:
                         await registry.renew(self._waits.status())  # it also proves that the bus takes heartbeats
                         renewed = time.monotonic()
                     self._statuses = await registry.alive()
-                    self._listen(supervisor)
+                    self._frozen.listen(supervisor, self._statuses)
                     phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     self._finished, self._ended = phase == runs.FINISHED, phase in runs.ENDS
                     await self._publish(bus, supervisor.restarted)
+                    await self._publish(bus, self._servers.restarted)
+                    if self._browser is not None:
+                        await self._publish(bus, self._browser.restarted)
                     await self._publish(bus, self._waits.events)
                     self._gone.pop(NATS, None)
                 except BUS_ERRORS as error:
-                    self._heartbeats.look_away()
+                    self._frozen.look_away()
                     self._note_gone(NATS, error)
                 try:
                     await store.ping(deadline=POLL_DEADLINE)
@@ -259,18 +268,6 @@ class Launch:
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             await store.close()
-
-    def _listen(self, supervisor: Supervisor) -> None:
-        """Takes the heartbeats that the registry holds, and kills services that have been silent for too long: they are frozen."""
-        now, timeout = time.monotonic(), self._config.bus.frozen_timeout
-        instances = supervisor.statuses(now)
-        self._heartbeats.look(present(self._statuses, instances), now, time.time())
-        for item in instances:
-            if item.due_in is not None:
-                self._heartbeats.forget(item.instance)
-        for instance in self._heartbeats.silent(timeout, [item.instance for item in instances]) if timeout else ():
-            self._heartbeats.forget(instance)
-            supervisor.kill_frozen(instance, f"it was frozen, without a heartbeat for {timeout:g} s, and was killed")
 
     def _note_gone(self, server: str, error: BaseException) -> None:
         """Notes that a server did not answer."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import structlog
 from rich.console import Console
 
+from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS
 from myxo.launch.service_plan import CRITIC, SERVICE_MODULES, ServiceSpec
 from myxo.launch.supervisor import StopReason, Supervisor
@@ -129,6 +130,7 @@ class NodeLaunch:
         self._config, self._directory, self._nats_url, self._rank, self._console = config, directory, nats_url, rank, console
         self._signals: list[signal.Signals] = []
         self._away = float("-inf")
+        self._frozen = FrozenServices(config.bus.frozen_timeout)
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
@@ -191,11 +193,14 @@ class NodeLaunch:
         """Returns the run's phase and its trained steps; while the bus is away, that it runs."""
         run = self._config.run.name
         try:
-            for kind in (NODE, ENGINE_NODE, "rollout"):
-                supervisor.note_ready(await Registry(bus, run).alive(kind))
+            registry = Registry(bus, run)
+            statuses = [status for kind in (NODE, ENGINE_NODE, "rollout") for status in await registry.alive(kind)]
+            supervisor.note_ready(statuses)
+            self._frozen.listen(supervisor, statuses)
             return await runs.phase(bus, run), await runs.trained_steps(bus, run)
         except BUS_ERRORS as error:
             self._away = time.monotonic()
+            self._frozen.look_away()
             self._log.warning("servers_away", error=str(error) or type(error).__name__)
             return runs.RUNNING, 0
 

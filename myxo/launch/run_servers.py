@@ -7,22 +7,31 @@ from dataclasses import dataclass
 
 import structlog
 
+from myxo.launch.disk_watch import RefusedWrites
 from myxo.launch.restart_policy import BackOff
 from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
 from shared.config.store_section import StoreSection
 from shared.live.run_view import ServiceError
+from shared.live.service_failures import RESTARTED
 from shared.live.stall import NATS, STORE, Away
 from shared.runtime.child_process import ProcessEnded
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import MyxoError
+from shared.schema.service_messages import ServiceEvent
 
 RESTART_SECONDS = 10.0
 """The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server."""
 
 PROBE_SECONDS = 2.0
 """The interval at which an embedded server is asked whether it answers."""
+
+LOG_SECONDS = 0.5
+"""The interval at which the log of an embedded NATS is read for writes that found no room."""
+
+SERVER = "server"
+"""The kind of service that events name for an embedded server."""
 
 SILENT_SECONDS = 6.0
 """A server is away that has not answered for so long."""
@@ -81,6 +90,10 @@ class RunServers:
         frozen_timeout: float = 0.0,
     ) -> None:
         self.managed: list[ManagedServer] = []
+        self.restarted: list[ServiceEvent] = []
+        """Of each server that was started again, with why; whoever publishes an event takes it out."""
+        self._refused: dict[str, RefusedWrites] = {}
+        self._refused_at = 0.0
         self._frozen_timeout, self._probe_at = frozen_timeout, 0.0
         self._probes: list[threading.Thread] = []
         self.troubled = float("-inf")
@@ -103,6 +116,8 @@ class RunServers:
         try:
             for managed in self.managed:
                 self._start(managed)
+                if isinstance(managed.server, EmbeddedNats):
+                    self._refused[managed.server.name] = RefusedWrites(managed.server.log_path)
         except MyxoError:
             self.stop()
             raise
@@ -122,6 +137,7 @@ class RunServers:
     def tick(self, now: float) -> None:
         """Restarts dead servers: at once, then with growing waits. Raises ServerLost where one is given up."""
         self._probe(now)
+        self._look_for_refusals(now)
         for managed in self.managed:
             if managed.silent_s >= SILENT_SECONDS:
                 self.troubled = now
@@ -144,23 +160,47 @@ class RunServers:
         for thread in self._probes:
             thread.start()
 
-    def _kill_frozen(self, managed: ManagedServer, now: float) -> None:
-        reason = f"it was frozen, without an answer for {managed.silent_s:.0f} s, and was killed"
-        structlog.get_logger().error("server_frozen", server=managed.server.name, error=reason)
-        managed.server.stop(0)
-        self._died(managed, now, ready=True)
-        managed.reason, managed.silent_s = reason, 0.0
-
-    def write_again(self) -> None:
+    def write_again(self, why: str) -> None:
         """Restarts the embedded NATS server after its disk was full: a stream that could not be written refuses messages until then.
 
         Valkey tries again by itself, every second.
+
+        Args:
+            why: what to say of it.
         """
         for managed in self.managed:
             if isinstance(managed.server, EmbeddedNats) and managed.server.alive():
-                managed.reason = "its disk was full"
-                managed.server.stop()
-                self._restart(managed)
+                self._end_for(managed, time.monotonic(), why)
+
+    def full(self) -> str:
+        """Returns what to say of a disk without room on which a server could not write; empty: there is room."""
+        return next(filter(None, (refused.full() for refused in self._refused.values())), "")
+
+    def _look_for_refusals(self, now: float) -> None:
+        """Ends an embedded NATS that refuses writes for want of room although there is some; `tick` starts it again."""
+        if now < self._refused_at:
+            return
+        self._refused_at = now + LOG_SECONDS
+        for managed in self.managed:
+            refused = self._refused.get(managed.server.name)
+            if refused is None or managed.due is not None:
+                continue
+            refused.look()
+            if refused.refuses_still(now):
+                self._end_for(managed, now, f"no space was left on the device for {refused.path}, and with room again it refused writes")
+
+    def _kill_frozen(self, managed: ManagedServer, now: float) -> None:
+        self._end_for(managed, now, f"it was frozen, without an answer for {managed.silent_s:.0f} s, and was killed", kill=True)
+
+    def _end_for(self, managed: ManagedServer, now: float, why: str, kill: bool = False) -> None:
+        """Ends a server that runs and does no good, and has it started again."""
+        structlog.get_logger().error("server_ended", server=managed.server.name, error=why)
+        if kill:
+            managed.server.stop(0)
+        else:
+            managed.server.stop()
+        self._died(managed, now, ready=True)
+        managed.reason, managed.silent_s = why, 0.0
 
     def _restart(self, managed: ManagedServer) -> None:
         managed.restarts += 1
@@ -173,6 +213,10 @@ class RunServers:
             self._died(managed, time.monotonic(), ready=False)
             return
         managed.due, managed.silent_s = None, 0.0
+        if refused := self._refused.get(managed.server.name):
+            refused.forget()
+        detail = f"after this: {managed.reason}"
+        self.restarted.append(ServiceEvent(service=SERVER, instance=managed.server.name, what=RESTARTED, detail=detail, at=time.time()))
         log.info("server_restarted", seconds=round(time.monotonic() - managed.since, 3))
 
     def _died(self, managed: ManagedServer, now: float, ready: bool) -> None:

@@ -12,6 +12,7 @@ from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora
+from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
 from shared.model.trainable_parameters import Freezing
@@ -138,6 +139,14 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
     """Yields which of Megatron's architecture flags differ from the checkpoint, and what needs Transformer Engine where that is missing."""
     given, catalogue = inspection.config.trainer.megatron, megatron_flags.catalogue()
     if (architecture := inspection.architecture) is not None:
+        spec = inspection.config.trainer.spec
+        try:
+            named = is_own_module(spec, architecture.model_type, given)
+        except ConfigError as error:
+            yield error
+        else:
+            if spec and not named:
+                yield Note(f"--spec {' '.join(spec)} changes nothing: {architecture.model_type} has the same layers of its own")
         described = {name: value for name, value in given.items() if name in catalogue and "architecture" in catalogue[name].groups}
         yield from architecture_flags.differences(described, architecture)
     if inspection.starts:

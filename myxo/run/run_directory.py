@@ -111,9 +111,10 @@ class RunDirectory:
                     holder = file.read().strip() or "another process"
                     raise RunHeld(f"run directory {self.root} is in use by {holder}; stop that first, or give another run.name")
                 time.sleep(0.05)
-            file.truncate(0)
-            file.write(f"process {os.getpid()}")
-            file.flush()
+            with contextlib.suppress(OSError):  # on a full disk it is held without the name of its holder
+                file.truncate(0)
+                file.write(f"process {os.getpid()}")
+                file.flush()
             try:
                 yield
             finally:

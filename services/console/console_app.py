@@ -15,6 +15,7 @@ from services.console.pages import flow, health, run, sample_pages, session_list
 from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
+from shared.live.stall import TROUBLES, Stall
 
 WEB = Path(__file__).with_name("web")
 
@@ -27,12 +28,22 @@ class AwayPart(BaseModel):
     why: str
 
 
+class WaitPart(BaseModel):
+    """What the run waits for: ``awaited`` follows "waiting for"; ``since``: seconds since the epoch, 0: not known; ``trouble``: no healthy
+    run waits for it."""
+
+    awaited: str
+    since: float
+    next_action: str
+    trouble: bool
+
+
 class Overview(BaseModel):
     """What stands above all pages. ``live``: whether the run is on a bus, or read from its directory alone; ``at_rest``: whether
     that bus is served for the console alone. ``steps``: trained, of ``of``.
 
     ``phase``: running, finished, failed, or None where it is not known; ``failure``: why it failed. ``runs``: others beside this one's
-    directory.
+    directory. ``waiting``: what the next step waits for; None where that is not known, or none is to come.
     """
 
     run: str
@@ -44,10 +55,11 @@ class Overview(BaseModel):
     steps: int | None
     of: int | None
     away: list[AwayPart]
+    waiting: WaitPart | None
     runs: list[str]
 
 
-def overview(source: RunSource) -> Overview:
+def overview(source: RunSource, wait: Stall | None) -> Overview:
     """Returns what stands above all pages."""
     gauges = [status.gauges for status in source.statuses]
     steps = [int(gauge[name]) for gauge in gauges for name in ("trained_steps", "step") if name in gauge and gauge[name] >= 0]
@@ -62,18 +74,23 @@ def overview(source: RunSource) -> Overview:
         steps=max(steps, default=source.trained),
         of=source.config.rollout.num_rollout if source.config is not None else None,
         away=away,
+        waiting=None if wait is None else _wait_part(wait),
         runs=runs_beside(source.directory),
     )
 
 
-def frame_router(source: RunSource) -> APIRouter:
+def _wait_part(wait: Stall) -> WaitPart:
+    return WaitPart(awaited=wait.awaited, since=wait.since, next_action=wait.next_action, trouble=wait.cause in TROUBLES)
+
+
+def frame_router(source: RunSource, pipeline: RunPipeline) -> APIRouter:
     """Returns the routes that belong to no page."""
     router = APIRouter()
 
     @router.get("/overview")
     async def read_overview() -> Overview:
         """What stands above all pages."""
-        return overview(source)
+        return overview(source, pipeline.wait())
 
     @router.get("/events", response_class=StreamingResponse)
     async def read_events() -> StreamingResponse:
@@ -92,8 +109,8 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
     async def on_away(_request: Request, error: SourceAway) -> JSONResponse:
         return JSONResponse({"detail": str(error), "away": sorted(source.away)}, 503)
 
-    app.include_router(frame_router(source), prefix="/api", tags=["console"])
     pipeline = RunPipeline(source)
+    app.include_router(frame_router(source, pipeline), prefix="/api", tags=["console"])
     routers = {"run": run.router(source), "weights": weights.router(source), "samples": sample_pages.router(source)}
     routers |= {"flow": flow.router(pipeline), "health": health.router(pipeline)}
     for page, router in routers.items():

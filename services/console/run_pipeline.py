@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from services.console.absence import NOT_STARTED, SILENT
-from services.console.change_feed import FLOW, HEALTH
+from services.console.change_feed import FLOW, HEALTH, OVERVIEW
 from services.console.run_source import NATS, READ_SECONDS, STORE, RunSource, SourceAway
 from shared.bus import runs, stream_replay
 from shared.bus.bus_errors import BUS_ERRORS
@@ -35,6 +35,7 @@ class RunPipeline:
         self._life: str | None = None
         self._read = asyncio.Event()
         self._waits = StallWatch()
+        self._told: Stall | None = None
         source.followers.append(self._follow)
         source.lookers.append(self._look)
 
@@ -53,6 +54,10 @@ class RunPipeline:
         found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         wait = None if reader.history.finished else self._wait(config, now)
         return health_view(reader.history, config, statuses, found, wait.words(now) if wait is not None else "")
+
+    def wait(self) -> Stall | None:
+        """Returns what a run that is under way waits for; None where nothing is known of it."""
+        return None if self._source.config is None else self._wait(self._source.config, time.time())
 
     async def _known(self) -> tuple[FlowReader, RunConfig, float]:
         if self._source.live and not self._read.is_set():
@@ -102,5 +107,6 @@ class RunPipeline:
     def _look(self, statuses: Sequence[ServiceStatus]) -> None:
         if self._reader is not None:
             self._reader.look(statuses, time.time())
-        if self._source.config is not None:
-            self._wait(self._source.config, time.time())  # its beginning is known before anybody asks
+        if (wait := self.wait()) != self._told:  # its beginning is known before anybody asks
+            self._told = wait
+            self._source.feed.touch(OVERVIEW, FLOW)

@@ -144,7 +144,8 @@ class Replica:
             await self.client.memory.wake(deadline=deadline)
         self.served.serve(version, digest)
         self._service.metrics.set("version", version)
-        await self.publish()
+        self.show()
+        self._service.spawn(self._service.announce())  # the trainer, which waits for this, has its answer first
 
     async def fence(self, reason: str) -> None:
         """Stops taking work until a version has been loaded, because the engine's weights are not to be trusted."""
@@ -163,6 +164,7 @@ class Replica:
                 cause = await self._fault(engine)
                 self.engine_up.clear()
                 self.served.engine_died()
+                self._tell_of_last(cause)
                 await self._stop_at_once(engine)  # what others still ask of it fails now, not at its deadlines
                 await self.fence(f"the engine died: {cause}")
                 await self._close()
@@ -197,6 +199,11 @@ class Replica:
         served, client = self.served, self.client
         paused = client is None or client.paused is not None or self.update_lock.locked()
         return None if paused or served.asleep or served.target is not None else (served.incarnation, served.version)
+
+    def _tell_of_last(self, cause: str) -> None:
+        """Tells why another engine is started; of one over several nodes its leader tells."""
+        if self._leader is None:
+            self._service.detail = f"the one before: {cause}" if cause else ""
 
     async def _stop_at_once(self, engine: EngineProcess) -> None:
         with contextlib.suppress(MyxoError):  # `_close` tells of it
@@ -235,6 +242,7 @@ class Replica:
         if self._routed or hooks.paths(self._service.config, "rollout"):
             await self.open_proxy()
         self.served.engine_started()
+        self._tell_of_last("")
         self.engine_up.set()
         if self._service.config.debug.debug_rollout_only:
             await self.serve(INITIAL_VERSION)

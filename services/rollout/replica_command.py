@@ -5,6 +5,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from services.rollout.engine.decode_graphs import graph_flags
 from services.rollout.engine.launch_command import EngineCommand, EngineMeeting, engine_command
 from services.rollout.prefix_cache import keeps_prefixes
 from services.rollout.router import router_url
@@ -52,6 +53,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     # others expect SGLang's own way: each part of a stream repeats all tokens before it
     flags["incremental-streaming-output"] = config.gateways > 0 and answers_are_read
     flags["enable-return-routed-experts"] = config.trainer.use_rollout_routing_replay
+    flags |= graph_flags(config, device)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
     own_flags = sglang_flags.present_names(rollout.sglang)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from services.rollout.slot_limit import EngineLoad, SlotLimit
+from services.rollout.slot_limit import MOST, EngineLoad, SlotLimit
 from services.rollout.slot_queue import GroupClaim, SlotQueue
 from shared.bus.subjects import EVAL, TRAIN
 from shared.config.run_config import RunConfig
@@ -39,13 +39,19 @@ class GroupSlots:
 
 
 class RequestSlots:
-    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows."""
+    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows.
 
-    def __init__(self, config: RunConfig) -> None:
-        self._group = config.rollout.n_samples_per_prompt + config.rollout.surplus_rollouts
-        self._limit = SlotLimit(config.rollout.rollout_concurrency, self._group)
+    Args:
+        captured: requests at once that the engine is made for, the bound of slots that the run does not name; None: there is none.
+    """
+
+    def __init__(self, config: RunConfig, captured: int | None = None) -> None:
+        rollout = config.rollout
+        self._group = rollout.n_samples_per_prompt + rollout.surplus_rollouts
+        share = -(-rollout.rollout_batch_size // rollout.rollout_replicas) * self._group
+        self._limit = SlotLimit(rollout.rollout_concurrency, self._group, share, captured or MOST)
         self._queue = SlotQueue(self._limit.slots, config.has_steps)
-        self._surplus = config.rollout.surplus_rollouts
+        self._surplus = rollout.surplus_rollouts
 
     @property
     def limit(self) -> int:
@@ -65,9 +71,9 @@ class RequestSlots:
         evaluation = is_evaluation(task.group)
         return GroupSlots(self._queue, self._queue.take(EVAL if evaluation else TRAIN, task.n + (0 if evaluation else self._surplus)))
 
-    def note(self, load: EngineLoad | None) -> None:
-        """Follows the engine's load; None: an engine that does not tell it, or a new one."""
+    def note(self, load: EngineLoad | None, tokens: int, now: float) -> None:
+        """Follows the engine's load; None: an engine that does not tell it, or a new one. Otherwise as `SlotLimit.note`."""
         if load is None:
             self._limit.renew()
         else:
-            self._queue.resize(self._limit.note(load, self.held))
+            self._queue.resize(self._limit.note(load, self.held, tokens, now))

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from services.rollout.agents.agent_groups import AgentGroups
 from services.rollout.agents.gateways import Gateways
 from services.rollout.custom_generate import CustomGenerate
+from services.rollout.engine.decode_graphs import FLAG, captured_requests
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine_nodes.engine_follower import follow
 from services.rollout.engine_profiler import EngineProfiler
@@ -40,6 +41,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.model.replayed_choices import replayed_choices
+from shared.runtime import devices
 from shared.runtime.activities import WORK
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
@@ -118,7 +120,10 @@ class Rollout:
         self._service, self._config = service, service.config
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
-        self.in_flight, self._slots = InFlight(service.config), RequestSlots(service.config)
+        captured = captured_requests(service.config, devices.resolve(service.config.rollout.rollout_device))
+        self.in_flight, self._slots = InFlight(service.config), RequestSlots(service.config, captured)
+        if captured is not None and self._slots.limit > captured:
+            service.log.warning("slots_beyond_graphs", slots=self._slots.limit, captured=captured, flag=FLAG)
         self._seeds, self._choices = SampleSeeds.of(service.config), replayed_choices(service.config)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
@@ -355,7 +360,7 @@ class Rollout:
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
             metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             load = None if self.replica.client is None else self.replica.client.load
-            self._slots.note(load)
+            self._slots.note(load, tokens, time.monotonic())
             metrics.set("request_slots", self._slots.limit)
             metrics.set("used_slots", self._slots.held)
             if load is not None:

@@ -137,11 +137,11 @@ class WeightsReceiver:
             if not self._joined().issuperset(request.channels):
                 names = sorted(self._joined()) or "none"
                 raise PushRefused(f"version {request.version} comes over channels {sorted(request.channels)}; the engine is in {names}")
-            end = time.monotonic() + own_seconds(request.deadline)
+            marks = {"asked": time.monotonic()}
             try:
                 if not again:
-                    await self._begin(client, request, end - time.monotonic())
-                report = await self._received(client, request, max(1.0, end - time.monotonic()))
+                    self._begin(request)
+                report = await self._received(client, request, marks, again=again)
             except MyxoError as error:
                 # an engine that did not answer may hold some of the failed push; one that was never asked still holds its earlier weights
                 served.touched |= not isinstance(error, ReceiverError | DeadlineExceeded) or getattr(error, "touched", False)
@@ -154,9 +154,10 @@ class WeightsReceiver:
                 served.compared(report.digest, bool(report.differences))
             else:
                 served.loaded(report.digest)
-            return report
+            return report.model_copy(update={"marks": {**report.marks, **marks, "reported": time.monotonic()}})
 
     async def _commit(self, request: WeightsCommit) -> Message:
+        marks = {"commit_asked": time.monotonic()}
         async with self._replica.update_lock:
             client, served, seconds = self._client(), self._served, own_seconds(request.deadline)
             if served.target != request.version:
@@ -168,14 +169,16 @@ class WeightsReceiver:
             try:
                 await client.end_weight_update(deadline=seconds)
                 await client.set_weight_version(request.version, deadline=seconds)
+                marks["named"] = time.monotonic()
                 await client.resume(deadline=seconds)
+                marks["resumed"] = time.monotonic()
                 self._end()
                 await self._replica.serve(request.version, request.digest)
             except MyxoError as error:
                 self._end()
                 await self._replica.fence(str(error))
                 raise
-            return WeightsServed(paused=time.monotonic() - self._paused_at)
+            return WeightsServed(paused=marks["resumed"] - self._paused_at, marks=marks)
 
     async def _abort(self, request: WeightsAbort) -> Message:
         served = self._served
@@ -213,24 +216,41 @@ class WeightsReceiver:
         """Returns the channels that the present engine has joined."""
         return self._channels if self._joined_by == self._replica.incarnation else frozenset()
 
-    async def _begin(self, client: EngineClient, request: WeightsReceive, seconds: float) -> None:
-        """Pauses the engine, within so many seconds. Raises DeadlineExceeded."""
+    def _begin(self, request: WeightsReceive) -> None:
+        """Closes the gate: nothing is served until this push has been committed or broken off."""
         self._end()
-        self._pushed = request.push
         self._served.begin_update(request.version)
         self._replica.show()
         self._expiry = self._service.spawn(self._expire(request.version, request.deadline))
         self._paused_at = time.monotonic()
-        await self.colocation.make_room(seconds)
-        await client.pause(self._mode, deadline=seconds)
-        await client.begin_weight_update(deadline=seconds)
 
-    async def _received(self, client: EngineClient, request: WeightsReceive, begin: float) -> WeightsReceived:
-        """Receives, beginning within ``begin`` seconds."""
-        push, seconds = request.push, request.deadline
+    async def _received(self, client: EngineClient, request: WeightsReceive, marks: dict[str, float], *, again: bool) -> WeightsReceived:
+        """Receives, and pauses the engine while the transfer begins; that has to be done within `own_seconds`.
+
+        Args:
+            marks: takes when the engine was paused. again: the engine is paused already.
+        """
+        push, seconds, own = request.push, request.deadline, own_seconds(request.deadline)
         self._pushed, self._receiving = push, True  # a check has a number of its own
+
+        async def pause() -> None:
+            await client.pause(self._mode, deadline=own)
+            await client.begin_weight_update(deadline=own)
+            marks["paused"] = time.monotonic()
+
         try:
-            return await client.receive(request.version, push, request.channels, check=request.check, deadline=seconds, begin=begin)
+            if not again:
+                await self.colocation.make_room(own)
+            return await client.receive(
+                request.version,
+                push,
+                request.channels,
+                check=request.check,
+                deadline=seconds,
+                begin=own,
+                manifests=request.manifests,
+                pause=None if again else pause,
+            )
         finally:
             self._receiving = False
 

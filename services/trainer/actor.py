@@ -8,7 +8,7 @@ and every data-parallel rank the same number of them.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.joint_write import JointWrite, SaveFailed
+from services.trainer.megatron.named_spec import check_layers, named_spec
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.packed_sequences import StageRouting, prefixes_of
 from services.trainer.megatron.passes import LossFunction
@@ -34,6 +35,7 @@ from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.learning_rate import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
+from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import division_problems
 
 __all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "damage_of", "latest_step", "pass_over"]
@@ -94,7 +96,8 @@ class Actor:
 
         Raises:
             ConfigError: the checkpoint is missing, of an unknown family, or not what its config says; the layout divides neither
-                the world nor the model; or what is to be frozen or adapted is not in the model.
+                the world nor the model; what is to be frozen or adapted is not in the model; or
+                ``spec`` names layers that are not here, or are not those of the model.
             DeadlineExceeded, PeerLost, PeerFailed: the other ranks did not keep up.
         """
         hf_dir = Path(hf_dir)
@@ -108,13 +111,17 @@ class Actor:
             raise problem
         if settings.lora is not None:
             settings.lora.check(architecture, settings.layout, overrides)
+        named = is_own_module(trainer.spec, architecture.model_type, trainer.megatron)
         runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
         if initialized is not None:
             initialized()
         megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
         balancing = Balancing.of(megatron, adapted=settings.lora is not None)
         least = least_saved(trainer.prefix_sharing, megatron)
-        chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head)
+        layers = partial(named_spec, trainer.spec, architecture, megatron, trainer.megatron) if named else None
+        chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head, layers)
+        if named:
+            check_layers(trainer.spec, chunks, architecture)
         if settings.lora is not None:
             lora.attach(chunks, megatron, architecture, settings.lora, trainer.seed)
         if not settings.value_head:

@@ -7,6 +7,7 @@ deadline and runs on the client's event loop; only rank 0 has one.
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -52,6 +53,10 @@ POLL_INTERVAL_S = 0.5
 
 CALL_MARGIN = 10.0
 
+SWITCH_SECONDS = 1e-4
+"""The interpreter's switch interval: the training loop issues kernels without a pause, and at Python's 5 ms each of a push's requests and
+answers would wait for it several times as long as it travels."""
+
 
 class StopAsked(DeadlineExceeded):
     """The trainer was asked to stop while it waited for an answer."""
@@ -83,6 +88,7 @@ class ControlClient:
     def __enter__(self) -> "ControlClient":
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
             signal.signal(stop_signal, lambda *_: self._stop_asked.set())
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._thread.start()
         self._started.result()
         return self

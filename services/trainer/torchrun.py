@@ -47,11 +47,14 @@ def run_ranks(
         ranks: on this node. module: what each rank runs, and its arguments. node, nodes: this one's index, and how many there are.
         address, port: of the meeting point, which node 0 opens at any free port. job: the same on all nodes, and new for each attempt.
         opened: is called with its port. failed: is called with what is known of the first rank that failed.
+
+    Raises RankFrozen where a signal had stopped one.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
+    from services.trainer.rank_watch import RankFrozen, RankWatch
     from shared.transfer.bound_store import BoundStore
 
     if node == 0:
@@ -59,12 +62,16 @@ def run_ranks(
         opened(port := store.port)
     meeting = ["--rdzv-backend", "static", "--master-addr", address, "--master-port", str(port)]
     meeting += ["--rdzv-id", job or secrets.token_hex(16)]
+    watch = RankWatch()
     share = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     try:
         run(get_args_parser().parse_args([*meeting, *share, "-m", *module]))
     except SignalException:
         pass  # this process was asked to stop: torchrun has passed the signal on and waited for the ranks
     except ChildFailedError as error:
+        if watch.frozen:
+            failed({"rank": error.get_first_failure()[0], "code": 1, "reason": watch.frozen, "consequence": False})
+            raise RankFrozen(watch.frozen) from error
         rank, failure = error.get_first_failure()
         told = failure.error_file_data if isinstance(failure.error_file_data.get("message"), str) else {}
         words = told.get("message") or (f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}")

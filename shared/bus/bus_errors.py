@@ -16,6 +16,9 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 ATTEMPT_SECONDS = 3.0
 """The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline."""
 
+UNCONFIRMED_ATTEMPTS = 3
+"""A publish that so many attempts in a row of a connected client have not brought to its stream waits for room."""
+
 RETRY_PAUSE = 0.2
 """Seconds between attempts."""
 
@@ -46,6 +49,11 @@ _REFUSAL = re.compile(r'permissions violation for (?:publish|subscription) to "(
 
 class StreamFull(MyxoError):
     """A stream has reached its limit, or the server that of its storage: it takes a message once there is room for it."""
+
+
+class Unconfirmed(nats.errors.TimeoutError):
+    """The bus is connected and confirms a message not, again and again: a stream whose disk was full takes none until its server is started
+    again, and says nothing to those who publish."""
 
 
 class BusUnreachable(MyxoError):
@@ -88,7 +96,7 @@ def full_reason(error: Exception) -> str:
     """Returns why there is no room, where the server refuses a message for that; else nothing."""
     if getattr(error, "err_code", None) in STREAM_FULL:  # not all of the library's errors of its API have one
         return f"the bus is full ({getattr(error, 'description', 'no reason is given')})"
-    return ""
+    return "the bus confirms nothing although it is connected, as where its disk is full" if isinstance(error, Unconfirmed) else ""
 
 
 def too_late(full: str, error: Exception, awaited: str, awaited_from: str, seconds: float) -> MyxoError:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import nats.errors
@@ -21,17 +21,19 @@ from shared.bus.bus_errors import (
     ATTEMPT_SECONDS,
     RETRY_PAUSE,
     TRANSIENT,
+    UNCONFIRMED_ATTEMPTS,
     WRONG_LAST_SEQUENCE,
     BusUnreachable,
     NotPermitted,
     RequestRefused,
+    Unconfirmed,
     WrongSequence,
     full_reason,
     redacted,
     too_late,
 )
 from shared.bus.nats_client import NatsClient
-from shared.bus.publish_acks import Outgoing, PublishAcks
+from shared.bus.publish_acks import Ack, Outgoing, PublishAcks
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.runtime.failures import log_failure
@@ -157,7 +159,7 @@ class Bus:
 
         Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded, StreamFull.
         """
-        outgoing = self._outgoing(subject, message, msg_id, after)
+        outgoing, unconfirmed = self._outgoing(subject, message, msg_id, after), self._unconfirmed()
 
         async def attempt() -> int:
             if before is not None:
@@ -167,6 +169,7 @@ class Bus:
             [ack] = await self._acks.publish(subject, [outgoing])
             if isinstance(ack, int):
                 return ack
+            unconfirmed([ack])
             if not isinstance(ack, nats.js.errors.APIError) or ack.err_code not in WRONG_LAST_SEQUENCE:
                 raise ack
             if after is not None and msg_id is not None and await self._is_published(after[0], after[1] + 1, msg_id):
@@ -183,12 +186,14 @@ class Bus:
         Raises MessageTooLarge before any is sent, DeadlineExceeded, StreamFull.
         """
         left = [self._outgoing(subject, message, msg_id, None) for msg_id, message in messages.items()]
+        unconfirmed = self._unconfirmed()
 
         async def attempt() -> None:
             nonlocal left
             acks = await self._acks.publish(subject, left)
             left = [message for message, ack in zip(left, acks, strict=True) if isinstance(ack, Exception)]
             errors = [ack for ack in acks if isinstance(ack, Exception)]
+            unconfirmed(acks)
             for error in sorted(errors, key=lambda error: isinstance(error, TRANSIENT)):  # what another attempt cannot help comes first
                 raise error
 
@@ -202,6 +207,20 @@ class Bus:
         payload = message if isinstance(message, bytes) else message.encode()
         self._check_size(subject, payload, headers)
         return payload, headers or None
+
+    def _unconfirmed(self) -> Callable[[Sequence[Ack]], None]:
+        """Returns what takes the acknowledgements of each attempt at one publish, and raises Unconfirmed where there is none again and
+        again."""
+        attempts = 0
+
+        def take(acks: Sequence[Ack]) -> None:
+            nonlocal attempts
+            silent = bool(acks) and all(isinstance(ack, nats.errors.TimeoutError) for ack in acks) and self.connection.is_connected
+            attempts = attempts + 1 if silent else 0
+            if attempts >= UNCONFIRMED_ATTEMPTS:
+                raise Unconfirmed
+
+        return take
 
     async def _is_published(self, stream: str, sequence: int, msg_id: str) -> bool:
         """Returns whether the stream's message at ``sequence`` is the one published as ``msg_id``."""

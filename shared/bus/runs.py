@@ -12,11 +12,11 @@ from shared.config.run_config import RunConfig, changes
 from shared.runtime import server_urls
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
 from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
-from shared.schema.weight_messages import WeightsLive
+from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 Record = TypeVar("Record", bound=LedgerRecord)
 
-_CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA = "config", "store", "phase", "vocabulary", "data"
+_CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA, _SNAPSHOT = "config", "store", "phase", "vocabulary", "data", "snapshot"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """The phases of a run. A failed run continues when it is created again."""
 
@@ -44,7 +44,8 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
     """
     await streams.create(bus, config)
     bucket = Subjects(config.run.name).config_bucket
-    await refuse_differences(bus, config)
+    if (before := await refuse_differences(bus, config)) is not None and before.trained != config.trained:
+        await _follow_move(bus, before, config)
     await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
     if store_url is not None:
         stated = "" if server_urls.has_credentials(store_url) else store_url
@@ -59,11 +60,27 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
         await set_phase(bus, config.run.name, RUNNING)
 
 
-async def refuse_differences(bus: Bus, config: RunConfig) -> None:
-    """Raises as `create` does if the run is on the bus with another config."""
+async def refuse_differences(bus: Bus, config: RunConfig) -> RunConfig | None:
+    """Returns the config with which the run is on the bus; None where it is not. Raises as `create` does if it differs and may not."""
     existing = await bus.get(Subjects(config.run.name).config_bucket, _CONFIG)
-    if existing is not None:
-        raise_problems(differences(RunConfig.model_validate_json(existing), config))
+    if existing is None:
+        return None
+    known = RunConfig.model_validate_json(existing)
+    raise_problems(differences(known, config))
+    if known.run.dir != config.run.dir and not (config.run.root / FROZEN).is_file():
+        expected = f"{known.run.dir}, where the files of run {config.run.name} lie; `myxo move` takes them elsewhere"
+        raise ConfigError("run.dir", str(config.run.dir), expected)
+    return known
+
+
+async def _follow_move(bus: Bus, before: RunConfig, config: RunConfig) -> None:
+    """Has the newest snapshot of the weights found where the run's files lie now."""
+    bucket = Subjects(config.run.name).weights_bucket
+    value = await bus.get(bucket, _SNAPSHOT)
+    snapshot = WeightsSnapshot.decode(value) if value is not None else None
+    if snapshot is not None and (path := Path(snapshot.path)).is_relative_to(before.trained):
+        moved = snapshot.model_copy(update={"path": str(config.trained / path.relative_to(before.trained))})
+        await bus.put(bucket, _SNAPSHOT, moved.encode())
 
 
 def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:

@@ -5,6 +5,7 @@ nothing is lost, `shared.runtime.back_pressure`). Only the events stream, on whi
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -180,12 +181,15 @@ async def created(bus: Bus, run: str, deadline: float = 15.0) -> str:
 
 
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
-    """Returns whether the bus holds a run of this name. Raises DeadlineExceeded."""
-    stream = Subjects(run).ledger_stream
-    try:
-        await bus.retry(
-            lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
-        )
-    except NotFoundError:
-        return False
+    """Returns whether the bus holds a run of this name, and all that is needed to read its config: a run is made part by part.
+
+    Raises DeadlineExceeded.
+    """
+    subjects = Subjects(run)
+    for stream in (subjects.ledger_stream, f"KV_{subjects.config_bucket}"):
+        attempt, what = functools.partial(bus.js.stream_info, stream), f"the state of stream {stream}"
+        try:
+            await bus.retry(attempt, what, f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
+        except NotFoundError:
+            return False
     return True

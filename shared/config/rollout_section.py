@@ -242,8 +242,8 @@ class RolloutSection(Section):
     rollout_concurrency: int | None = Field(
         default=None,
         gt=0,
-        description="samples that a replica generates at once: one that ends makes room for one of the next group; default: more while "
-        "the engine has memory for them, fewer when it has not, 256 at first",
+        description="samples that a replica generates at once: one that ends makes room for one of the next group; default: a batch's, at "
+        "least 256, then more while that makes the engine faster, fewer where it lacks memory",
         **MUTABLE,
     )
     sglang_server_concurrency: int | None = Field(default=None, gt=0, description="slime's name of rollout_concurrency", **MUTABLE)

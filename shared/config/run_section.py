@@ -21,7 +21,9 @@ class RunSection(Section):
     )
 
     name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
-    dir: Path = Field(default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME")
+    dir: Path = Field(
+        default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME (`myxo move` takes them away)", **MUTABLE
+    )
     buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
 
     custom_config_path: Path | None = Field(

@@ -55,6 +55,11 @@ class TrainerSection(Section):
             "none, or recompute_granularity = selective",
         ),
         Rule(
+            "spec",
+            lambda _, given: len(given) not in (0, 2),
+            "two words, a module and the name of the layers in it; or none",
+        ),
+        Rule(
             ("only_train_params_name_list", "freeze_params_name_list"),
             lambda trainer, given: given and trainer.lora_rank is not None,
             "none beside lora_rank, which trains adapters and nothing else",
@@ -91,6 +96,14 @@ class TrainerSection(Section):
     recompute_method: Literal["uniform", "block"] | None = Field(default=None, description="full: every layer, or a stage's first ones")
     recompute_num_layers: int | None = Field(default=None, gt=0, description="full: layers of a unit (uniform), of a stage (block)")
     recompute_modules: list[str] = Field(default=[], description="selective: core_attn, mlp, moe, shared_experts, mla_up_proj, ...")
+    make_vocab_size_divisible_by: int = Field(
+        default=1,
+        ge=1,
+        description="rows are added to embedding and output layer until each tensor-parallel rank has a multiple of it; they are no tokens",
+    )
+    spec: list[str] = Field(
+        default=[], description="module and name of a spec of the layers, or of a function that gives one; default: the family's own layers"
+    )
     deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
     train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
     max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch, times context_parallel_size")

@@ -138,17 +138,21 @@ def load_agent(field: str, path: str) -> Callable[..., Any]:
 def load(field: str, path: str) -> Callable[..., Any]:
     """Returns the function at ``path``. Raises ConfigError for ``field`` that says what is wrong with it and what to do."""
     slime_names.install()
-    module, name = split_path(path)
+    function = load_object(field, path, *split_path(path))
+    if not callable(function):
+        raise ConfigError(field, path, f"expected a function, found a {type(function).__name__}")
+    return function
+
+
+def load_object(field: str, value: str, module: str, name: str) -> Any:
+    """Returns what a module has under a name. Raises ConfigError for ``field``, whose value is ``value``, as `load` does."""
     advice = "install the package or put its directory on PYTHONPATH"
     try:
         imported = layout_names.import_module(module)
         advice = f"name a function that is in it, or put the directory of the {module} that is meant on PYTHONPATH"
-        function = getattr(imported, name)
+        return getattr(imported, name)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         words = " ".join(str(error).split())
         expected = f"cannot be imported: {kind}{words}; {advice}"
-        raise ConfigError(field, path, expected) from None
-    if not callable(function):
-        raise ConfigError(field, path, f"expected a function, found a {type(function).__name__}")
-    return function
+        raise ConfigError(field, value, expected) from None

@@ -120,7 +120,8 @@ class LengthClass:
 @dataclass(frozen=True)
 class FlowView:
     """The pipeline. Times are seconds since the epoch; ``live``: services are there now. ``waits``: share of the trainer's time by what it
-    waited for. ``dropped``: groups that were dropped, by reason."""
+    waited for. ``dropped``: groups that were dropped, by reason. ``waiting_for``: what the next step waits for, ``waiting_since`` then (0:
+    not known); ``stalled``: that is out of the ordinary."""
 
     at: float
     begin: float

@@ -95,7 +95,7 @@ def _stage(
     state_bytes = 8 if wide else keeping.state_bytes
     width = 4 if wide else 2
     tokens, chunk = trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size
-    rows = -(-a.vocab_size // layout.tensor)
+    rows = layout.padded_vocabulary(a.vocab_size) // layout.tensor
     at_once = tokens if chunk < 0 else min(chunk, tokens)
     saved, working = activation_bytes(a, trainer, layout, layers, stage, width)
     inputs = tokens * a.hidden_size * width * 2  # the head's whole input, and its gradient
@@ -121,7 +121,7 @@ def stage_parameters(
 ) -> tuple[int, int]:
     """Returns the parameters of a rank, without and of experts. ``first``, ``last``: whether it has the embedding, the output layer."""
     tensor, hidden = layout.tensor, a.hidden_size
-    rows = -(-a.vocab_size // tensor) * hidden
+    rows = layout.padded_vocabulary(a.vocab_size) // tensor * hidden
     dense = rows if first else 0
     if last:
         dense += hidden + (hidden if value_head else 0 if first and a.tied_embeddings else rows)

@@ -20,6 +20,7 @@ class ParallelLayout:
         virtual_pipeline: model chunks of each pipeline stage (interleaved schedule); None for one.
         expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
             whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
+        vocabulary_multiple: each rank's part of the vocabulary is a multiple of it; see :meth:`padded_vocabulary`.
     """
 
     tensor: int = 1
@@ -29,6 +30,13 @@ class ParallelLayout:
     sequence_parallel: bool = False
     virtual_pipeline: int | None = None
     expert_tensor: int | None = None
+    vocabulary_multiple: int = 1
+
+    def padded_vocabulary(self, vocab_size: int) -> int:
+        """Returns the rows of embedding and output layer. Those beyond ``vocab_size`` are zero, and no token: they have no logits, no
+        gradient, and no place in an export."""
+        multiple = self.vocabulary_multiple * self.tensor
+        return -(-vocab_size // multiple) * multiple
 
     @property
     def chunks(self) -> int:
@@ -53,6 +61,7 @@ class ParallelLayout:
             sequence_parallel=trainer.sequence_parallel and trainer.tensor_model_parallel_size > 1,
             virtual_pipeline=trainer.virtual_pipeline_model_parallel_size,
             expert_tensor=trainer.expert_tensor_parallel_size,
+            vocabulary_multiple=trainer.make_vocab_size_divisible_by,
         )
 
     def world_problems(self, world_size: int) -> Iterator[ConfigError]:

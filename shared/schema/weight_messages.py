@@ -7,6 +7,9 @@ from pydantic import Field, FiniteFloat
 from shared.schema.limits import Count, Name, Reason, Timestamp
 from shared.schema.messages import Message, Part
 
+Marks = dict[Name, FiniteFloat]
+"""What a part of a push has reached → when, in seconds of the monotonic clock of its machine."""
+
 
 class WeightChannelAddress(Part):
     """One stream of buckets, from one of the trainer's ranks to every replica of a push.
@@ -62,13 +65,15 @@ class WeightsPrepare(Message):
 class WeightsReceive(Message):
     """Replica stops generating and takes every bucket of ``version`` from the channels that it has joined.
 
-    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``check``: compare with what the
-    engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
+    ``push``: number of this push in the trainer's life; the channels' stores have its manifests under it. ``manifests``: channel → the id
+    of its manifest, as far as the trainer's first rank knows it: a replica that had it from this channel last need not read it again.
+    ``check``: compare with what the engine holds instead of loading. Subject ``<run>.rollout.<replica>.weights.receive``.
     """
 
     version: int
     push: int
     channels: list[str] = Field(min_length=1)
+    manifests: dict[str, str] = {}
     check: bool = False
     deadline: float = Field(gt=0)
 
@@ -77,13 +82,15 @@ class WeightsReceived(Message):
     """Replica's answer to a `WeightsReceive`: every bucket has been loaded (or compared).
 
     ``digest``: of the version, over all tensors that the engine knows (`shared.transfer.digest`). ``bytes``: received. ``seconds``: from
-    the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ.
+    the first wait for a bucket to the last one's loading. ``differences``: of a check, name of a tensor → elements that differ. ``marks``:
+    what was reached → when, in seconds of the replica's monotonic clock.
     """
 
     digest: str
     bytes: int
     seconds: float
     differences: dict[str, int] = {}
+    marks: Marks = {}
 
 
 class WeightsCommit(Message):
@@ -98,9 +105,11 @@ class WeightsCommit(Message):
 
 
 class WeightsServed(Message):
-    """Replica's answer to a `WeightsCommit`: it serves the version. ``paused``: seconds in which it generated nothing for this push."""
+    """Replica's answer to a `WeightsCommit`: it serves the version. ``paused``: seconds in which it generated nothing for this push;
+    ``marks``: as in `WeightsReceived`."""
 
     paused: float = Field(ge=0)
+    marks: Marks = {}
 
 
 class WeightsAbort(Message):
@@ -126,27 +135,35 @@ class WeightsLive(Message):
 
 
 class ReplicaPush(Part):
-    """One replica's part in a push. ``paused``: seconds in which it generated nothing; ``loading``: from its first wait for a bucket to the
-    last one's loading; None where it did not come that far. ``failure``: why it does not serve the version; empty: it does."""
+    """One replica's part in a push.
+
+    ``paused``: seconds in which it generated nothing, from the request until its engine went on. Of these, ``pausing``: until its engine
+    was paused, while the transfer began; ``loading``: from its first wait for a bucket to the last one's loading; ``activating``: from the
+    commit until its engine went on. None where it did not come that far. ``failure``: why it does not serve the version; empty: it does.
+    """
 
     replica: Name
     paused: float | None = None
+    pausing: float | None = None
     loading: float | None = None
+    activating: float | None = None
     failure: Reason = ""
 
 
 class WeightsPushed(Message):
     """Event ``<run>.weights.pushed``: a push of ``version`` has ended, well or not.
 
-    ``joining``: seconds to make the channels (0: they stood); ``transfer``: from the first bucket's export until the last replica had
-    loaded and checked everything; ``activation``: the commit; ``seconds``: all of it; ``stall``: of it, what the trainer waited for. Steps
-    that were not reached have 0. ``bytes``: sent by all ranks. ``failure``: why no replica serves it; empty: one does.
+    ``joining``: seconds to make the channels (0: they stood); ``transfer``: from the first bucket's export until the last replica had said
+    that it has loaded everything; ``check``: comparing what they hold with what was sent; ``activation``: the commit; ``seconds``: all of
+    it; ``stall``: of it, what the trainer waited for. Steps that were not reached have 0. ``bytes``: sent by all ranks. ``failure``: why no
+    replica serves it; empty: one does.
     """
 
     version: Count
     replicas: list[ReplicaPush]
     joining: float = 0.0
     transfer: float = 0.0
+    check: float = 0.0
     activation: float = 0.0
     seconds: float = 0.0
     stall: float = 0.0

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from shared.transfer.manifest import Bucket, Manifest, Slot
 
-BUFFERS = 3
-"""Flat buffers of an end: one is filled or loaded while two are on their way."""
+BUFFERS = 4
+"""Flat buffers of an end: one is filled or loaded while three are on their way, or arrive before an engine is paused."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -45,15 +45,16 @@ class BucketRing:
         return len(self.buffers)
 
     def reserve(self, manifest: Manifest) -> bool:
-        """Allocates buffers for the manifest's largest bucket if needed. Returns whether there are new ones."""
-        largest = max((bucket.nbytes for bucket in manifest.buckets), default=0)
-        count = min(self._count, len(manifest.buckets))
-        if self.buffers and self.buffers[0].numel() < largest:
+        """Allocates buffers for the manifest's buckets if needed, each for those that take it. Returns whether there are new ones."""
+        count = max(len(self.buffers), min(self._count, len(manifest.buckets)))
+        needed = [max((bucket.nbytes for bucket in manifest.buckets[first::count]), default=0) for first in range(count)]
+        held = [buffer.numel() for buffer in self.buffers]
+        if any(nbytes > size for nbytes, size in zip(needed, held, strict=False)):
             self.buffers = []
         before = len(self.buffers)
         with torch.inference_mode(False):  # SGLang's loop runs in it, and what it makes cannot be written outside
-            while len(self.buffers) < count:
-                self.buffers.append(self._allocate(max([largest, *(buffer.numel() for buffer in self.buffers[:1])])))
+            for slot in range(before, count):  # what an earlier manifest needed will be needed again
+                self.buffers.append(self._allocate(max([needed[slot], *held[slot : slot + 1]])))
         return len(self.buffers) > before
 
     def flat(self, index: int, nbytes: int) -> Tensor:

@@ -156,6 +156,7 @@ class RemoteStore(Store):
         self.set_timeout(datetime.timedelta(seconds=WAIT_SECONDS))
         self._name = f"the store at {host}:{port}"
         self._asking = threading.Lock()
+        self._owed = 0  # answers that nobody has read yet
         end = time.monotonic() + seconds
         while True:
             try:
@@ -168,6 +169,20 @@ class RemoteStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
+
+    def post(self, key: str, value: str | bytes) -> None:
+        """Sets a value without waiting for the answer, which the next request reads. Raises RuntimeError, too, while one is under way."""
+        if not self._asking.acquire(blocking=False):
+            raise RuntimeError(f"{self._name} is being asked something else")
+        try:
+            self._read_owed()
+            _send(self._connection, msgpack.packb(["set", key, value]))
+            self._owed += 1
+        except (OSError, EOFError, ValueError) as error:
+            self.close()
+            raise RuntimeError(f"{self._name} cannot be reached: {error}") from error
+        finally:
+            self._asking.release()
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -197,10 +212,16 @@ class RemoteStore(Store):
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
+    def _read_owed(self) -> None:
+        while self._owed:
+            _receive(self._connection)
+            self._owed -= 1
+
     def _ask(self, verb: str, key: str | list[str], value: Any) -> Any:
         try:
             with self._asking:
                 _send(self._connection, msgpack.packb([verb, key, value]))
+                self._read_owed()
                 return msgpack.unpackb(_receive(self._connection))
         except (OSError, EOFError, ValueError) as error:
             self.close()  # a late answer would be taken for the next one

@@ -69,7 +69,8 @@ class BroadcastGroup:
         else:
             torch.cuda.set_device(device)  # of this thread
             with _environment(NCCL_SETTINGS):
-                options = dist.ProcessGroupNCCL.Options()
+                # of high priority: a broadcast's kernel would otherwise wait until one that loads or hashes has left the processors
+                options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 options._timeout = datetime.timedelta(seconds=GROUP_SECONDS)
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         self._group._set_sequence_number_for_group()
@@ -182,10 +183,10 @@ class GroupSender(ChannelSender):
         with self._breaking():
             self._works[index] = group.broadcast(flat, self._deadline.left + OVERDUE_SECONDS)
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         works, self._works = self._works, {}
         for index, work in works.items():
-            self._until(work.is_completed, f"the taking of bucket {index}")
+            self._until(work.is_completed, f"the taking of bucket {index}", meanwhile)
             if self.backend == "gloo":
                 with self._breaking():
                     work.wait()
@@ -242,8 +243,8 @@ class GroupReceiver(ChannelReceiver):
             self.close()
             self.raise_if_broken()
 
-    def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
-        manifest = super().manifest(push, deadline)
+    def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
+        manifest = super().manifest(push, deadline, known)
         self._ring.reserve(manifest)
         self._works, self._arrived, self._free, self._posted, self._deadline = {}, {}, {}, 0, deadline
         if self._stream is not None:

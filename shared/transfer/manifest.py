@@ -21,6 +21,9 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of the dtypes that a bucket may hold, by torch's names."""
 
+RAMP_PART = 0.25
+"""The part of a full bucket that the smallest at the beginning and the end of a push have."""
+
 Kind = Literal["weights", "adapter", "partial"]
 
 MAX_DIMENSIONS = 32
@@ -141,21 +144,38 @@ def lay_out(tensors: Iterable[TensorSpec], bucket_bytes: int, kind: Kind = "weig
     return lay_out_units(([tensor] for tensor in tensors), bucket_bytes, kind, scale)
 
 
-def lay_out_units(units: Iterable[Sequence[TensorSpec]], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0) -> Manifest:
-    """Returns the manifest as `lay_out` does; the tensors of a unit share a bucket."""
+def lay_out_units(
+    units: Iterable[Sequence[TensorSpec]], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0, *, ramped: bool = False
+) -> Manifest:
+    """Returns the manifest as `lay_out` does; the tensors of a unit share a bucket.
+
+    Args:
+        ramped: the first buckets and the last are smaller, down to `RAMP_PART` of the others: nothing travels while the first is filled,
+            nor while the last is loaded.
+    """
+    sizes = [(unit, unit_bytes(unit)) for unit in units]
+    left = sum(nbytes for _, nbytes in sizes)
     buckets: list[Bucket] = []
     held: list[TensorSpec] = []
-    size = 0
-    for unit in units:
-        nbytes = sum(_aligned(math.prod(shape) * ITEM_BYTES[dtype]) for _, dtype, shape in unit)
-        if held and size + nbytes > bucket_bytes:
+    size, least = 0, int(bucket_bytes * RAMP_PART)
+    rise, limit = least, bucket_bytes
+    for unit, nbytes in sizes:
+        if held and size + nbytes > limit:
             buckets.append(_bucket(held))
-            held, size = [], 0
+            held, size, rise = [], 0, rise * 2
+        if not held and ramped:
+            limit = min(bucket_bytes, max(least, min(rise, left // 2)))
         held += unit
         size += nbytes
+        left -= nbytes
     if held:
         buckets.append(_bucket(held))
     return Manifest(tuple(buckets), kind, scale)
+
+
+def unit_bytes(unit: Iterable[TensorSpec]) -> int:
+    """Returns the bytes that tensors take in a bucket."""
+    return sum(_aligned(math.prod(shape) * ITEM_BYTES[dtype]) for _, dtype, shape in unit)
 
 
 def _bucket(tensors: Iterable[TensorSpec]) -> Bucket:

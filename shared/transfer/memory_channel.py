@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,10 @@ class MemorySender(ChannelSender):
         self.note(f"full/{self._push}/{index}", "1")
         self._sent = index + 1
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         for index in range(self._sent - len(self._ring), self._sent):
             self._wait_taken(index)
+            meanwhile()
         self._unlink()  # all readers have them open
 
     def close(self) -> None:
@@ -145,10 +147,10 @@ class MemoryReceiver(ChannelReceiver):
         self._push = -1
         self._loading: deque[tuple[int, torch.cuda.Event]] = deque()
 
-    def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
+    def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
         self._push = push
         self._loading.clear()
-        manifest = super().manifest(push, deadline)
+        manifest = super().manifest(push, deadline, known)
         self._open(self.read(f"buffers/{push}", "the buffers", deadline))
         if any(buffer.device != self.device for buffer in self._buffers):
             self._copies.reserve(manifest)

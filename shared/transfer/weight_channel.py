@@ -10,6 +10,7 @@ up. What cannot be called off (a store on another machine, the forming of a proc
 
 import abc
 import contextlib
+import datetime
 import secrets
 import threading
 import time
@@ -36,7 +37,10 @@ SENDER_POLL_S = 0.0005
 STORE_POLL_S = 0.1
 """The seconds between two checks in the store whether the other end has given up, while an end waits for buckets."""
 
-EAGER_SECONDS = 0.003
+HELD_POLL = datetime.timedelta(seconds=0.05)
+"""The interval at which a source that waits for its readers' digests looks whether they have failed."""
+
+EAGER_SECONDS = 0.01
 """For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
 
 CONNECT_SECONDS = 5.0
@@ -177,8 +181,23 @@ class ChannelSender(abc.ABC):
         """Sends what `buffer` gave, once the current stream has filled it. Returns before it has arrived."""
 
     @abc.abstractmethod
-    def finish(self) -> None:
-        """Returns once every bucket has left this side."""
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Returns once every bucket has left this side. ``meanwhile``: is called while it waits."""
+
+    def held_by_all(self, push: int, digest: str, done: Callable[[], bool]) -> bool:
+        """Returns whether every reader has said, by `ChannelReceiver.tell_held`, that it holds ``digest`` after this push.
+
+        Waits for them until ``done()``, or until the channel breaks.
+        """
+        keys = [f"held/{push}/{rank}" for rank in range(1, self.world_size)]
+        while self.broken is None and not done():
+            with contextlib.suppress(RuntimeError):  # not all of them yet
+                self.store.wait(keys, HELD_POLL)
+                held = [self.store.get(key) for key in keys]
+                for key in keys:
+                    self.store.delete_key(key)
+                return set(held) == {digest.encode()}
+        return False
 
     def abort(self, reason: str) -> None:
         """Ends whatever the channel waits for; it is of no use afterwards."""
@@ -192,10 +211,15 @@ class ChannelSender(abc.ABC):
         self.broken = self.broken or f"channel {self.name} was closed"
         self._server.close()
 
-    def _until(self, done: Callable[[], bool], what: str) -> None:
+    def _until(self, done: Callable[[], bool], what: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         awaited_from = f"the {self.world_size - 1} engine ranks of channel {self.name}"
+
+        def check() -> None:
+            self._check()
+            meanwhile()
+
         try:
-            self._deadline.until(done, what, awaited_from, self._check, longest=SENDER_POLL_S)
+            self._deadline.until(done, what, awaited_from, check, longest=SENDER_POLL_S)
         except DeadlineExceeded as error:
             raise ChannelBroken(str(error)) from error
 
@@ -258,8 +282,15 @@ class ChannelReceiver(abc.ABC):
             self._store = connecting.result()
             self._store.set(f"{self.name}/here/{self.rank}", "1")
 
-    def manifest(self, push: int, deadline: TransferDeadline) -> Manifest:
-        """Returns what push number ``push`` brings over this channel; its buckets follow."""
+    def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
+        """Returns what push number ``push`` brings over this channel; its buckets follow.
+
+        Args:
+            known: the manifest's id, as far as the push's request names it. The store is not asked for the one that came last.
+        """
+        self._asked_at = time.monotonic()  # a source that has just spoken is not asked at once whether it is there
+        if known and self._manifest is not None and self._manifest.id == known:
+            return self._manifest
         encoded = self.read(f"manifest/{push}", f"the manifest of push {push}", deadline)
         if encoded[:1] == b"M":
             self._manifest = Manifest.decode(encoded[1:])
@@ -281,6 +312,11 @@ class ChannelReceiver(abc.ABC):
 
     def finish(self, deadline: TransferDeadline) -> None:  # noqa: B027  # not every kind has something to do
         """Ends the push: every bucket was released, and all work that reads them is done."""
+
+    def tell_held(self, push: int, digest: str) -> None:
+        """Tells the source the digest of what this reader holds after the push, without waiting. Raises ChannelBroken."""
+        with breaking(f"{self.source} is gone"):
+            self.store.post(f"held/{push}/{self.rank}", digest)
 
     def close(self) -> None:
         """Ends what is under way and leaves the channel, which is of no use afterwards. Returns soon."""

@@ -45,7 +45,7 @@ class SeedResult:
 
     Args:
         problems: what must not be; empty where it passed. ending: the last words of a run that did not reach its end. state: of the weights
-            at the end, in hex. longest_gap_s: between two trained steps.
+            at the end, in hex. given_up: groups that died. longest_gap_s: between two trained steps.
     """
 
     seed: int
@@ -57,6 +57,7 @@ class SeedResult:
     exit_code: int | None = None
     ending: str = ""
     state: str = ""
+    given_up: int = 0
     longest_gap_s: float = 0.0
     directory: str = ""
 
@@ -188,6 +189,7 @@ async def _remains(root: Path, schedule: Schedule, variant: Variant, result: See
         await asyncio.to_thread(server.stop)
     found = check.end()
     result.state = found.state.hex()
+    result.given_up = sum(end.startswith("dead") for end in found.ends.values())
     problems = [*found.problems, *_ends(schedule, found, result), *variant.problems(root, schedule, found)]
     summary = root / "summary.json"
     verdict = json.loads(summary.read_text()).get("audit") if summary.is_file() else "absent"

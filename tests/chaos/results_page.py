@@ -2,6 +2,7 @@
 
 import statistics
 import subprocess
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ TITLES = {
 }
 
 MOST_PROBLEMS = 4
+LINE = 140
+
 Result = Mapping[str, Any]
 
 
@@ -55,7 +58,8 @@ def write(results: Sequence[Result], page: Path = PAGE) -> None:
     parts = []
     for variant, title in TITLES.items():
         if own := [result for result in results if result.get("variant", "fast") == variant]:
-            parts.append(f"**{title}**: {summary(own)}\n\n{table(own)}")
+            words = textwrap.fill(f"**{title}**: {summary(own)}", LINE, break_long_words=False)
+            parts.append(f"{words}\n\n{table(own)}")
     put(SEEDS, "\n\n".join(parts), page)
 
 
@@ -83,7 +87,7 @@ def summary(results: Sequence[Result]) -> str:
         f"{cpu:.1f} s of CPU and {wall:.0f} s each, at commit {where}: {len(failed)} failed."
     )
     for result in failed[:MOST_PROBLEMS]:
-        text += f" Seed {result['seed']}: {result['problems'][0].strip()[:160]}."
+        text += f" Seed {result['seed']}: {result['problems'][0].strip()[:100]}."
     return text
 
 

@@ -50,7 +50,10 @@ async def test_the_contract_of_an_engine(scripted: tuple[EngineProcess, Path]):
         assert {span.version for span in generation.spans} == {9}
         assert version_of(int(generation.tokens[0]), 8) == 2, "a wrong label would not be seen"
 
+        await client.probe()
         os.kill(child_of(process.pid, "detokenizer"), signal.SIGKILL)
+        with pytest.raises(DeadlineExceeded):
+            await client.probe(deadline=1)
         with pytest.raises(DeadlineExceeded):
             await client.generate_group(requests(1, SHORT), SAMPLING, deadline=3)
         await client.pause("in_place")  # its server still answers

@@ -1,8 +1,17 @@
-"""What a soak calls growing."""
+"""What a soak calls growing, and an hour of one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from shared.runtime.child_process import die_with_parent
 from tests.chaos.soak import growing
+
+ROOT = Path(__file__).resolve().parents[2]
+FEWEST_STEPS = 500
 
 
 def test_what_grows_is_told_from_what_does_not():
@@ -24,3 +33,15 @@ def test_what_grows_is_told_from_what_does_not():
     assert set(growing(series)) == {"memory of leaking", "descriptors of many", "queued task messages"}
     with pytest.raises(ValueError, match="has 3 samples"):
         growing({"memory of flat": [1.0, 2.0, 3.0]})
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(2 * 3600)
+def test_an_hour_of_a_run_grows_nothing(tmp_path: Path):
+    path = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "tests.chaos", "--hours", "1", "--json", str(path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    found = json.loads(path.read_text())
+    assert found["steps"] >= FEWEST_STEPS
+    assert {"memory of trainer-0", "descriptors of rollout-0", "keys in the store", "queued task messages"} <= found["series"].keys()

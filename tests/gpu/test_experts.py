@@ -97,6 +97,62 @@ def figures(checkpoint: Path, dtype: str, layout: dict[str, Any], routings: list
     return {"log_probs": torch.cat(found).cpu()[trained], "routing": recorded, "grad_norm": step.grad_norm}
 
 
+def waits(checkpoint: Path, layout: dict[str, Any]) -> float:
+    """How often the host waits for the GPU in a layer of experts, forward and backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from tests.unit.trainer.megatron import rank_steps
+
+    model = rank_steps.actor(checkpoint, train_dtype="bfloat16", **layout)
+    layer = model.model.modules[0].decoder.layers[0].mlp
+    layer.router.router_replay = layer.router.tokens = None
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    hidden = torch.randn(512, 1, 32, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            given = hidden.clone().requires_grad_()
+            layer(given)[0].backward(hidden)
+
+    run(2)  # the first loads kernels, which may wait
+    torch.cuda.synchronize()
+    if not layout.get("expert_model_parallel_size"):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    counts = []
+    for times in (1, 5):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            run(times)
+        names = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+        counts.append(sum(event.count for event in profiled.key_averages() if event.key in names))
+    return (counts[1] - counts[0]) / 4
+
+
+@pytest.mark.parametrize("layout", [{}, {"lora_rank": 8}], ids=["experts", "adapters"])
+def test_a_layer_of_experts_waits_for_nothing(layout: dict[str, Any], tmp_path: Path) -> None:
+    from tests.unit.trainer.megatron.tiny import make_checkpoint
+
+    make_checkpoint("qwen3_moe", tmp_path)
+    assert waits(tmp_path, layout) == 0
+
+
+def test_with_expert_parallelism_it_waits_once_for_the_sizes(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    from tests.unit.trainer.megatron.tiny import make_checkpoint
+    from tests.unit.trainer.megatron.world import World
+
+    make_checkpoint("qwen3_moe", tmp_path)
+    two = World(2, "spawn")
+    try:
+        assert two.run(waits, tmp_path, {"expert_model_parallel_size": 2}) == [1.0, 1.0]
+    finally:
+        two.stop()
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_experts_and_latent_attention_in_bfloat16(kind: str, tmp_path: Path) -> None:
     """The same experts on both sides: a choice that flips by rounding would hide all else."""

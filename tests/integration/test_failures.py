@@ -142,6 +142,17 @@ def test_all_ranks_of_a_trainer_end_with_the_one_whose_thread_dies(environment: 
     assert any(line["event"] == "died" for line in lines)
 
 
+def test_all_ranks_of_a_trainer_end_with_one_that_a_signal_has_stopped(environment: dict[str, str]) -> None:
+    """Its process is there, and rank 0's heartbeats go on."""
+    ranks = 'lambda: run_ranks(2, "tests.support.dying_rank", "stops")'
+    script = "import sys; from services.trainer.torchrun import run_ranks; from shared.runtime.service_base import exit_code\n"
+    seconds, code, lines = death_of(f'{script}sys.exit(exit_code("trainer", {ranks}))', environment)
+    assert code == 1
+    assert seconds < 60, "ten seconds after it was stopped, where the machine is not busy"
+    words = [line["error"] for line in lines if line["event"] == "failed"]
+    assert len(words) == 1 and words[0].startswith("rank 1 was frozen: a signal had stopped its process"), lines
+
+
 class LateFuture(Future[None]):
     """Gives its result to whoever waits as a busy machine does: some time after it was set."""
 

@@ -1,4 +1,5 @@
-"""A trainer's rank whose thread dies, or one that is busy and hears no signal: run by torchrun."""
+"""A trainer's rank whose thread dies, or one that is busy and hears no signal: run by torchrun. With the word ``stops`` a signal stops
+rank 1 instead."""
 
 import os
 import signal
@@ -14,6 +15,9 @@ def main() -> None:
     failures.arm(before_exit=kill_siblings)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.environ["RANK"] == "1":
+        if "stops" in sys.argv:
+            print("dying", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(2)  # for the other one to have begun
 
         def dies() -> None:

@@ -10,7 +10,10 @@ from services.console.event_history import EventHistory
 from services.console.run_source import RunSource
 from shared.history.push_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
-from shared.schema.weight_messages import WeightsPushed
+from shared.schema.weight_messages import ReplicaPush, WeightsPushed
+
+PART_FIELDS = {"paused", "pausing", "loading", "activating", "failure"}
+"""What a replica's part in a version takes from the push's event."""
 
 
 class ReplicaNow(BaseModel):
@@ -24,11 +27,14 @@ class ReplicaNow(BaseModel):
 
 
 class ReplicaPart(BaseModel):
-    """A replica's part in a version. ``paused``, ``loading``: seconds, None where it did not come that far; ``now``: it serves it now."""
+    """A replica's part in a version. ``paused`` and of it ``pausing``, ``loading``, ``activating``: seconds as in `ReplicaPush`, None where
+    it did not come that far; ``now``: it serves it now."""
 
     replica: str
     paused: float | None
+    pausing: float | None
     loading: float | None
+    activating: float | None
     failure: str
     now: bool
 
@@ -36,9 +42,9 @@ class ReplicaPart(BaseModel):
 class VersionRow(BaseModel):
     """One version. ``step``: training steps in it; ``at``: when it was first served, or last tried; ``served``: whether any replica has it.
 
-    ``joining``, ``transfer``, ``activation``, ``seconds``, ``stall``: seconds of the push that brought it, and ``paused`` the longest pause
-    of a replica; None where it came otherwise, or not at all. ``attempts``: pushes of it; ``failure``: why the last one that failed for
-    all did.
+    ``joining``, ``pausing`` (the slowest replica's), ``transfer``, ``check``, ``activation``, ``seconds``, ``stall``: seconds of the push
+    that brought it, and ``paused`` the longest pause of a replica; None where it came otherwise, or not at all. ``attempts``: pushes of it;
+    ``failure``: why the last one that failed for all did.
     """
 
     version: int
@@ -47,7 +53,9 @@ class VersionRow(BaseModel):
     served: bool
     replicas: list[ReplicaPart]
     joining: float | None = None
+    pausing: float | None = None
     transfer: float | None = None
+    check: float | None = None
     activation: float | None = None
     seconds: float | None = None
     stall: float | None = None
@@ -168,7 +176,7 @@ def _row(item: VersionHistory, serves: Mapping[str, int], interval: int) -> Vers
     )
     if push is not None:
         figures = {"joining": joining(push), "transfer": push.transfer, "activation": activation(push), "seconds": push.seconds}
-        figures |= {"stall": push.stall, "bytes": push.bytes}
+        figures |= {"pausing": pausing(push), "check": check(push), "stall": push.stall, "bytes": push.bytes}
         return row.model_copy(update={**figures, "paused": longest_pause(push), "gb_per_s": gb_per_s(push)})
     if item.live is not None:  # from disk: its seconds are those of writing it
         return row.model_copy(update={"seconds": item.live.seconds, "bytes": item.live.bytes})
@@ -182,10 +190,8 @@ def _replicas(item: VersionHistory, serves: Mapping[str, int]) -> list[ReplicaPa
     return [
         ReplicaPart(
             replica=name,
-            paused=parts[name].paused if name in parts else None,
-            loading=parts[name].loading if name in parts else None,
-            failure=parts[name].failure if name in parts else "",
             now=name in now,
+            **(parts.get(name) or ReplicaPush(replica=name)).model_dump(include=PART_FIELDS),
         )
         for name in sorted(parts.keys() | now | set(item.replicas))
     ]
@@ -194,6 +200,16 @@ def _replicas(item: VersionHistory, serves: Mapping[str, int]) -> list[ReplicaPa
 def joining(push: WeightsPushed) -> float | None:
     """Returns the seconds of joining; None of a push that only metrics tell of, which has no replicas."""
     return push.joining if push.replicas else None
+
+
+def pausing(push: WeightsPushed) -> float | None:
+    """Returns the longest time from the request until a replica's engine was paused, in seconds; None where none is known."""
+    return max((part.pausing for part in push.replicas if part.pausing is not None), default=None)
+
+
+def check(push: WeightsPushed) -> float | None:
+    """Returns the seconds of comparing what replicas hold with what was sent; None of a push that only metrics tell of."""
+    return push.check if push.replicas else None
 
 
 def activation(push: WeightsPushed) -> float | None:
@@ -212,6 +228,8 @@ def pace(history: PushHistory) -> PushPace:
     series = [
         PushPaceSeries(name="transfer", unit="s", values=[push.transfer for push in pushes]),
         PushPaceSeries(name="joining", unit="s", values=[joining(push) for push in pushes]),
+        PushPaceSeries(name="pausing", unit="s", values=[pausing(push) for push in pushes]),
+        PushPaceSeries(name="check", unit="s", values=[check(push) for push in pushes]),
         PushPaceSeries(name="activation", unit="s", values=[activation(push) for push in pushes]),
         PushPaceSeries(name="longest pause", unit="s", values=[longest_pause(push) for push in pushes]),
         PushPaceSeries(name="stall of the trainer", unit="s", values=[push.stall for push in pushes]),

@@ -131,6 +131,8 @@ function showBanner() {
   const lines = [];
   if (!connected) lines.push(["The console itself does not answer; what is shown is from before. It is asked again."]);
   if (overview?.phase === "failed") lines.push([`The run has failed: ${overview.failure}`]);
+  const { waiting } = overview ?? {};
+  if (waiting?.trouble) lines.push([`Waiting for ${waiting.awaited}${since(waiting)}${waiting.next_action ? `; ${waiting.next_action}` : ""}`]);
   for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), `: ${part.why} (since ${clock(part.since)})`]);
   if (connected) for (const text of new Set(failed.values())) lines.push([text]);
   const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n");
@@ -139,6 +141,11 @@ function showBanner() {
     fill(banner, lines.map((line) => el("p", {}, ...line)));
   }
   banner.hidden = lines.length === 0;
+}
+
+/** Returns since when something is awaited, where that is known. */
+function since({ since: begun }) {
+  return begun ? ` (since ${clock(begun)})` : "";
 }
 
 /** Returns a time of day, of seconds since the epoch. */

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import functools
 import pickle
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -106,6 +106,7 @@ class EngineClient:
         """Waits for the background tasks (each has its deadline) and closes the connections."""
         if self._background:
             await asyncio.wait(self._background)
+        await self.receivers.close()
         await self.transport.close()
 
     async def __aenter__(self) -> Self:
@@ -280,20 +281,24 @@ class EngineClient:
         check: bool = False,
         deadline: float = WEIGHTS_SECONDS,
         begin: float | None = None,
+        manifests: Mapping[str, str] | None = None,
+        pause: Callable[[], Awaitable[object]] | None = None,
     ) -> WeightsReceived:
         """Receives all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
         Args:
             push: the index of its manifests in the channels' stores. check: compare with the engine's weights and load nothing.
-            begin: seconds for the engine's schedulers to begin; None: as long as for all of it.
+            begin: seconds for the engine's schedulers to begin; None: as long as for all of it. manifests: channel → the id of its
+                manifest, as far as it is known. pause: pauses the engine, while the transfer begins; nothing is loaded before.
 
         Raises:
             ReceiverError, NotBegun, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then,
                 until a whole push has succeeded.
         """
         command = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
+        command["manifests"] = dict(manifests or {})
         wake = functools.partial(self._call_loader, deadline + LOADER_MARGIN)
-        return report_of(await self.receivers.have_done(command, deadline, wake, begin), self.url)
+        return report_of(await self.receivers.have_done(command, deadline, wake, begin, pause), self.url)
 
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks
@@ -312,7 +317,9 @@ class EngineClient:
             self._session_open = True
 
     async def end_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Closes a push. Nothing happens where ``begin_weight_update`` does nothing, or was not called."""
+        """Closes a push, once the loader's call has returned. Nothing else happens where ``begin_weight_update`` does nothing, or was not
+        called."""
+        await self.receivers.settled()
         if self._session_open:
             await self.transport.post("/end_weight_update", {}, deadline, "the engine may serve unfinished weights")
             self._session_open = False

@@ -6,6 +6,7 @@ The other end is `services.rollout.engine.receiver.command_session`, in the engi
 import asyncio
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ ANSWER_MARGIN = 5.0
 
 ABORT_SECONDS = 10.0
 """The deadline for the other ranks to end a command at which one of them has failed."""
+
+CONNECT_SECONDS = 5.0
+"""The seconds to open the connections of the next command."""
 
 LATE_SECONDS = 1.0
 """The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it goes on."""
@@ -56,8 +60,11 @@ def report_of(answers: Sequence[Fields], where: str) -> WeightsReceived:
     differences: Counter[str] = Counter()
     for answer in answers:
         differences.update(answer["differences"])
-    slowest = max(answer["seconds"] for answer in answers)
-    return WeightsReceived(digest=digests.pop(), bytes=answers[0]["bytes"], seconds=slowest, differences=dict(differences))
+    slowest = max(answers, key=lambda answer: answer["marks"]["checked"])
+    seconds = max(answer["seconds"] for answer in answers)
+    return WeightsReceived(
+        digest=digests.pop(), bytes=slowest["bytes"], seconds=seconds, differences=dict(differences), marks=slowest["marks"]
+    )
 
 
 class ReceiverClient:
@@ -69,6 +76,17 @@ class ReceiverClient:
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks
+        self._waking: asyncio.Future[Any] | None = None  # of the last command that was done
+        self._spare: list[_Connection] = []  # open ahead: a rank takes milliseconds for a new connection while its scheduler computes
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Closes what is open for the next command."""
+        if self._connecting is not None:
+            await _ended([self._connecting])
+        for connection in self._spare:
+            connection.close()
+        self._spare = []
 
     async def wait_open(self, deadline: float) -> None:
         """Returns once every rank answers. Raises DeadlineExceeded that names those which do not listen."""
@@ -92,29 +110,54 @@ class ReceiverClient:
             return answers
 
     async def have_done(
-        self, command: Fields, deadline: float, wake: Callable[[], Awaitable[object]], begin: float | None = None
+        self,
+        command: Fields,
+        deadline: float,
+        wake: Callable[[], Awaitable[object]],
+        begin: float | None = None,
+        ready: Callable[[], Awaitable[object]] | None = None,
     ) -> list[Fields]:
         """Returns the answers, by rank, to a command that the schedulers run. When one rank fails, the others are told to abort.
+
+        ``wake`` may still be on its way then: see `settled`.
 
         Args:
             deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler run its next command, once the
                 command is queued at all of them. begin: seconds for the schedulers to begin it; None: as long as for all of it.
+            ready: what has to be done before ``wake``; it begins as soon as the command has been sent, and is awaited in any case.
 
         Raises:
             ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the command, and none has begun it.
             NotBegun: a rank has not begun it.
         """
         begin = deadline if begin is None else min(begin, deadline)
+        getting_ready = asyncio.ensure_future(_after_others(ready))
+
+        async def woken() -> None:
+            await asyncio.shield(getting_ready)
+            await wake()
+
         try:
-            async with self._asked(command | {"deadline": deadline}, begin) as (connections, _):  # each answers that it is queued
+            # each answers that it is queued
+            async with self._asked(command | {"deadline": deadline}, begin, ahead=True) as (connections, _):
                 ranks = [asyncio.create_task(connection.done()) for connection in connections]
                 beginning = asyncio.create_task(self._begun(connections, begin))
-                return await self._outcome(ranks, {beginning, asyncio.ensure_future(wake())}, deadline + ANSWER_MARGIN)
+                self._waking = waking = asyncio.ensure_future(woken())
+                return await self._outcome(ranks, beginning, waking, deadline + ANSWER_MARGIN)
         except BaseException as error:
             called_off = LATE_SECONDS if isinstance(error, DeadlineExceeded) else ABORT_SECONDS
             with contextlib.suppress(MyxoError):
                 await asyncio.shield(self.abort(called_off))
+            await _raise_first(getting_ready, error)
             raise
+        finally:
+            self._connecting = asyncio.create_task(self._connect_ahead())
+
+    async def settled(self) -> None:
+        """Returns once the schedulers have been woken for the last command. Raises the error of that."""
+        waking, self._waking = self._waking, None
+        if waking is not None:
+            await waking
 
     async def _begun(self, connections: Sequence["_Connection"], seconds: float) -> None:
         """Returns once every rank has begun its command. Raises NotBegun."""
@@ -132,9 +175,15 @@ class ReceiverClient:
         await self.ask({"verb": "abort"}, deadline)
 
     @contextlib.asynccontextmanager
-    async def _asked(self, command: Fields, deadline: float) -> AsyncIterator[tuple[list["_Connection"], list[Fields]]]:
-        """Sends a command to every rank. Yields the connections, open in the body, and the first answer of each, by rank."""
-        connections = [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
+    async def _asked(
+        self, command: Fields, deadline: float, *, ahead: bool = False
+    ) -> AsyncIterator[tuple[list["_Connection"], list[Fields]]]:
+        """Sends a command to every rank. Yields the connections, open in the body, and the first answer of each, by rank.
+
+        Args:
+            ahead: take those that were opened ahead.
+        """
+        connections = self._connections() if ahead else [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
         asking = [asyncio.create_task(connection.ask(command)) for connection in connections]
         try:
             try:
@@ -150,14 +199,40 @@ class ReceiverClient:
             for connection in connections:
                 connection.close()
 
-    async def _outcome(
-        self, ranks: Sequence[asyncio.Task[Fields]], besides: Iterable[asyncio.Future[Any]], deadline: float
-    ) -> list[Fields]:
-        everything: set[asyncio.Future[Any]] = {*ranks, *besides}
+    def _connections(self) -> list["_Connection"]:
+        spare, self._spare = self._spare, []
+        for connection in spare:
+            if not connection.usable:
+                connection.close()
+        if len(spare) == self.ranks and all(connection.usable for connection in spare):
+            return spare
+        return [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
+
+    async def _connect_ahead(self) -> None:
+        """Opens the connections of the next command. One that cannot be opened is missed, and named, by that one."""
+        fresh = [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
         try:
-            done, pending = await asyncio.wait(everything, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
-            first = next((error for task in done if (error := task.exception()) is not None), None)
-            if not pending and first is None:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                for connection in fresh:
+                    await connection.connect()
+        except (TimeoutError, ReceiverError):
+            pass
+        finally:
+            old, self._spare = self._spare, fresh
+            for connection in old:
+                connection.close()
+
+    async def _outcome(
+        self, ranks: Sequence[asyncio.Task[Fields]], beginning: asyncio.Task[None], waking: asyncio.Future[None], deadline: float
+    ) -> list[Fields]:
+        everything: set[asyncio.Future[Any]] = {*ranks, beginning, waking}
+        end, first, waiting = time.monotonic() + deadline, None, everything
+        try:
+            while first is None and not all(task.done() for task in ranks) and (left := end - time.monotonic()) > 0:
+                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                first = next((error for task in done if (error := task.exception()) is not None), None)
+            if first is None and all(task.done() for task in ranks):
+                everything.discard(waking)
                 return [task.result() for task in ranks]
             seconds = LATE_SECONDS if isinstance(first, NotBegun) else ABORT_SECONDS
             with contextlib.suppress(MyxoError):
@@ -195,16 +270,30 @@ class _Connection:
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = str(path), rank
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.begun = asyncio.Event()  # the rank's scheduler has begun the command
 
     async def ask(self, command: Fields) -> Fields:
         """Connects, sends the command, and returns the first answer. Raises ReceiverError."""
+        if self._streams is None:
+            await self.connect()
+        assert self._streams is not None
+        self._streams[1].write(json.dumps(command).encode() + b"\n")
+        return await self.answer()
+
+    async def connect(self) -> None:
+        """Raises ReceiverError."""
         try:
-            _, writer = self._streams = await asyncio.open_unix_connection(self._path, limit=LINE_BYTES)
+            self._streams = await asyncio.open_unix_connection(self._path, limit=LINE_BYTES)
         except OSError as error:
             raise ReceiverError(self._path, f"rank {self._rank} cannot be reached: {error}") from error
-        writer.write(json.dumps(command).encode() + b"\n")
-        return await self.answer()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def usable(self) -> bool:
+        """Returns whether it is open, in this event loop."""
+        streams = self._streams
+        return streams is not None and self._loop is asyncio.get_running_loop() and not (streams[0].at_eof() or streams[1].is_closing())
 
     async def done(self) -> Fields:
         """Returns the answer to a command that a scheduler runs, once it is done. Raises ReceiverError."""
@@ -229,6 +318,22 @@ class _Connection:
     def close(self) -> None:
         if self._streams is not None:
             self._streams[1].close()
+
+
+async def _after_others(work: Callable[[], Awaitable[object]] | None) -> None:
+    """Does some work once the tasks that are to begin now have begun."""
+    await asyncio.sleep(0)
+    if work is not None:
+        await work()
+
+
+async def _raise_first(work: asyncio.Future[None], error: BaseException) -> None:
+    """Waits for work that has a deadline of its own, so that nothing that follows overtakes it. Raises its error instead of ``error``."""
+    if not isinstance(error, Exception):
+        work.cancel()
+    await asyncio.wait([work])
+    if isinstance(error, Exception) and not work.cancelled() and (own := work.exception()) is not None:
+        raise own from None
 
 
 async def _ended(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -59,6 +59,7 @@ class EngineTransport:
 
         Raises EngineUnreachable.
         """
+        self._check_open(path)
         try:
             async with self._session.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
                 yield response
@@ -90,6 +91,7 @@ class EngineTransport:
     async def _call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {} if body is None else {"Content-Type": "application/json"}
+        self._check_open(path)
         try:
             async with (
                 asyncio.timeout(deadline),
@@ -103,6 +105,11 @@ class EngineTransport:
         if not response.ok:
             raise EngineError(self.url + path, message_of(answer), response.status)
         return answer
+
+    def _check_open(self, path: str) -> None:
+        """Whoever still holds the client of an engine that was replaced meets a dead engine, and no error of the HTTP library's."""
+        if self._session.closed:
+            raise EngineUnreachable(self.url + path, "its client is closed: another engine took its place, or the service ends")
 
 
 def message_of(answer: Any) -> str:

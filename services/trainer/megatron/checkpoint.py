@@ -262,7 +262,10 @@ def _optimizer_entries(model: MegatronModel, optimizer: Optimizer) -> dict[str, 
 
 
 def _layout(model: MegatronModel) -> dict[str, Any]:
-    return {**asdict(model.layout), "world_size": dist.get_world_size(), "device": DEVICE_TYPE}
+    layout = asdict(model.layout)
+    if model.layout.vocabulary_multiple == 1:
+        del layout["vocabulary_multiple"]  # earlier versions of this trainer have no such entry, and the same layout
+    return {**layout, "world_size": dist.get_world_size(), "device": DEVICE_TYPE}
 
 
 def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: Optimizer | None = None) -> None:

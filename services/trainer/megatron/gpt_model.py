@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
@@ -19,7 +21,7 @@ from services.trainer.megatron.expert_balance import Balancing
 from services.trainer.megatron.layer_modules import ValueHead, rotate_by_place
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.padded_allgather import DISPATCHER, dispatcher_of
-from services.trainer.megatron.runtime import device, round_up
+from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import decoder_spec
 from services.trainer.megatron.weight_read_lock import WeightReadLock
 from shared.config.megatron_flags import OF_DEEPEP
@@ -31,6 +33,9 @@ from shared.model.trainable_parameters import Freezing
 from shared.runtime.errors import ConfigError
 
 T = TypeVar("T")
+
+LayersOf = Callable[[int | None], TransformerBlockSubmodules]
+"""Gives the specs of a stage's layers; its argument is the number of the rank's chunk, None where it has one alone."""
 
 
 class HiddenStatesModel(GPTModel):
@@ -187,18 +192,32 @@ def laid_over(kind: type[T], fields: Mapping[str, Any], overrides: Mapping[str, 
         raise ConfigError(f"trainer.megatron ({part})", given, f"what Megatron accepts ({error})") from error
 
 
-def build_chunks(architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool = False) -> list[GPTModel]:
-    """Returns this rank's parts of the model, on its device, with weights that are yet to be loaded; a value head's are zero."""
+def build_chunks(
+    architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool = False, layers: LayersOf | None = None
+) -> list[GPTModel]:
+    """Returns this rank's parts of the model, on its device, with weights that are yet to be loaded; a value head's are zero.
+
+    Args:
+        layers: gives the specs of the layers of a stage, in the place of the family's own.
+    """
     stages = range(layout.chunks) if layout.chunks > 1 else [None]
-    return [_build_chunk(architecture, config, layout, value_head, stage) for stage in stages]
+    layers = layers or partial(decoder_spec, architecture, config)
+    return [_build_chunk(architecture, config, layout, value_head, stage, layers(stage)) for stage in stages]
 
 
-def _build_chunk(a: Architecture, config: TransformerConfig, layout: ParallelLayout, value_head: bool, stage: int | None) -> GPTModel:
+def _build_chunk(
+    a: Architecture,
+    config: TransformerConfig,
+    layout: ParallelLayout,
+    value_head: bool,
+    stage: int | None,
+    layers: TransformerBlockSubmodules,
+) -> GPTModel:
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
     model = HiddenStatesModel(
         config=config,
-        transformer_layer_spec=decoder_spec(a, config, stage),
-        vocab_size=round_up(a.vocab_size, layout.tensor),  # for the embedding and the output layer
+        transformer_layer_spec=layers,
+        vocab_size=layout.padded_vocabulary(a.vocab_size),  # for the embedding and the output layer
         max_sequence_length=a.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
         post_process=last,

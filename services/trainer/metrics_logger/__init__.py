@@ -181,6 +181,7 @@ class MetricsLogger:
             "update_weights_stall": result.stall,
             "update_weights_bytes": result.bytes,
             "update_weights_gb_per_s": result.gb_per_s,
+            **{f"update_weights_{phase}_time": seconds for phase, seconds in result.phases.items()},
         }
         self._write(result.version, "perf", values)
         pace = {"push_seconds": result.seconds, "push_stall_seconds": result.stall, "push_gb_per_s": result.gb_per_s}

@@ -80,11 +80,11 @@ class RelayedSender:
             self._relays.send(index, copy)
             self._local.send(index, flat)
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """As `ChannelSender.finish`."""
         with self._breaking_both():
-            self._relays.finish()
-            self._local.finish()
+            self._relays.finish(meanwhile)
+            self._local.finish(meanwhile)
 
     @contextlib.contextmanager
     def _breaking_both(self) -> Iterator[None]:

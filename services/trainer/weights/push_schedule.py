@@ -1,11 +1,12 @@
 """The decisions of a push: its members, the renewal of its channels, and the response to failures. Pure: no clock, no requests."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.trainer.commands import Push
 from shared.bus.registry import CATCHING_UP
 from shared.schema.service_messages import ServiceStatus
+from shared.schema.weight_messages import Marks
 
 OFFER_SECONDS = 5.0
 """The time that a replica has to answer that it can take a version."""
@@ -26,7 +27,8 @@ class PushResult:
         replicas: now serving the version. seconds: from the offer to the last commit. wire_seconds: from the first bucket's export until
             the last replica had loaded and checked everything. engine_seconds: the slowest engine's, from its first wait for a bucket to
             the last one's loading and checking. stall: seconds that the trainer waited for it; the rest ran beside the training.
-            bytes: sent by all stages together. digest: that of the version.
+            bytes: sent by all stages together. digest: that of the version. marks: who → what it has reached → when, in seconds of its
+            machine's monotonic clock; the trainer's own under ``trainer``.
     """
 
     version: int
@@ -37,6 +39,21 @@ class PushResult:
     stall: float
     bytes: int
     digest: str
+    marks: Mapping[str, Marks] = field(default_factory=dict)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Returns the seconds of each phase: ``pause``, the slowest replica's until its engine was paused, beside the ``transfer``; that,
+        until all had loaded; ``check``: comparing digests; ``activate``: the commit. Empty where no marks tell of them."""
+        trainer, replicas = self.marks.get("trainer", {}), [marks for name, marks in self.marks.items() if name != "trainer"]
+        if not {"receive_began", "check_began", "commit_began", "prepare_began"} <= trainer.keys():
+            return {}
+        return {
+            "pause": max((marks["paused"] - marks["asked"] for marks in replicas if "paused" in marks), default=0.0),
+            "transfer": trainer["check_began"] - trainer["receive_began"],
+            "check": trainer["commit_began"] - trainer["check_began"],
+            "activate": trainer["prepare_began"] + self.seconds - trainer["commit_began"],
+        }
 
     @property
     def gb_per_s(self) -> float:

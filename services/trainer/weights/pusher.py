@@ -23,9 +23,9 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.weight_read_lock import WeightRead
 from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_protocol import Answer, PeerFailure, PushRequest, watch_members
-from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait
+from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord, PushWait, mismatches
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of, strangers
-from services.trainer.weights.stage_sender import ChannelKind, StageSender
+from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.config.weights_section import WeightsSection
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
@@ -45,7 +45,7 @@ from shared.schema.weight_messages import (
     WeightsReceived,
     WeightsServed,
 )
-from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
+from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import on_stream
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
@@ -69,6 +69,7 @@ class Pusher:
         self.schedule = PushSchedule()
         self._channels: list[WeightChannelAddress] = []
         self._known: dict[str, TensorDigest] = {}
+        self._manifests: dict[bool, dict[str, str]] = {}  # by whether the push is partial: channel → its manifest's id
         self._record = PushRecord(0, (), {}, 0.0)  # of the push under way, and its request
         self._request: PushRequest[WeightsReceived] | None = None
         self._asked: PushRequest[Any] | None = None  # the newest request of the push
@@ -205,10 +206,8 @@ class Pusher:
             streaming = time.monotonic()
             sent, digest = self._transfer(push, end)
             wire_seconds = time.monotonic() - streaming
-            engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             if self._config.check_weight_update_equal:
                 self._transfer(push, end, check=True)
-            self._record.begin(COMMIT, time.monotonic())
             committed = self._commit(push, digest, end)
         except (PeerFailure, ChannelBroken) as error:
             ended = time.monotonic()
@@ -221,7 +220,9 @@ class Pusher:
             seconds = time.monotonic() - started
             live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
             self._link.weights_live(live)
-            self._results.append(PushResult(push.version, committed, seconds, wire_seconds, engine_seconds, stall, sent, digest))
+            engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
+            times = seconds, wire_seconds, engine_seconds, stall
+            self._results.append(PushResult(push.version, committed, *times, sent, digest, self._record.marks(self._sender.marks)))
 
     def _join(self, push: Push, end: float) -> None:
         """Returns once the ranks and all replicas have joined the new channels."""
@@ -234,8 +235,8 @@ class Pusher:
         """Has the engines begin to join the channels, on rank 0. Raises PeerFailure."""
 
         def message(target: Target) -> WeightsPrepare:
-            rank = self.schedule.first_rank(target)
-            return WeightsPrepare(version=version, channels=self._channels_of(target), rank=rank, deadline=seconds)
+            channels, rank = self._channels_of(target), self.schedule.first_rank(target)
+            return WeightsPrepare(version=version, channels=channels, rank=rank, deadline=seconds)
 
         if self._link is not None:
             self._ask(self.schedule.members, "prepare", message, WeightsReady, seconds).wait()
@@ -268,11 +269,11 @@ class Pusher:
         number = push.number + check
         self._record.begin(CHECK if check else RECEIVE, time.monotonic())
         if self._link is not None:
-            seconds = _left(end)
+            seconds, ids = _left(end), self._manifests.get(push.partial, {})
 
             def message(target: Target) -> WeightsReceive:
                 names = [channel.name for channel in self._channels_of(target)]
-                return WeightsReceive(version=push.version, push=number, channels=names, check=check, deadline=seconds)
+                return WeightsReceive(version=push.version, push=number, channels=names, manifests=ids, check=check, deadline=seconds)
 
             request = self._ask(self.schedule.members, "receive", message, WeightsReceived, seconds)
             request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
@@ -280,29 +281,28 @@ class Pusher:
         last = check or not self._config.check_weight_update_equal
         exported = self._end_reading if last else lambda: None
         sent = self._sender.send(number, partial=push.partial, seconds=_left(end), exported=exported)
-        reported = self._sender.agree(sent)
-        if broken := [error for _, _, error in reported if error is not None]:
-            raise ChannelBroken(broken[0])
-        known = decoded_digests({name: found for _, tensors, _ in reported for name, found in tensors.items()})
-        self._known = {**self._known, **known} if push.partial else known
+        whole = whole_push(self._sender.agree(sent))
+        self._manifests[push.partial] = whole.manifests
+        self._known = {**self._known, **whole.known} if push.partial else whole.known
         digest = version_digest(self._known)
-        self._together(lambda: self._verify(digest))
-        return sum(count for count, _, _ in reported), digest
+        self._together(lambda: self._verify(number, digest))
+        return whole.bytes, digest
 
-    def _verify(self, digest: str) -> None:
-        """Returns, on rank 0, once every replica has found equal weights. Raises PeerFailure."""
-        failures = {}
-        for name, answer in self._request.wait().items() if self._request is not None else ():
-            if answer.differences:
-                first = next(iter(answer.differences.items()))
-                failures[name] = f"{len(answer.differences)} tensors differ from the trainer's, first {first}"
-            elif answer.digest != digest:
-                failures[name] = f"the weights that it got have digest {answer.digest}, not {digest}"
-        if failures:
+    def _verify(self, number: int, digest: str) -> None:
+        """Returns, on rank 0, once every replica has found equal weights. Raises PeerFailure.
+
+        What the engines say over the channel comes first. At the commit each replica compares once more, with its engine's answer.
+        """
+        request, compares = self._request, self._config.check_weight_update_equal
+        known = request is None or (not compares and self._sender.held_by_all(number, digest, request.done.done))
+        answers = {} if known or request is None else request.wait()
+        self._record.begin(CHECK, time.monotonic())
+        if failures := mismatches(answers, digest):
             raise PeerFailure(self._record.step, failures)
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
         """Commits on rank 0: replicas that answer serve the version; the others are fenced, and the push stands."""
+        self._record.begin(COMMIT, time.monotonic())
         if self._link is None:
             return []
         members, message = self.schedule.members, WeightsCommit(version=push.version, digest=digest, deadline=_left(end))
@@ -313,7 +313,8 @@ class Pusher:
             self._report_failure(push, error, [target for target in members if target.instance not in request.answers], error.failures)
         committed = [target for target in members if target.instance in request.answers]
         self.schedule.confirmed(committed, push.version, digest)
-        self._record.serve({name: answer.paused for name, answer in request.answers.items()})
+        (self._request or request).settle()  # its answers are there, unless a replica has failed in between
+        self._record.serve(request.answers)
         return [target.instance for target in committed]
 
     def _together(self, work: Callable[[], object]) -> None:
@@ -366,9 +367,8 @@ class Pusher:
             return None
         if self._request is not None:
             self._record.received(self._request.answers)
-        event = self._record.event(
-            ended, now(), stall=self._reading.stall if self._reading is not None else 0.0, sent=sent, failure=failure
-        )
+        stall = self._reading.stall if self._reading is not None else 0.0
+        event = self._record.event(ended, now(), stall=stall, sent=sent, failure=failure)
         self._link.report("pushed", event, plane="weights")
         return event
 

@@ -3,8 +3,9 @@
 All ranks of a stage construct the same export, and call `fill` for every bucket of its manifest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from services.trainer.megatron.gather_plan import GatherPlan, GatherUnit
 from services.trainer.megatron.runtime import deadline, device
 from shared.transfer.bucket_ring import slot_view, torch_dtype
-from shared.transfer.manifest import Bucket, Manifest, Slot, lay_out_units
+from shared.transfer.manifest import RAMP_PART, Bucket, Kind, Manifest, Slot, TensorSpec, lay_out_units, unit_bytes
+
+Unit = TypeVar("Unit")
 
 
 @dataclass
@@ -37,8 +40,13 @@ class StageExport:
         held = [unit for unit in plan.of_stage() if not (skip_frozen and unit.name in plan.frozen)]
         lora = plan.model.lora
         sent = (dtype if lora is None else None) or str(plan.model.config.params_dtype).removeprefix("torch.")
-        specs = [[(name, "float32" if unit.float32 else sent, shape) for name, shape in unit.tensors] for unit in held]
-        self.manifest: Manifest = lay_out_units(specs, bucket_bytes, *(() if lora is None else ("adapter", lora.scale)))
+
+        def specs(unit: GatherUnit) -> list[TensorSpec]:
+            return [(name, "float32" if unit.float32 else sent, shape) for name, shape in unit.tensors]
+
+        held = travel_order(held, [unit_bytes(specs(unit)) for unit in held], bucket_bytes)
+        kind: tuple[Kind, float] = ("weights", 1.0) if lora is None else ("adapter", lora.scale)
+        self.manifest: Manifest = lay_out_units(map(specs, held), bucket_bytes, *kind, ramped=True)
         units = iter(held)
         self._units = [list(_units_of(bucket, units)) for bucket in self.manifest.buckets]
         self._copies: dict[int, _Copies] = {}
@@ -70,6 +78,14 @@ class StageExport:
                     found.sources += parts
                     found.targets += [slot_view(flat, slot).view(part.shape) for part, slot in zip(parts, slots, strict=True)]
         return found
+
+
+def travel_order(units: Sequence[Unit], sizes: Sequence[int], bucket_bytes: int) -> list[Unit]:
+    """Returns the units with the large ones, an embedding for example, in the middle: a push begins and ends with small buckets."""
+    large = [unit for unit, nbytes in zip(units, sizes, strict=True) if nbytes > bucket_bytes * RAMP_PART]
+    small = [unit for unit, nbytes in zip(units, sizes, strict=True) if nbytes <= bucket_bytes * RAMP_PART]
+    middle = len(small) // 2
+    return [*small[:middle], *large, *small[middle:]]
 
 
 def _target(flat: Tensor | None, slot: Slot) -> Tensor:

@@ -5,7 +5,8 @@ Engines that share the GPUs of trainers on several machines are reached through 
 
 import datetime
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from services.trainer.weights.stage_export import StageExport
 from shared.runtime.own_address import own_address
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
-from shared.transfer.digest import TensorDigest
+from shared.transfer.digest import TensorDigest, decoded_digests
 from shared.transfer.group_channel import GroupSender
 from shared.transfer.memory_channel import MemorySender
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender
@@ -29,11 +30,24 @@ SENDERS: dict[ChannelKind, Callable[[str, str, int, torch.device], ChannelSender
 
 
 class SentPush(NamedTuple):
-    """One rank's part of a sent push. ``known``: the tensors' digests. ``error``: the reason if not everything was sent."""
+    """One rank's part of a sent push. ``known``: the tensors' digests. ``error``: the reason if not everything was sent. ``manifests``: the
+    channel → the id of its manifest, where this rank has one."""
 
     bytes: int
     known: dict[str, TensorDigest]
     error: str | None
+    manifests: dict[str, str] = {}
+
+
+def whole_push(parts: Sequence[Sequence[Any]]) -> SentPush:
+    """Returns what the ranks have sent together, from each one's `SentPush`. Raises ChannelBroken where one has not sent everything."""
+    sent = [SentPush(*part) for part in parts]
+    if broken := [part.error for part in sent if part.error is not None]:
+        raise ChannelBroken(broken[0])
+    known = dict(item for part in sent for item in part.known.items())
+    manifests = dict(item for part in sent for item in part.manifests.items())
+    # what came from other ranks came as JSON
+    return SentPush(sum(part.bytes for part in sent), known if len(sent) == 1 else decoded_digests(known), None, manifests)
 
 
 class StageSender:
@@ -53,6 +67,8 @@ class StageSender:
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
         self._channel: StageChannel | None = None
         self._relays: list[MemoryRelay] = []
+        self.marks: dict[str, float] = {}
+        """What the newest `send` has reached → when, monotonic seconds."""
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
         told = self.agree([own_address(), self.plan.stage, self.plan.is_source])
@@ -119,6 +135,7 @@ class StageSender:
         """
         (export, hasher), channel, sent = self._export(partial), self._channel, 0
         hasher.begin()
+        self.marks = {}
         for relay in self._relays:
             relay.begin(number, seconds)
         error = None if channel is None else _error_of(lambda: channel.announce(number, export.manifest, seconds))
@@ -134,12 +151,23 @@ class StageSender:
                 error = _error_of(lambda i=index, full=flat: channel.send(i, full))  # type: ignore[misc]
                 hasher.take(index, flat)
                 sent += bucket.nbytes
+            self.marks.setdefault("first_sent", time.monotonic())
+        self.marks["issued"] = time.monotonic()
         exported()
         if channel is not None and error is None:
-            error = _error_of(channel.finish)
+            error = _error_of(lambda: channel.finish(hasher.poll))
         for relay in self._relays:
             error = _error_of(lambda passing=relay: passing.wait(seconds)) or error  # type: ignore[misc]
-        return SentPush(sent, hasher.digests() if error is None else {}, error)
+        self.marks["sent"] = time.monotonic()
+        manifests = {channel.address.name: export.manifest.id} if channel is not None else {}
+        return SentPush(sent, hasher.digests() if error is None else {}, error, manifests)
+
+    def held_by_all(self, push: int, digest: str, done: Callable[[], bool]) -> bool:
+        """Returns whether every engine rank holds ``digest``, as they have said over this rank's channel; see `ChannelSender`.
+
+        Where some of them have another channel, that is not known here.
+        """
+        return isinstance(self._channel, ChannelSender) and not self.machines and self._channel.held_by_all(push, digest, done)
 
     def agree(self, value: Any) -> list[Any]:
         """Returns ``value`` of every rank, in rank order, on every rank; JSON."""

@@ -44,7 +44,7 @@ class EngineServer:
         """Has the scheduler answer; what it has drawn comes by way of the detokenizer."""
         body = await request.read()
         status, found = await self._asked(SCHEDULER_SOCKET, request.method, request.path, body)
-        if request.path == "/generate":
+        if request.path in ("/generate", "/health_generate"):
             status, found = await self._asked(DETOKENIZER_SOCKET, "POST", "/", found)
         return web.Response(status=status, body=found, content_type="application/json")
 

@@ -103,6 +103,7 @@ class ScriptedScheduler:
                 "tp_size": 1,
             },
             "/model_info": model_info,
+            "/health_generate": self._probe,
             "/v1/models": lambda _: {"data": [{"max_model_len": CONTEXT}]},
         }
         for path, answer in described.items():
@@ -150,6 +151,10 @@ class ScriptedScheduler:
             await request.ended.wait()
         answers = [self._answer(request) for request in requests]
         return answers[0] if single else answers
+
+    async def _probe(self, _: dict[str, Any]) -> dict[str, Any]:
+        await self._generate({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}})
+        return {}
 
     def _answer(self, request: _Request) -> dict[str, Any]:
         meta = {

@@ -14,7 +14,7 @@ WORDS = {
     "buffer-0": "services.buffer",
     "reward-0": "services.reward\0",
     "reward-0/worker": "services.reward.worker",
-    "rollout-0": "services.rollout",
+    "rollout-0": "services.rollout\0",
     "rollout-0/engine": "cpu_launcher.py",
     "rollout-0/engine/scheduler": "sglang::scheduler",
     "rollout-0/engine/detokenizer": "sglang::detokenizer",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy
 
-from shared.bus import streams
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.streams import Consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN, Subjects
@@ -195,3 +195,15 @@ async def test_making_a_run_again_changes_nothing_that_is_there(bus: Bus, config
 async def test_whether_a_run_exists(bus: Bus, config: RunConfig) -> None:
     assert await streams.exists(bus, config.run.name)
     assert not await streams.exists(bus, "never-made")
+
+
+async def test_a_run_that_is_being_made_is_none_yet(bus: Bus) -> None:
+    """Another machine looks for it while its streams are made one after the other."""
+    name = Subjects("half-made").ledger_stream
+    await bus.js.add_stream(name=name, subjects=["half-made.ledger.>"])
+    try:
+        assert not await streams.exists(bus, "half-made")
+        with pytest.raises(runs.NoSuchRun):
+            await runs.load(bus, "half-made")
+    finally:
+        await bus.js.delete_stream(name)

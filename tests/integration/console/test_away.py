@@ -27,6 +27,8 @@ async def test_a_server_that_is_killed_is_named_and_comes_back(served: ServedCon
     for server, name in ((served.nats, "NATS"), (served.valkey, "Redis")):
         crash(server)
         await served.until_away(name)
+        waiting = (await served.overview())["waiting"]
+        assert waiting["trouble"] and f"{name}, which is away" in waiting["awaited"] and waiting["since"] > 0, waiting
         assert (await served.get("/")).status_code == 200
         for page in ("run", "flow", "weights", "samples", "health"):
             answer = await served.get(f"/api/{page}")

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import urllib.request
 from collections.abc import Callable
@@ -57,7 +59,7 @@ def test_a_console_beside_a_run_moves_from_a_taken_port_and_its_deaths_change_no
     pause.write_text("2")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config = config_file(rollout={"num_rollout": 3}, console={"console": True, "console_port": port})
+        config = config_file(rollout={"num_rollout": 3}, console={"console": True, "console_port": port}, bus={"frozen_timeout": 10.0})
         process = myxo.start("up", config, standins=True)
         found, token = first_line(process)
         assert found != str(port)
@@ -73,11 +75,16 @@ def test_a_console_beside_a_run_moves_from_a_taken_port_and_its_deaths_change_no
                 lambda gone=victim: any("services.console" in line and pid != gone for pid, line in children(process.pid).items()),
             )
             wait_for("the console at its address", answers(found, token, lambda told: told["steps"] == 2))
+        frozen = next(pid for pid, line in children(process.pid).items() if "services.console" in line)
+        os.kill(frozen, signal.SIGSTOP)
+        wait_for("the end of the frozen console", lambda: frozen not in children(process.pid))
+        wait_for("the console at its address", answers(found, token, lambda told: told["steps"] == 2))
         pause.unlink()
         code, out, err = ended(process)
     assert code == 0, out + err
-    assert json.loads((root / "summary.json").read_text())["restarts"] == {}
-    assert "console" not in json.loads((root / "summary.json").read_text()).get("errors", {})
+    summary = json.loads((root / "summary.json").read_text())
+    assert summary["restarts"] == {"console": 3}
+    assert "it was frozen, without an answer for" in summary["errors"]["console"]
     refused = [line for line in (root / "nats" / "nats-server.log").read_text().splitlines() if "Violation" in line]
     assert not refused, "the account of the console lacks a right"
 

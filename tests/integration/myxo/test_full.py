@@ -1,5 +1,7 @@
 """A run whose store or disk is full: it says so, waits, loses nothing, and goes on by itself once there is room."""
 
+import json
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -69,11 +71,40 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
         wait_for("the first checkpoint", begun(root))
         disk.fill()
         (root / "pause").unlink(missing_ok=True)
-        line_with(process, "No space left on device", "once there is room")
+        line_with(process, "waiting for room on the disk (No space left on device", str(root), "once there is room")
         assert process.poll() is None
         disk.clear()
         code, out, err = ended(process)
         assert code == 0, f"{out}\n{err}"
         assert "step 12/12" in out
+        report = " ".join(out[out.index("Run test") :].split())
+        assert "for room on the disk (No space left on device" in report and "nats-server 1, last after this: no space was left" in report
+        summary = json.loads((root / "summary.json").read_text())
+        assert summary["groups"]["dead"] == {} and summary["audit"] == "ok", "no group dies of a full disk"
+        assert "waiting_for" in (root / "logs" / "launcher.log").read_text()
         code, out, _ = myxo.run("audit", root)
         assert code == 0, out
+
+
+def test_a_run_whose_disk_stays_full_goes_on_on_another_one(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "runs" / "test", tmp_path / "elsewhere"
+    with small_disk(root.parent, "256m") as disk:
+        root.mkdir()
+        (root / "pause").write_text("5")
+        config = config_file(rollout={"num_rollout": 8}, bus={"ack_wait": 5.0}, store={"max_bytes": 64 << 20})
+        process = myxo.start("up", config, standins=True)
+        wait_for("the first checkpoint", begun(root))
+        disk.fill()
+        line_with(process, "No space left on device")
+        process.send_signal(signal.SIGINT)
+        assert ended(process)[0] == 128 + signal.SIGINT
+        (root / "pause").unlink()
+        code, _, err = myxo.run("move", root, root.parent)
+        assert code == 2 and "a directory outside of" in err
+        code, out, err = myxo.run("move", root, elsewhere)
+        assert (code, err) == (0, "") and f"--dir {elsewhere}" in out
+        assert not root.exists()
+        code, out, err = myxo.run("up", config, "--dir", elsewhere, standins=True)
+        assert code == 0, f"{out}\n{err}"
+        assert "step 8/8" in out
+        assert myxo.run("audit", elsewhere / "test")[0] == 0

@@ -1,5 +1,6 @@
 """The launcher's own servers: restarted where they died, with what they stored, at the same addresses."""
 
+import asyncio
 import os
 import signal
 import time
@@ -16,6 +17,8 @@ from shared.bus.connection import Bus
 from shared.config.store_section import StoreSection
 from shared.runtime.embedded_servers import EmbeddedServer
 from tests.integration.myxo.command import wait_for
+from tests.support.small_disk import small_disk
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -112,3 +115,39 @@ def test_a_frozen_server_is_killed_and_started_again(tmp_path: Path, name: str) 
         assert sum(restarts(servers).values()) == 1, "the other one goes on"
     finally:
         servers.stop()
+
+
+async def test_a_nats_server_that_refuses_writes_although_there_is_room_again_is_restarted(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        servers = RunServers(RunDirectory(disk.path), GivenServers(None, None), StoreSection())
+        servers.start()
+        bus = await Bus.connect(servers.nats_url, "test")
+        bus.full.patience_s = 120.0
+        try:
+            await bus.js.add_stream(name="kept", subjects=["kept.>"])
+            await bus.publish("kept.one", bytes(5000), msg_id="one")
+            disk.fill()
+            second = asyncio.create_task(bus.publish("kept.two", bytes(5000), msg_id="two", deadline=12.0))
+            await until(lambda: str(bus.full), "the publisher to notice", deadline=60)
+            assert "the bus confirms nothing although it is connected" in str(bus.full)
+
+            def full() -> str:
+                servers.tick(time.monotonic())
+                return servers.full()
+
+            await until(full, "the refusal in the log", deadline=60)
+            assert "No space left on device" in full() and restarts(servers)["nats-server"] == 0, "it waits for room"
+            disk.clear()
+
+            def back() -> bool:
+                servers.tick(time.monotonic())
+                return restarts(servers)["nats-server"] == 1
+
+            await until(back, "the server to be started again", deadline=60)
+            assert await second == 2, "nothing was given up meanwhile"
+        finally:
+            await bus.close()
+            servers.stop()
+    reason = next(server.reason for server in servers.restarts() if server.instance == "nats-server")
+    assert "no space was left on the device for" in reason and "streams/kept" in reason
+    assert [(event.instance, reason in event.detail) for event in servers.restarted] == [("nats-server", True)]

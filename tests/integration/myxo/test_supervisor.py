@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.restart_policy import BackOff
 from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import StopReason, Supervisor
@@ -264,6 +265,24 @@ def test_a_child_dies_with_its_launcher(tmp_path: Path) -> None:
     os.kill(launcher.pid, signal.SIGKILL)
     wait_for("the child's end", lambda: not alive(pid))
     assert launcher.exit_code() == -signal.SIGKILL
+
+
+def test_a_process_that_a_signal_has_stopped_is_frozen_although_a_child_of_its_own_is_heard(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise(spec(SLEEP), spec(SLEEP, "reward-0"))
+    frozen = FrozenServices(1.0)
+    stopped, other = supervisor.statuses(time.monotonic())
+    os.kill(stopped.pid, signal.SIGSTOP)
+
+    def again() -> bool:
+        supervisor.tick(time.monotonic())
+        told = {"host": "h", "pid": 1, "http": "", "state": "ready", "at": time.time()}
+        frozen.listen(supervisor, [ServiceStatus(service=of, instance=f"{of}-0", **told) for of in ("trainer", "reward")])
+        return supervisor.statuses(time.monotonic())[0].restarts == 1
+
+    wait_for("the stopped process to be started again", again)
+    trainer, reward = supervisor.statuses(time.monotonic())
+    assert trainer.last_error == "it was frozen, stopped by a signal for 1 s, and was killed" and trainer.pid != stopped.pid
+    assert (reward.restarts, reward.pid) == (0, other.pid)
 
 
 def test_a_frozen_service_is_killed_with_all_it_started(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:

@@ -222,7 +222,12 @@ async def nodes(
         tmp_path,
         run={"name": run_name},
         model={"hf_checkpoint": str(tmp_path / "model")},
-        rollout={"rollout_num_gpus_per_engine": 2, "rollout_device": "cpu", "sglang": {"nnodes": 2, **flags}},
+        rollout={
+            "rollout_num_gpus_per_engine": 2,
+            "rollout_device": "cpu",
+            "engine_start_timeout": SECONDS,
+            "sglang": {"nnodes": 2, **flags},
+        },
         bus={"lease_duration": 5.0},
     )
     bus = await Bus.connect(nats.url, "trainer")

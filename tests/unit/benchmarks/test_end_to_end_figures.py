@@ -12,6 +12,7 @@ from benchmarks.end_to_end.prediction import predicted, rising
 from benchmarks.end_to_end.run_record import RunRecord, summed
 from shared.schema.ledger import GroupsDropped
 from shared.schema.messages import Trained
+from shared.schema.service_messages import MetricsWritten
 
 
 @pytest.mark.parametrize("spec", ["geometric:50", "lognormal:50:0.8", "file"])
@@ -41,13 +42,19 @@ def test_other_lengths_are_refused(spec: str) -> None:
         LengthDistribution.parse(spec, 100)
 
 
-def step(number: int, ended: float, tokens: float) -> Trained:
-    metrics = {"rollout/response_tokens": tokens, "perf/step_time": 3.0, "rollout/staleness_mean": 1.0, "rollout/staleness_max": number}
-    return Trained(step=number, version=number + 1, started=ended - 3, ended=ended, metrics=metrics)
+def step(number: int, ended: float) -> Trained:
+    return Trained(step=number, version=number + 1, started=ended - 3, ended=ended)
+
+
+def written(number: int, values: dict[str, float]) -> MetricsWritten:
+    return MetricsWritten(role="actor", step=number, values=values, at=0.0)
 
 
 def test_figures_are_of_the_steps_after_the_warm_up() -> None:
-    record = RunRecord(steps=[step(number, 100 + 4.0 * number, 800) for number in range(6)])
+    record = RunRecord(steps=[step(number, 100 + 4.0 * number) for number in range(6)])
+    for number in range(6):
+        record.written(written(number, {"rollout/response_tokens": 800, "perf/step_time": 3.0}))
+        record.written(written(number, {"rollout/staleness_mean": 1.0, "rollout/staleness_max": number}))
     record.gauges = [(at, {"generated_tokens": 250.0 * at, "running_requests": at}) for at in range(100, 121)]
     record.tokens["g00000001"] = 70
     record.ended(GroupsDropped(groups=["g00000001", "g00000002"], reason="stale", at=112.0))

@@ -19,7 +19,11 @@ def told() -> PushHistory:
     history = PushHistory()
     history.push(pushed(1, 10.0, [ReplicaPush(replica="a", failure="receive: cut off")], failure="cut off"))
     figures = {"joining": 1.0, "transfer": 2.0, "activation": 0.5, "seconds": 3.5, "stall": 0.25, "bytes": 4_000_000_000}
-    parts = [ReplicaPush(replica="a", paused=2.5, loading=1.5), ReplicaPush(replica="b", loading=1.75, failure="commit: late")]
+    figures["check"] = 0.25
+    parts = [
+        ReplicaPush(replica="a", paused=2.5, pausing=0.125, loading=1.5, activating=0.0625),
+        ReplicaPush(replica="b", loading=1.75, failure="commit: late"),
+    ]
     history.push(pushed(1, 20.0, parts, **figures))
     history.live(WeightsLive(version=1, replicas=["a"], seconds=3.5, bytes=4_000_000_000, at=20.0))
     history.push(pushed(2, 30.0, [ReplicaPush(replica="b", failure="offer: busy")], failure="every replica declined the offer"))
@@ -37,7 +41,9 @@ def test_versions_newest_first_with_who_has_them() -> None:
     assert [(part.replica, part.now) for part in three.replicas] == [("a", True), ("b", False)]
     assert not two.served and two.failure == "every replica declined the offer" and two.seconds is None and two.at == 30.0
     assert one.served and one.attempts == 2 and one.at == 20.0 and one.failure == "cut off"
-    assert (one.joining, one.transfer, one.activation, one.seconds, one.stall) == (1.0, 2.0, 0.5, 3.5, 0.25)
+    assert (one.joining, one.pausing, one.transfer, one.check, one.activation) == (1.0, 0.125, 2.0, 0.25, 0.5)
+    assert (one.seconds, one.stall) == (3.5, 0.25)
+    assert (one.replicas[0].activating, one.replicas[1].activating) == (0.0625, None)
     assert one.paused == 2.5 and one.gb_per_s == 2.0
     assert [(part.replica, part.now, part.failure) for part in one.replicas] == [("a", False, ""), ("b", True, "commit: late")]
 
@@ -75,6 +81,8 @@ def test_pace_is_of_the_pushes_that_came_through() -> None:
     assert {series.name: series.values for series in found.series} == {
         "transfer": [2.0],
         "joining": [1.0],
+        "pausing": [0.125],
+        "check": [0.25],
         "activation": [0.5],
         "longest pause": [2.5],
         "stall of the trainer": [0.25],

@@ -1,50 +1,90 @@
-"""Slots by an engine's load: more while it has room, fewer once its memory is full."""
+"""Slots by an engine's load: more while they make it faster, fewer once its memory is full."""
+
+from collections.abc import Callable
 
 from services.rollout.engine.capabilities import parse_load
-from services.rollout.slot_limit import CALM_READINGS, MOST, QUEUED_READINGS, START, EngineLoad, SlotLimit
+from services.rollout.slot_limit import CALM_READINGS, MEASURED, MOST, QUEUED_READINGS, SETTLING, START, EngineLoad, SlotLimit
 
 
-def test_slots_grow_while_all_are_used_and_the_engine_has_room() -> None:
+class Driven:
+    """A limit and an engine that runs what it is given, as fast as ``speed`` says."""
+
+    def __init__(self, limit: SlotLimit, speed: Callable[[int], float]) -> None:
+        self.limit, self._speed, self._tokens, self._now = limit, speed, 0.0, 0.0
+
+    def read(self, seconds: int, usage: float = 0.2) -> int:
+        """Returns the slots after so many readings, with all of them held."""
+        for _ in range(seconds):
+            slots = self.limit.slots
+            self._tokens, self._now = self._tokens + self._speed(slots), self._now + 1
+            self.limit.note(EngineLoad(slots, 0, usage), slots, int(self._tokens), self._now)
+        return self.limit.slots
+
+
+def saturating(running: int) -> float:
+    """Tokens a second of an engine that 600 requests saturate."""
+    return 100.0 * min(running, 600)
+
+
+def test_slots_grow_while_they_make_the_engine_faster() -> None:
+    driven = Driven(SlotLimit(None, least=8), saturating)
+    assert driven.read(SETTLING + MEASURED - 1) == START
+    assert driven.read(1) == START * 5 // 4 + 1
+    assert 480 < driven.read(300) < 800, "a quarter more of what saturates it is given back"
+    assert Driven(SlotLimit(None, least=8), lambda running: 100.0 * running).read(300) == MOST
+
+
+def test_slots_that_make_it_no_faster_are_given_back_and_tried_again_later() -> None:
+    driven = Driven(SlotLimit(None, least=8), lambda running: 5000.0)
+    seen = [driven.read(1) for _ in range(100)]
+    assert set(seen) == {START, START * 5 // 4 + 1}
+    assert seen.count(START) > 80
+    assert seen[-30:].count(START * 5 // 4 + 1) > 0, "the engine may have become faster"
+
+
+def test_slots_stay_where_not_all_are_used_or_memory_is_nearly_full() -> None:
     limit = SlotLimit(None, least=8)
-    assert limit.note(EngineLoad(START, 0, 0.2), held=START - 1) == START, "not all are used"
-    grown = limit.note(EngineLoad(START, 0, 0.2), held=START)
-    assert grown > START
-    assert limit.note(EngineLoad(grown, 0, 0.95), held=grown) == grown, "the running ones will need the rest"
-    for _ in range(100):
-        grown = limit.note(EngineLoad(grown, 0, 0.2), held=grown)
-    assert grown == MOST
+    assert {limit.note(EngineLoad(START, 0, 0.2), START - 1, 1000 * now, now) for now in range(99)} == {START}
+    assert Driven(SlotLimit(None, least=8), saturating).read(99, usage=0.95) == START, "the running ones will need the rest"
+
+
+def test_a_batch_has_slots_from_the_beginning() -> None:
+    assert SlotLimit(None, least=8, batch=1024).slots == 1024
+    assert SlotLimit(None, least=8, batch=64).slots == START
+    assert SlotLimit(None, least=8, batch=2 * MOST).slots == MOST
 
 
 def test_requests_that_wait_in_the_engine_for_long_lower_the_limit() -> None:
     limit = SlotLimit(None, least=8)
-    loads = [EngineLoad(running=40, queued=216, kv_usage=0.99)] * QUEUED_READINGS
-    slots = [limit.note(load, held=START) for load in loads]
+    load = EngineLoad(running=40, queued=216, kv_usage=0.99)
+    slots = [limit.note(load, START, 0, now) for now in range(QUEUED_READINGS)]
     assert slots[:-1] == [START] * (QUEUED_READINGS - 1), "a burst of new requests has to be computed first"
     assert 40 < slots[-1] <= 46
-    assert limit.note(EngineLoad(40, 4, 0.5), held=45) == slots[-1], "one in eight keeps the engine busy"
+    assert limit.note(EngineLoad(40, 4, 0.5), 45, 0, 9.0) == slots[-1], "one in eight keeps the engine busy"
 
 
 def test_a_retraction_lowers_the_limit_and_keeps_it_low_for_a_while() -> None:
     limit = SlotLimit(None, least=8)
-    limit.note(EngineLoad(200, 0, 0.5, retracted=7), held=START)
-    lowered = limit.note(EngineLoad(100, 0, 0.97, retracted=9), held=100)
+    limit.note(EngineLoad(200, 0, 0.5, retracted=7), START - 1, 0, 0.0)
+    lowered = limit.note(EngineLoad(100, 0, 0.97, retracted=9), 100, 0, 1.0)
     assert lowered == 90
-    calm = [limit.note(EngineLoad(lowered, 0, 0.5, retracted=9), held=lowered) for _ in range(CALM_READINGS)]
-    assert calm[:-1] == [lowered] * (CALM_READINGS - 1)
-    assert calm[-1] > lowered
+    after = CALM_READINGS + SETTLING + MEASURED - 1
+    later = [limit.note(EngineLoad(lowered, 0, 0.5, retracted=9), lowered, 100 * now, now) for now in range(2, 2 + after)]
+    assert later[:-1] == [lowered] * (after - 1)
+    assert later[-1] > lowered
 
 
 def test_a_new_engines_count_is_no_retraction_and_a_group_fits_always() -> None:
     limit = SlotLimit(None, least=8)
-    limit.note(EngineLoad(100, 0, 0.5, retracted=3), held=0)
+    limit.note(EngineLoad(100, 0, 0.5, retracted=3), 0, 0, 0.0)
     limit.renew()
-    assert limit.note(EngineLoad(1, 0, 0.1, retracted=1), held=0) == START
-    assert limit.note(EngineLoad(1, 0, 1.0, retracted=2), held=START) == 8
+    assert limit.note(EngineLoad(1, 0, 0.1, retracted=1), 0, 0, 1.0) == START
+    assert limit.note(EngineLoad(1, 0, 1.0, retracted=2), START, 0, 2.0) == 8
 
 
 def test_slots_that_the_run_names_follow_nothing() -> None:
     limit = SlotLimit(5, least=8)
-    assert limit.note(EngineLoad(5, 99, 1.0, retracted=9), held=5) == limit.slots == 5
+    assert limit.note(EngineLoad(5, 99, 1.0, retracted=9), 5, 0, 0.0) == limit.slots == 5
 
 
 PAGE = """

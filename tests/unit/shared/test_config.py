@@ -55,6 +55,7 @@ MUTABLE = {
     "sglang_server_concurrency",
     "load",
     "custom_config_path",
+    "dir",
     "engine_start_timeout",
     "generate_timeout",
     "agent_concurrency",

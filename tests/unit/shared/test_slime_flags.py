@@ -95,13 +95,13 @@ def test_keys_of_slimes_mean_the_same_in_toml(tmp_path: Path) -> None:
     path.write_text(
         f'[run]\nname = "x"\n[model]\nhf_checkpoint = "{tmp_path}"\n[data]\nprompt_data = "p.jsonl"\n'
         "[rollout]\nnum_rollout = 3\nrollout_batch_size = 4\nn_samples_per_prompt = 4\npartial_rollout = true\n"
-        "[trainer]\nbalance_data = true\ndistributed-timeout-minutes = 3\n[trainer.megatron]\nbf16 = true\nspec = ['a', 'b']\n"
+        "[trainer]\nbalance_data = true\nspec = ['a', 'b']\ndistributed-timeout-minutes = 3\n[trainer.megatron]\nbf16 = true\n"
     )
     config, problems, notes, _ = read(path)
     assert problems == [] and config is not None
     assert config.rollout.staleness_policy == "continue"
     assert (config.trainer.collective_timeout, config.trainer.train_dtype) == (180, "bfloat16")
-    assert config.trainer.megatron == {"spec": ["a", "b"]}
+    assert (config.trainer.spec, config.trainer.megatron) == (["a", "b"], {})
     assert len(notes) == 4
 
 

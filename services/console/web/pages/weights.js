@@ -5,7 +5,7 @@ import { el, empty, fill, renew, shown } from "../dom.js";
 import { refreshing } from "../refreshing.js";
 
 const PAGE = 50;
-const STEPS = ["transfer", "joining", "activation", "longest pause", "stall of the trainer"];
+const STEPS = ["transfer", "joining", "pausing", "check", "activation", "longest pause", "stall of the trainer"];
 
 export function mount(root, context) {
   const ended = new AbortController();
@@ -79,7 +79,9 @@ export function mount(root, context) {
         el("td", {}, holders(row)),
         seconds(row.seconds),
         seconds(row.joining),
+        seconds(row.pausing),
         seconds(row.transfer),
+        seconds(row.check),
         seconds(row.activation),
         seconds(row.paused),
         seconds(row.stall),
@@ -88,11 +90,11 @@ export function mount(root, context) {
         el("td", {}, row.attempts > 1 ? `${row.attempts} tries` : "", row.failure ? el("span", { class: row.served ? "warn" : "bad" }, `${row.attempts > 1 ? ", " : ""}▲ ${row.failure}`) : null),
       ),
     );
-    const head = ["Version", ["Step"], "Since", "Replicas", ["Push, s"], ["Joining"], ["Transfer"], ["Activation"], ["Pause"], ["Stall"], ["Sent"], ["GB/s"], "Trouble"];
+    const head = ["Version", ["Step"], "Since", "Replicas", ["Push, s"], ["Joining"], ["Pausing"], ["Transfer"], ["Check"], ["Activation"], ["Pause"], ["Stall"], ["Sent"], ["GB/s"], "Trouble"];
     return renew(
       versions,
       el("h2", {}, `Versions (${shown(total)})`),
-      el("p", { class: "quiet" }, "● serves it now, ○ was given it, ▲ failed. Pause: the longest time in which a replica generated nothing. Stall: what the trainer waited."),
+      el("p", { class: "quiet" }, "● serves it now, ○ was given it, ▲ failed. Pausing: until engines were paused, beside the transfer. Pause: the longest time in which a replica generated nothing. Stall: what the trainer waited."),
       table("Versions, the newest first", head, body),
       next === null ? null : el("button", { type: "button", onclick: () => ((limit = Math.min(500, limit * 2)), refresh()) }, limit < 500 ? "Show older versions" : "Older versions are in the API"),
     );
@@ -101,7 +103,8 @@ export function mount(root, context) {
   function holders({ replicas }) {
     const found = replicas.map((part) => {
       const sign = part.now ? "●" : part.failure ? "▲" : "○";
-      const words = [part.paused === null ? "" : `paused ${shown(part.paused, 3)} s`, part.loading === null ? "" : `loading ${shown(part.loading, 3)} s`, part.failure].filter(Boolean).join(", ");
+      const parts = ["paused", "pausing", "loading", "activating"].map((name) => (part[name] === null ? "" : `${name} ${shown(part[name], 3)} s`));
+      const words = [...parts, part.failure].filter(Boolean).join(", ");
       return el("li", { class: part.failure && !part.now ? "warn" : null, title: words || null }, `${sign} ${part.replica}`, part.failure ? el("span", {}, `: ${part.failure}`) : null);
     });
     if (found.length <= 4) return el("ul", { class: "plain-list" }, found);

@@ -1,8 +1,9 @@
 """Receives commands to one rank's receiver: JSON lines over a Unix socket in a private directory, one connection each.
 
-A command that needs the model is answered with ``{"queued": true}``, then with ``{"begun": true}`` and run by the caller of
-`CommandSession.work`: the engine's scheduler, when SGLang calls the loader. All others run at once, on their connection's thread, even
-while the scheduler is busy. The final answer is ``{"ok": true, …}`` or ``{"ok": false, "error": text, "touched": bool}``.
+A command that needs the model is answered with ``{"queued": true}``, and begun on its connection's thread as far as that can be. Then it is
+answered with ``{"begun": true}`` and run by the caller of `CommandSession.work`: the engine's scheduler, when SGLang calls the loader. All
+others run at once, on their connection's thread, even while the scheduler is busy. The final answer is ``{"ok": true, …}`` or ``{"ok":
+false, "error": text, "touched": bool}``.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from typing import Any
 
 from services.rollout.engine.receiver.peer_transfer import send_to_peer
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
+from services.rollout.engine.receiver.reception import Reception
+from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
@@ -33,6 +36,9 @@ COMMAND_SECONDS = 30.0
 LINE_BYTES = 64 * 2**20
 """The longest command, enough to name every tensor of a model with 100,000 of them."""
 
+SOCKET_BYTES = 65_536
+"""The longest answer that a scheduler writes itself: a socket takes so much without anybody reading."""
+
 ANSWER_MARGIN = 15.0
 """Seconds beyond a command's deadline after which the connection stops waiting for its answer."""
 
@@ -41,10 +47,11 @@ Fields = Mapping[str, Any]
 # ------------------------------------------------------------------------------------------------------------- verbs
 
 
-def receive(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
-    """Receives a push: ``version``, ``push``, ``channels``, ``check``."""
-    check = bool(command.get("check", False))
-    return receiver.receive(int(command["version"]), int(command["push"]), list(command["channels"]), deadline, check=check)
+def prepare(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> Reception:
+    """Begins to receive a push: ``version``, ``push``, ``channels``, ``check``, ``manifests``."""
+    version, push, channels = int(command["version"]), int(command["push"]), list(command["channels"])
+    manifests = {str(name): str(identity) for name, identity in dict(command.get("manifests", {})).items()}
+    return receiver.prepare(version, push, channels, deadline, check=bool(command.get("check", False)), manifests=manifests)
 
 
 def join(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
@@ -75,19 +82,34 @@ Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
 """A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError."""
 
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
-QUEUED: dict[str, Verb] = {"receive": receive}
-"""Verbs by the thread that runs them: the one that owns the model, or the connection's own."""
+QUEUED: dict[str, Callable[[Receiver, Fields, TransferDeadline], Reception]] = {"receive": prepare}
+"""Verbs by the thread that ends them: the connection's own, or the one that owns the model (`Receiver.finish`)."""
 
 
 # ----------------------------------------------------------------------------------------------------------- session
 
 
+class _Answers:
+    """The answers to one command, each written once, by whichever thread has it first."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write, self._writing, self._written = write, threading.Lock(), set[str]()
+
+    def say(self, name: str, answer: Mapping[str, Any], longest: int | None = None) -> None:
+        """Writes the answer called ``name``, unless it was or has more than ``longest`` bytes. Raises OSError."""
+        line = json.dumps(answer, separators=(",", ":")).encode() + b"\n"
+        with self._writing:
+            if name not in self._written and (longest is None or len(line) <= longest):
+                self._written.add(name)
+                self._write(line)
+
+
 @dataclass(eq=False)
 class _Command:
     fields: Fields
-    verb: Verb
     deadline: TransferDeadline
-    begun: threading.Event = field(default_factory=threading.Event)
+    answers: _Answers
+    reception: Future[Reception] = field(default_factory=Future)
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -95,10 +117,11 @@ class CommandSession:
     """One rank's socket and queue.
 
     Args:
-        directory: private to this engine and its service; the socket is ``rank-<r>.sock`` in it.
+        directory: private to this engine and its service; the socket is ``rank-<r>.sock`` in it. gate: of the scheduler that calls `work`.
     """
 
-    def __init__(self, directory: Path, receiver: Receiver) -> None:
+    def __init__(self, directory: Path, receiver: Receiver, gate: SchedulerGate | None = None) -> None:
+        self._gate = gate or SchedulerGate()
         self.path, self.receiver = directory / f"rank-{receiver.rank}.sock", receiver
         self._queue: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._held: set[_Command] = set()  # queued or being done
@@ -136,62 +159,85 @@ class CommandSession:
         except queue.Empty:
             return False
         if command.answer.set_running_or_notify_cancel():
-            command.begun.set()
-            command.answer.set_result(self._do(command))
+            self._told(command, "begun", {"begun": True})
+            answer = self._finished(command)
+            self._told(command, "answer", answer)
+            command.answer.set_result(answer)
         return True
+
+    def _told(self, command: _Command, name: str, answer: dict[str, Any]) -> None:
+        """Answers on this thread: the connection's would have to wait for the interpreter, which an idle scheduler holds.
+
+        What does not fit into the socket for certain is left to that one.
+        """
+        with contextlib.suppress(OSError):  # the caller no longer waits for the answer
+            command.answers.say(name, answer, SOCKET_BYTES)
 
     # ---------------------------------------------------------------------------------------------------- connections
 
     def _handle(self, connection: socketserver.StreamRequestHandler) -> None:
-        def say(answer: dict[str, Any]) -> None:
-            connection.wfile.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
-
+        answers = _Answers(connection.wfile.write)
         try:
             fields = json.loads(connection.rfile.readline(LINE_BYTES))
             name = str(fields["verb"])
             if name == "abort":
                 self._abort()
-                say({"ok": True})
+                answers.say("answer", {"ok": True})
                 return
-            verb = AT_ONCE.get(name) or QUEUED.get(name)
-            if verb is None:
+            if name not in AT_ONCE and name not in QUEUED:
                 raise BadMessage(f"command {name!r}: not one of {', '.join(sorted({*AT_ONCE, *QUEUED, 'abort'}))}")
-            command = _Command(fields, verb, TransferDeadline(float(fields.get("deadline", COMMAND_SECONDS))))
+            deadline = TransferDeadline(float(fields.get("deadline", COMMAND_SECONDS)))
         except (MyxoError, ValueError, KeyError, TypeError) as error:
-            say(_failed(error))
+            answers.say("answer", _failed(error))
             return
         if name in AT_ONCE:
-            say(self._do(command))
+            answers.say("answer", _answer_of(name, lambda: AT_ONCE[name](self.receiver, fields, deadline)))
         else:
-            self._wait_for(command, say)
+            self._wait_for(_Command(fields, deadline, answers))
 
-    def _wait_for(self, command: _Command, say: Callable[[dict[str, Any]], None]) -> None:
+    def _wait_for(self, command: _Command) -> None:
+        say = command.answers.say
         with self._lock:
             self._held.add(command)
         self._queue.put(command)
         try:
-            say({"queued": True})
-            if command.begun.wait(command.deadline.left + ANSWER_MARGIN) and not command.answer.cancelled():
-                say({"begun": True})
-            say(command.answer.result(command.deadline.left + ANSWER_MARGIN))
+            with self._gate.closed():
+                say("queued", {"queued": True})
+                self._begin(command)
+            say("answer", command.answer.result(command.deadline.left + 2 * ANSWER_MARGIN))
         except CancelledError:
-            say({"ok": False, "error": "called off before it began", "touched": False})
+            self._call_off(command)  # before the caller goes on to its next command
+            say("answer", {"ok": False, "error": "called off before it began", "touched": False})
         except TimeoutError:
-            say({"ok": False, "error": "nobody has done this command: the engine was not asked to", "touched": command.answer.running()})
+            error = "nobody has done this command: the engine was not asked to"
+            say("answer", {"ok": False, "error": error, "touched": command.answer.running()})
         finally:
             with self._lock:
                 self._held.remove(command)
             command.deadline.abort()
             command.answer.cancel()  # if it is still queued, it is not run any more
+            self._call_off(command)
 
-    def _do(self, command: _Command) -> dict[str, Any]:
+    def _call_off(self, command: _Command) -> None:
+        """Gives up what was begun for a command that will not be run."""
+        if command.answer.cancelled() and command.reception.done() and command.reception.exception() is None:
+            self.receiver.call_off(command.reception.result())
+
+    def _begin(self, command: _Command) -> None:
+        """Begins the command, beside the scheduler, which has the outcome."""
         try:
             command.deadline.check("its turn", "the engine")
-            return {"ok": True, **command.verb(self.receiver, command.fields, command.deadline)}
-        except Exception as error:
-            if not isinstance(error, MyxoError):
-                log.exception("command %r failed", command.fields.get("verb"))
-            return _failed(error)
+            command.reception.set_result(QUEUED[str(command.fields["verb"])](self.receiver, command.fields, command.deadline))
+        except Exception as error:  # of what was received, too
+            command.reception.set_exception(error)
+
+    def _finished(self, command: _Command) -> dict[str, Any]:
+        def finish() -> dict[str, Any]:
+            reception = command.reception.result(command.deadline.left + ANSWER_MARGIN)
+            command.deadline.check("its turn", "the engine")
+            return self.receiver.finish(reception)
+
+        return _answer_of(str(command.fields.get("verb")), finish)
 
     def _abort(self) -> None:
         """Ends the running and the queued commands, and the joining of channels."""
@@ -200,8 +246,17 @@ class CommandSession:
         for command in held:
             command.deadline.abort()
             command.answer.cancel()  # does nothing to one that has begun
-            command.begun.set()
         self.receiver.abort()
+
+
+def _answer_of(verb: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the answer to a command, from its fields or its error."""
+    try:
+        return {"ok": True, **work()}
+    except Exception as error:
+        if not isinstance(error, MyxoError):
+            log.exception("command %r failed", verb)
+        return _failed(error)
 
 
 def _failed(error: BaseException) -> dict[str, Any]:

@@ -8,23 +8,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from services.rollout.engine.receiver import load_plan
-from services.rollout.engine.receiver.lora_adapter import merged
+from services.rollout.engine.receiver.reception import ManifestLayout, Reception
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightChannelAddress
-from shared.transfer.bucket_hashing import ManifestHasher
-from shared.transfer.bucket_ring import BucketRing, bucket_views
+from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import GroupReceiver
-from shared.transfer.manifest import Manifest, lay_out
+from shared.transfer.manifest import Manifest
 from shared.transfer.memory_channel import MemoryReceiver
 from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
 
@@ -32,9 +28,6 @@ log = logging.getLogger(__name__)
 
 KEPT_LAYOUTS = 16
 """The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
-
-PEER_DONE = "done"
-"""The store's key in a transfer between engines: the number of readers that have received everything."""
 
 
 class ReceiveError(MyxoError):
@@ -50,25 +43,25 @@ def said_by(error: BaseException) -> str:
     return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
 
 
-class ManifestLayout:
-    """The plans of a manifest, kept between pushes, by which its buckets are loaded and hashed."""
-
-    def __init__(self, manifest: Manifest, device: torch.device) -> None:
-        self.manifest = manifest
-        self.loaders = [load_plan.BucketLoader(bucket) for bucket in manifest.buckets]
-        self.hasher = ManifestHasher(manifest, device)
-
-
 class Receiver:
-    """The receiver of one rank. Only `join`, `leave`, `abort` and the properties may be used by other threads than the model's.
+    """The receiver of one rank. `finish`, `receive`, `layout` and `on_stream` belong to the model's thread; others may use the rest.
 
     Args:
         model: any module with ``load_weights(names and tensors)``. rank: in the engine's tensor parallelism. model_path: the checkpoint
-            that adapters are laid over, where there are any.
+            that adapters are laid over, where there are any. engine_streams: returns the streams on which the engine computes; None: they
+            are not known.
     """
 
-    def __init__(self, model: Any, rank: int, device: torch.device | str, model_path: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        rank: int,
+        device: torch.device | str,
+        model_path: str | None = None,
+        engine_streams: Callable[[], Sequence[torch.cuda.Stream]] | None = None,
+    ) -> None:
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
+        self.engine_streams = engine_streams
         self.known: dict[str, TensorDigest] = {}
         self.version = -1
         self.before_change: set[Callable[[str], None]] = set()  # callbacks of threads that read parameters; called with the reason to stop
@@ -146,30 +139,78 @@ class Receiver:
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
-    def receive(
-        self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False
-    ) -> dict[str, Any]:
-        """Receives one push from these channels and loads it, or compares it with the model's weights.
+    def prepare(
+        self,
+        version: int,
+        push: int,
+        channels: Sequence[str],
+        deadline: TransferDeadline,
+        *,
+        check: bool = False,
+        manifests: Mapping[str, str] | None = None,
+    ) -> Reception:
+        """Begins to receive a push, from any thread, while the engine may still generate: the transfer begins, nothing is loaded.
+
+        What shares memory with the trainer, or comes to an engine whose streams are not known, begins only in `finish`.
+
+        Args:
+            check: for a comparison with the model's weights. manifests: see `Reception`.
+
+        Raises:
+            ReceiveError: for every failure; nothing was touched.
+        """
+        try:
+            reception = Reception(self, version, push, check, self._joined(channels, deadline), deadline, manifests or {})
+            if self._begins_early(reception):
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)  # of this thread
+                reception.begin()
+            return reception
+        except Exception as error:
+            self.leave()
+            raise self._failure(error, push, version, touched=False) from error
+
+    def finish(self, reception: Reception) -> dict[str, Any]:
+        """Receives the push and loads it, or compares it with the model's weights; on the model's thread.
 
         Channels on which a push has failed are left, since data of the failed push may still be in transit over them. Returns the fields of
-        `shared.schema.messages.WeightsReceived`.
+        `shared.schema.weight_messages.WeightsReceived`.
 
         Raises:
             ReceiveError: for every failure.
         """
-        reception = _Reception(self, version, push, check, deadline)
-        if not check:
-            self.disturb(f"a push of version {version} begins")
+        if not reception.check:
+            self.disturb(f"a push of version {reception.version} begins")
         try:
-            return reception.run(self._joined(channels, deadline))
+            answer = reception.run()
+            reception.tell_held(answer["digest"])
+            return answer
         except Exception as error:
-            if not isinstance(error, MyxoError):
-                log.exception("push %d of version %d was not received", push, version)
             if reception.touched:
                 self.adopt(-1, {})
             self.leave()
             self._settle()
-            raise ReceiveError(said_by(error), reception.touched) from error
+            raise self._failure(error, reception.push, reception.version, reception.touched) from error
+
+    def receive(
+        self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False
+    ) -> dict[str, Any]:
+        """Receives a push as `prepare` and `finish` do together."""
+        return self.finish(self.prepare(version, push, channels, deadline, check=check))
+
+    def call_off(self, reception: Reception) -> None:
+        """Gives up a push that was prepared and will not be finished; from any thread. Nothing was touched."""
+        for channel in reception.channels if reception.begun else ():  # not by `leave`: others may have been joined meanwhile
+            channel.close()
+
+    def _begins_early(self, reception: Reception) -> bool:
+        known = self.device.type != "cuda" or self.engine_streams is not None
+        return known and all(isinstance(channel, GroupReceiver) for channel in reception.channels)
+
+    def _failure(self, error: Exception, push: int, version: int, touched: bool) -> ReceiveError:
+        if not isinstance(error, MyxoError):
+            log.error("push %d of version %d was not received", push, version, exc_info=error)
+        return ReceiveError(said_by(error), touched)
 
     def _joined(self, names: Sequence[str], deadline: TransferDeadline) -> list[ChannelReceiver]:
         channels = self._channels
@@ -193,13 +234,17 @@ class Receiver:
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Makes the loading stream the current one on a GPU; it starts after all work that was submitted to the device before."""
+        """Makes the loading stream the current one on a GPU; it starts after all that the engine has submitted to the device before."""
         if self._stream is None:
             yield
-        else:
+            return
+        if self.engine_streams is None:
             torch.cuda.synchronize(self.device)  # once per push: the engine's last step may be under way on any stream
-            with torch.cuda.stream(self._stream):
-                yield
+        else:  # broadcasts that may never end are on their way, which a wait for the device would include
+            for stream in (torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device), *self.engine_streams()):
+                self._stream.wait_stream(stream)
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _settle(self, seconds: float = 5.0) -> None:
         """Waits until the loading stream has done all of its work."""
@@ -243,130 +288,3 @@ class _JoinedChannels:
         for channel in self.all:
             self._present = channel
             channel.join(self._deadline)
-
-
-@dataclass
-class _Stream:
-    """One channel's part of a push; with ``others``, which bring parts of the same tensors, all of it."""
-
-    channel: ChannelReceiver
-    layout: ManifestLayout
-    adapter: dict[str, Tensor] = field(default_factory=dict)
-    others: Sequence[ChannelReceiver] = ()
-
-
-class _Reception:
-    """A push that is being received."""
-
-    def __init__(self, receiver: Receiver, version: int, push: int, check: bool, deadline: TransferDeadline) -> None:
-        self._receiver, self._version, self._push, self._check, self._deadline = receiver, version, push, check, deadline
-        self.touched = False
-        self._streams: list[_Stream] = []
-        self._differences: dict[str, int | Tensor] = {}
-
-    def run(self, channels: Sequence[ChannelReceiver]) -> dict[str, Any]:
-        started, receiver = time.monotonic(), self._receiver
-        with receiver.on_stream():  # before any broadcast is issued: beginning waits for the device, and a broadcast may never end
-            manifests = [channel.manifest(self._push, self._deadline) for channel in channels]
-            if self._from_peer(manifests):
-                self._streams = [_Stream(channels[0], receiver.layout(manifests[0]), others=channels[1:])]
-            else:
-                self._streams = [_Stream(channel, receiver.layout(manifest)) for channel, manifest in zip(channels, manifests, strict=True)]
-            self._take_all()
-            for stream in self._streams:
-                self._merge(stream)
-            self._drain()
-        seconds = time.monotonic() - started
-        differences = {name: int(count) for name, count in self._differences.items() if int(count)}
-        nbytes, whole = sum(manifest.nbytes for manifest in manifests), self._from_peer(manifests)
-        for channel in channels if whole else ():
-            with contextlib.suppress(RuntimeError, MyxoError):  # the source need not wait any longer; it would only wait for a limited time
-                channel.store.add(PEER_DONE, 1)
-        return {"digest": self._learn(differences, whole), "bytes": nbytes, "seconds": seconds, "differences": differences}
-
-    def _from_peer(self, manifests: Sequence[Manifest]) -> bool:
-        """Returns whether the channels are those of another engine's ranks. Raises BadMessage where these do not fit together."""
-        if all(manifest.kind != "partial" for manifest in manifests):
-            return False
-        if any(manifest.id != manifests[0].id for manifest in manifests):
-            raise BadMessage("the ranks of the source send different tensors")
-        return True
-
-    def _learn(self, differences: dict[str, int], whole: bool) -> str:
-        """Records the tensors that the model holds now; ``whole``: no others. Returns the version's digest, of what has come."""
-        receiver = self._receiver
-        found = {name: known for stream in self._streams for name, known in stream.layout.hasher.digests().items()}
-        if not self._check and (whole or any(stream.adapter for stream in self._streams)):
-            receiver.adopt(self._version, found)  # adapters are merged into the engine's own checkpoint: their digests are complete
-        elif not self._check:
-            receiver.learn(self._version, found)
-        elif not differences:
-            receiver.learn(receiver.version, found)
-        return version_digest(receiver.known | found) if self._check else receiver.digest
-
-    def _take_all(self) -> None:
-        """Receives the channels' buckets in turn, in the same order on all engines. Loading begins once every channel has brought one."""
-        held = [stream for stream in self._streams if stream.layout.manifest.buckets]
-        for stream in self._streams:
-            stream.layout.hasher.begin()
-        first = [self._taken(stream, 0) for stream in held]
-        for stream, flat in zip(held, first, strict=True):
-            self._load(stream, 0, flat)
-        for index in range(1, max((len(stream.layout.manifest.buckets) for stream in held), default=0)):
-            for stream in held:
-                if index < len(stream.layout.manifest.buckets):
-                    self._load(stream, index, self._taken(stream, index))
-
-    def _taken(self, stream: _Stream, index: int) -> Tensor:
-        nbytes = stream.layout.manifest.buckets[index].nbytes
-        flat = stream.channel.take(index, nbytes, self._deadline)
-        for other in stream.others:  # an element that several ranks hold is the same in all of them, or no digest will fit
-            flat.bitwise_or_(other.take(index, nbytes, self._deadline))
-            other.release(index)
-        return flat
-
-    def _load(self, stream: _Stream, index: int, flat: Tensor) -> None:
-        bucket = stream.layout.manifest.buckets[index]
-        if stream.layout.manifest.kind == "adapter":
-            stream.adapter |= {name: tensor.clone() for name, tensor in bucket_views(bucket, flat)}
-        elif self._check:
-            for name, count in load_plan.compare(self._receiver.model, bucket, flat).items():
-                self._differences[name] = self._differences.get(name, 0) + count
-        else:
-            self.touched = True
-            stream.layout.loaders[index].load(self._receiver.model, flat)
-        stream.layout.hasher.take(index, flat)
-        stream.channel.release(index)
-        self._poll()
-
-    def _merge(self, stream: _Stream) -> None:
-        """Merges a channel's adapter into the base weights."""
-        receiver = self._receiver
-        if not stream.adapter:
-            return
-        if receiver.model_path is None:
-            raise BadMessage("an adapter came, but the engine's checkpoint, over which it is to be laid, is not known")
-        made = merged(stream.layout.manifest, stream.adapter, Path(receiver.model_path))
-        if self._check:
-            for name, tensor in made:
-                bucket = lay_out([(name, "float32", tuple(tensor.shape))], tensor.nbytes).buckets[0]
-                flat = tensor.contiguous().view(-1).view(torch.uint8)
-                self._differences |= load_plan.compare(receiver.model, bucket, flat)
-            return
-        self.touched = True
-        with torch.no_grad():
-            receiver.model.load_weights(made)
-
-    def _drain(self) -> None:
-        """Waits until the device has done all submitted work."""
-        if self._receiver.device.type == "cuda":
-            last = torch.cuda.Event()
-            last.record()
-            self._deadline.until(last.query, f"the end of loading push {self._push}", "this engine's device", self._poll, eager=True)
-        for stream in self._streams:
-            for channel in (stream.channel, *stream.others):
-                channel.finish(self._deadline)
-
-    def _poll(self) -> None:
-        for stream in self._streams:
-            stream.layout.hasher.poll()

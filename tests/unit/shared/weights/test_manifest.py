@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from shared.runtime.errors import BadMessage
+from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.digest import decoded_digests
-from shared.transfer.manifest import Manifest, lay_out
+from shared.transfer.manifest import Manifest, lay_out, lay_out_units
 
 
 def test_a_manifest_travels() -> None:
@@ -74,3 +76,27 @@ def test_digests_that_travelled_are_those_of_tensors() -> None:
     ):
         with pytest.raises((TypeError, ValueError)):
             decoded_digests({"a": bad})
+
+
+def test_a_ramped_layout_begins_and_ends_with_small_buckets() -> None:
+    units = [[(f"{number}", "uint8", (256,))] for number in range(64)]
+    plain, ramped = lay_out_units(units, 256 * 16), lay_out_units(units, 256 * 16, ramped=True)
+    assert [len(bucket.slots) for bucket in plain.buckets] == [16, 16, 16, 16]
+    assert [len(bucket.slots) for bucket in ramped.buckets] == [4, 8, 16, 16, 10, 5, 4, 1]
+    assert [slot.name for slot in ramped.slots()] == [slot.name for slot in plain.slots()]
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [100], [100, 1], [1, 100, 1], [3, 3, 3]])
+def test_a_ramped_layout_holds_everything(sizes: list[int]) -> None:
+    units = [[(f"{number}", "uint8", (size,))] for number, size in enumerate(sizes)]
+    made = lay_out_units(units, 10, ramped=True)
+    assert [slot.name for slot in made.slots()] == [str(number) for number in range(len(sizes))]
+
+
+def test_buffers_are_as_large_as_the_buckets_that_take_them() -> None:
+    ring = BucketRing(torch.device("cpu"))
+    wide = lay_out([(f"{number}", "uint8", (size,)) for number, size in enumerate([256, 512, 256, 256, 1024, 256])], 1)
+    assert ring.reserve(wide) and [len(buffer) for buffer in ring.buffers] == [1024, 512, 256, 256]
+    assert not ring.reserve(lay_out([("a", "uint8", (512,)), ("b", "uint8", (512,))], 1))
+    assert ring.reserve(lay_out([("a", "uint8", (512,)), ("b", "uint8", (768,))], 1))
+    assert [len(buffer) for buffer in ring.buffers] == [1024, 768, 256, 256] and not ring.reserve(wide)

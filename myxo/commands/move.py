@@ -1,0 +1,75 @@
+"""``myxo move RUN DIR``: takes the files of a run that is at rest to another directory, as where its disk is full."""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from myxo.commands.command_arguments import add_run
+from myxo.run.run_directory import RunDirectory, find, no_such_run
+from shared.bus import runs
+from shared.runtime import exit_codes
+from shared.runtime.errors import ConfigError, MyxoError
+
+LEFT_BEHIND = ("lock", "servers.json")
+"""What belongs to the place, and not to the run."""
+
+
+class MoveFailed(MyxoError):
+    """The files could not be copied; those of the run are where they were."""
+
+
+def declare(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    add_run(command)
+    command.add_argument("target", metavar="DIR", type=Path, help="where the run's files are to lie, in DIR/NAME")
+    command.add_argument("--keep", action="store_true", help="leave the files where they were, too")
+    command.set_defaults(run_command=lambda parsed, console: move(parsed.run, parsed.dir, parsed.target, console, keep=parsed.keep))
+
+
+def move(run: str, directory: Path, target: Path, console: Console, *, keep: bool = False) -> int:
+    """Copies a run's files to ``target/NAME`` and removes them where they were, unless they are to be kept.
+
+    Returns the exit code. Raises ConfigError where there is no such run or something lies there already, RunHeld where it goes on, and
+    MoveFailed; then the run is where it was.
+    """
+    name, files = find(run, directory)
+    if files is None:
+        raise no_such_run(run, directory)
+    source, goal = files.root.resolve(), target.absolute() / name
+    if goal.exists() or goal.resolve().is_relative_to(source):
+        raise ConfigError("DIR", str(target), f"a directory outside of {source}, without {name} in it")
+    with files.held():
+        _refuse_without_room(source, target)
+        _copy(source, goal)
+        if (config := runs.frozen(goal)) is not None:
+            moved = config.run.model_copy(update={"dir": target.absolute()})
+            RunDirectory(goal).freeze(config.model_copy(update={"run": moved}))
+        if not keep:
+            shutil.rmtree(source)
+    console.print(f"Run {name} lies in {goal}. It goes on there: `myxo up CONFIG --dir {target.absolute()}`.", soft_wrap=True)
+    return exit_codes.DONE
+
+
+def _refuse_without_room(source: Path, target: Path) -> None:
+    """Raises ConfigError where the files do not fit."""
+    needed = sum(path.lstat().st_size for path in source.rglob("*"))
+    there = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.is_dir())
+    if (free := shutil.disk_usage(there).free) < needed:
+        raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
+
+
+def _copy(source: Path, goal: Path) -> None:
+    """Copies all files, under another name until they are all there and written through to the disk."""
+    partial = goal.with_name(f".{goal.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, partial, symlinks=True, ignore=lambda path, names: LEFT_BEHIND if Path(path) == source else ())
+        os.sync()
+        partial.rename(goal)
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise MoveFailed(f"{source} could not be copied to {goal}: {error}; the run is where it was") from error

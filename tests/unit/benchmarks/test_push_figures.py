@@ -1,0 +1,38 @@
+"""The figures of pushes, from what both ends have noted."""
+
+from benchmarks.push_figures import MARKS, figures_of, page_rows, percentile, trace_table
+from benchmarks.token_stream import gaps_of
+from services.trainer.weights.push_schedule import PushResult
+
+TRAINER = {"prepare_began": 9.0, "receive_began": 10.0, "check_began": 10.03, "commit_began": 10.031, "sent": 10.02}
+
+
+def result(wire: float) -> PushResult:
+    replica = {"asked": 10.001, "paused": 10.003, "reported": 10.029, "resumed": 10.04}
+    return PushResult(1, ["a"], 1.05, wire, 0.02, 0.0, 8_000_000_000, "d", {"trainer": TRAINER, "a": replica})
+
+
+def test_phases_and_trace() -> None:
+    found = figures_of([result(0.03), result(0.04), result(0.02)])
+    assert (found["seconds"], found["median_seconds"], found["p99_seconds"], found["gb_per_s"]) == (0.02, 0.03, 0.04, 400.0)
+    assert found["phases"] == {"pause": 0.002, "transfer": 0.03, "check": 0.001, "activate": 0.019}
+    assert [mark for mark, *_ in found["trace"]] == ["receive_began", "asked", "paused", "sent", "reported", "check_began", "commit_began",
+                                                      "resumed", "ended"]  # fmt: skip
+    assert found["trace"][-1] == ["ended", 50.0, 50.0, 50.0]
+    assert MARKS["ended"] in trace_table("plain", found["trace"])
+
+
+def test_a_row_of_the_page_whatever_was_measured() -> None:
+    row = {"gpus": 2, "layout": "TP1", **figures_of([result(0.03)])}
+    assert page_rows([row]).splitlines()[-1].count("–") == 5
+    whole = {**row, "raw_gb_per_s": 400.0, "generating": {**figures_of([result(0.03)]), "gap_p50": 0.03, "gap_p99": 0.06}}
+    assert "| 20.0 | 30.0, 30.0, 30.0 | 67 %, 67 % |" in page_rows([whole]) and "| 30, 60 |" in page_rows([whole])
+
+
+def test_gaps_of_the_requests_that_run_in_a_window() -> None:
+    times = [[0.0, 1.0, 3.0, 3.5], [2.0, 2.25]]
+    assert gaps_of(times, [(1.5, 2.5), (3.25, 3.3), (9.0, 10.0)]) == [2.0, 0.5]
+
+
+def test_percentiles() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.75, 0.99)] == [2.0, 3.0, 4.0]
