@@ -24,23 +24,26 @@ def freeze(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
         ConfigError: a pattern fits nothing, nothing is left to train, or Megatron could not compute the gradients; on every rank.
     """
     if lora:
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.requires_grad_(getattr(parameter, "adapter", False))
+        for parameter in [parameter for chunk in chunks for parameter in chunk.parameters()]:
+            parameter.requires_grad_(getattr(parameter, "adapter", False))
     elif not freezing.nothing:
-        held = {_name(local, architecture): local for local in parameters(chunks, config, architecture) if _is_trained(local.parameter)}
-        with deadline("the exchange of parameter names"):
-            everywhere = gather_json(list(held))
-        names = list(dict.fromkeys(name for each in everywhere for name in each))
-        freezing.check(names)
-        for name, local in held.items():
-            local.parameter.requires_grad_(freezing.trains(name))
+        _freeze_named(chunks, config, architecture, freezing)
     else:
         return
     for experts in [module for chunk in chunks for module in chunk.modules() if isinstance(module, GroupedExperts)]:
         experts.lay_together()
-    for chunk in chunks if config.recompute_granularity is not None else ():
-        _let_gradients_begin(chunk)
+    if config.recompute_granularity is not None:
+        for chunk in chunks:
+            _let_gradients_begin(chunk)
+
+
+def _freeze_named(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, freezing: Freezing) -> None:
+    held = {_name(local, architecture): local for local in parameters(chunks, config, architecture) if _is_trained(local.parameter)}
+    with deadline("the exchange of parameter names"):
+        everywhere = gather_json(list(held))
+    freezing.check(list(dict.fromkeys(name for each in everywhere for name in each)))
+    for name, local in held.items():
+        local.parameter.requires_grad_(freezing.trains(name))
 
 
 def _name(local: LocalParameter, architecture: Architecture) -> str:
