@@ -13,6 +13,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.played_group import PlayedGroup
 from services.rollout.replica import Replica
+from services.rollout.request_slots import RequestSlots
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.data.tokenizer import Tokenizer
@@ -40,13 +41,17 @@ class AgentBench:
     groups: AgentGroups
     replica: Replica
     in_flight: InFlight
+    slots: RequestSlots
     directory: Path
     service: Service
     played: PlayedGroup | None = None
 
     async def play(self, n: int = 2, **changes: Any) -> tuple[list[Sample], Stopped | None]:
-        self.played = played = await self.groups.group(self.task(n, **changes), [], self.in_flight)
+        self.played = played = await self.group(self.task(n, **changes), [])
         return played.samples, played.stopped
+
+    async def group(self, task: Task, earlier: list[Sample]) -> PlayedGroup:
+        return await self.groups.group(task, earlier, self.in_flight, self.slots.taken(task))
 
     def task(self, n: int = 2, **changes: Any) -> Task:
         return Task(
@@ -111,7 +116,7 @@ async def bench(
         replica.served.serve(0, "")
         replica.show()
         groups = AgentGroups(service, replica, Tokenizer(tiny_model), StoreAsGateway(valkey.url, run_name))
-        made.append(AgentBench(groups, replica, InFlight(config), tmp_path, service))
+        made.append(AgentBench(groups, replica, InFlight(config), RequestSlots(config), tmp_path, service))
         await groups.start()
         return made[-1]
 

@@ -212,7 +212,7 @@ async def test_a_replica_that_leaves_hands_on_whole_rollouts_and_the_others_begi
     assert [(sample.rollout, sample.finish) for sample in kept] == [(0, "stop")]
     desk.in_flight.leaving = False
     desk.groups.settings.agent = "tests.support.agents:one_turn"
-    samples, stopped, _ = await desk.groups.group(desk.task(attempt=1), kept, desk.in_flight)
+    samples, stopped, _ = await desk.group(desk.task(attempt=1), kept)
     assert stopped is None and [sample.rollout for sample in samples] == [0, 1]
     assert [call["rollout"] for call in desk.calls()] == [0, 1, 1], "the rollout that had ended was played again"
 
@@ -242,7 +242,7 @@ async def test_what_is_handed_on_counts_towards_a_complete_group(bench: NewAgent
     assert stopped is not None and [sample.rollout for sample in kept] == [0]
     desk.in_flight.leaving = False
     desk.groups.settings.agent = "tests.support.agents:one_turn"
-    samples, stopped, aborted = await desk.groups.group(desk.task(attempt=1), kept, desk.in_flight)
+    samples, stopped, aborted = await desk.group(desk.task(attempt=1), kept)
     assert stopped is None and len(samples) == 2 and samples[0].rollout == 0 and aborted == 2
     assert await desk.left_open() == []
 
