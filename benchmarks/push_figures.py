@@ -96,7 +96,7 @@ def page_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     def cells(row: Mapping[str, Any]) -> Iterator[str]:
         raw = row.get("raw_gb_per_s")
         limit = row["bytes"] / raw / 1e6 if raw else None
-        yield str(row["gpus"])
+        yield f"{row['gpus']} {row.get('device', '')}".strip()
         yield row["layout"]
         yield f"{row['bytes'] / 1e9:.2f}"
         yield f"{limit:.1f}" if limit else "–"
