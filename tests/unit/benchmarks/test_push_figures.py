@@ -24,7 +24,7 @@ def test_phases_and_trace() -> None:
 
 def test_a_row_of_the_page_whatever_was_measured() -> None:
     row = {"gpus": 2, "layout": "TP1", **figures_of([result(0.03)])}
-    assert page_rows([row]).splitlines()[-1].count("–") == 5
+    assert page_rows([row]).splitlines()[-1].count("–") == 6
     whole = {**row, "raw_gb_per_s": 400.0, "generating": {**figures_of([result(0.03)]), "gap_p50": 0.03, "gap_p99": 0.06}}
     assert "| 20.0 | 30.0, 30.0, 30.0 | 67 %, 67 % |" in page_rows([whole]) and "| 30, 60 |" in page_rows([whole])
 
