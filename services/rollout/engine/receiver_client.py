@@ -77,11 +77,13 @@ class ReceiverClient:
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks
         self._waking: asyncio.Future[Any] | None = None  # of the last command that was done
+        self._wakes: set[asyncio.Future[None]] = set()  # on their way to the schedulers, or there
         self._spare: list[_Connection] = []  # open ahead: a rank takes milliseconds for a new connection while its scheduler computes
         self._connecting: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """Closes what is open for the next command."""
+        await _ended(list(self._wakes))
         if self._connecting is not None:
             await _ended([self._connecting])
         for connection in self._spare:
@@ -135,11 +137,12 @@ class ReceiverClient:
 
         async def woken() -> None:
             await asyncio.shield(getting_ready)
-            await wake()
+            await asyncio.shield(self._wake(wake))  # what is on its way cannot be taken back
 
         try:
             # each answers that it is queued
-            async with self._asked(command | {"deadline": deadline}, begin, ahead=True) as (connections, _):
+            fields = command | {"deadline": deadline, "wakes": len(self._wakes)}
+            async with self._asked(fields, begin, ahead=True) as (connections, _):
                 ranks = [asyncio.create_task(connection.done()) for connection in connections]
                 beginning = asyncio.create_task(self._begun(connections, begin))
                 self._waking = waking = asyncio.ensure_future(woken())
@@ -158,6 +161,18 @@ class ReceiverClient:
         waking, self._waking = self._waking, None
         if waking is not None:
             await waking
+
+    def _wake(self, wake: Callable[[], Awaitable[object]]) -> asyncio.Future[None]:
+        """Begins to wake the schedulers. It goes on whatever becomes of the command, and is known until it has ended."""
+
+        async def until_answered() -> None:
+            await wake()
+
+        waking = asyncio.ensure_future(until_answered())
+        self._wakes.add(waking)
+        waking.add_done_callback(self._wakes.discard)
+        waking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # told by whoever still waits for it
+        return waking
 
     async def _begun(self, connections: Sequence["_Connection"], seconds: float) -> None:
         """Returns once every rank has begun its command. Raises NotBegun."""

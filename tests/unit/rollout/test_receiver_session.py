@@ -186,6 +186,39 @@ async def test_a_rank_that_does_not_begin_is_named_and_does_nothing_later(direct
     session.close()
 
 
+async def test_a_command_that_was_called_off_unwoken_does_not_take_the_wake_of_the_next(directory: Path) -> None:
+    """Neither while a wake may still come for it, which then ends with it."""
+    session = CommandSession(directory, Receiver(Model(0), 0, "cpu"))
+    session.open()
+    receivers, late, wakes = ReceiverClient(directory, 1), asyncio.Event(), list[bool]()
+    command = {"verb": "receive", "version": 1, "push": 1, "channels": ["x"]}
+
+    async def not_paused() -> None:
+        raise ReceiverError("the endpoint", "the engine does not pause")
+
+    async def wake() -> None:
+        wakes.append(await asyncio.to_thread(session.work))
+
+    async def wake_late() -> None:
+        await late.wait()
+        await wake()
+
+    with pytest.raises(ReceiverError, match="does not pause"):
+        await receivers.have_done(command, SECONDS, wake, ready=not_paused)
+    with pytest.raises(ReceiverError, match="this engine has joined none"):
+        await receivers.have_done(command, SECONDS, wake)
+    with pytest.raises(NotBegun):
+        await receivers.have_done(command, SECONDS, wake_late, begin=0.2)
+    following = asyncio.create_task(receivers.have_done(command, SECONDS, wake, ready=late.wait))
+    await asyncio.sleep(0)
+    late.set()
+    with pytest.raises(ReceiverError, match="this engine has joined none"):
+        await following
+    assert wakes == [True, True, True], "each command had a wake, and each wake a command"
+    await receivers.close()
+    session.close()
+
+
 async def wake_nobody() -> None:
     """What an engine whose scheduler hangs does when it is asked to load."""
 

@@ -199,6 +199,8 @@ class CommandSession:
         say = command.answers.say
         with self._lock:
             self._held.add(command)
+        if not command.fields.get("wakes"):
+            self._forget_called_off()
         self._queue.put(command)
         try:
             with self._gate.closed():
@@ -217,6 +219,20 @@ class CommandSession:
             command.deadline.abort()
             command.answer.cancel()  # if it is still queued, it is not run any more
             self._call_off(command)
+
+    def _forget_called_off(self) -> None:
+        """Takes commands that were called off out of the queue.
+
+        A call of `work` that was on its way for one ends with it, so that it never does the next one too early. Once no such call is on
+        its way, what is left would take the calls of all that follow.
+        """
+        waiting = list[_Command]()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waiting.append(self._queue.get_nowait())
+        for command in waiting:
+            if not command.answer.cancelled():
+                self._queue.put(command)
 
     def _call_off(self, command: _Command) -> None:
         """Gives up what was begun for a command that will not be run."""
