@@ -126,7 +126,7 @@ def _taken(words: Sequence[str]) -> list[str]:
         with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
             parsed = parse(words)
     except SystemExit as end:
-        return [" ".join(told.getvalue().split())[-300:]] if end.code else []
+        return [" ".join(told.getvalue().split())[-400:]] if end.code else []
     except BadInput as error:
         return [str(error)]
     given = list(getattr(parsed, "flags", []))

@@ -26,7 +26,7 @@ SCRIPTS = {
     "--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 --no-rope-fusion",
     "training": "--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 "
     "--attention-backend flash --no-check-for-nan-in-loss-and-grad --optimizer adam --no-gradient-accumulation-fusion "
-    "--decoder-last-pipeline-num-layers 12 --make-vocab-size-divisible-by 1 --no-masked-softmax-fusion --ckpt-format torch_dist",
+    "--decoder-last-pipeline-num-layers 12 --no-masked-softmax-fusion --ckpt-format torch_dist",
 }
 
 
