@@ -45,7 +45,7 @@ def test_adapters_of_experts_are_laid_over_the_engines_own_checkpoint(tmp_path: 
     async def pushed(engine: EngineProcess) -> tuple[np.ndarray, WeightsReceived]:
         """Returns log-probs of what the engine has generated after a push, less the trainer's, and what a push of the same found."""
         async with await EngineClient.connect(engine.receiver) as client:
-            channels = await asyncio.to_thread(sender.open, 2, 1)
+            channels = await asyncio.to_thread(sender.open, 2, {"": 1})
             await client.join_channels(channels, 1, timeout=JOIN_SECONDS)
             await asyncio.to_thread(sender.join, JOIN_SECONDS)
             found = []
@@ -85,7 +85,7 @@ async def test_adapters_alone_make_the_engine_compute_what_the_trainer_does(
     client: EngineClient, adapted: Actor, checkpoint: Checkpoints
 ) -> None:
     sender = StageSender(adapted.model, "group", SECONDS, 8192)
-    channels = await asyncio.to_thread(sender.open, 2, 1)
+    channels = await asyncio.to_thread(sender.open, 2, {"": 1})
     await client.join_channels(channels, 1, timeout=JOIN_SECONDS)
     await asyncio.to_thread(sender.join, JOIN_SECONDS)
 
