@@ -81,10 +81,13 @@ class RunRecord:
         return round(statistics.fmean(found), 3) if found else None
 
     def _rise(self, name: str, begin: float, end: float) -> float:
-        found = [(at, gauges[name]) for at, gauges in self.gauges if begin <= at <= end and name in gauges]
-        if len(found) < 2 or found[-1][0] <= found[0][0]:
+        """By how much a counter rose in that time, at its mean rate from the reading before it to the one after it."""
+        found = [(at, gauges[name]) for at, gauges in self.gauges if name in gauges]
+        first = max((one for one in found if one[0] <= begin), default=found[0] if found else None)
+        last = min((one for one in found if one[0] >= end), default=found[-1] if found else None)
+        if first is None or last is None or last[0] <= first[0]:
             return 0.0
-        return (found[-1][1] - found[0][1]) * (end - begin) / (found[-1][0] - found[0][0])
+        return (last[1] - first[1]) * (end - begin) / (last[0] - first[0])
 
 
 def summed(gauges: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -340,8 +340,8 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
     for blob in blobs:
         content = codec.unpack(blob)
         schema = content.get("schema") if isinstance(content, dict) else None
-        if schema != SCHEMA:
-            raise BadMessage(f"payload of schema {schema!r}; this side reads {SCHEMA}")
+        if type(schema) is not int or schema != SCHEMA:  # an array cannot be asked whether it equals a number
+            raise BadMessage(f"payload of schema {schema!r:.100}; this side reads {SCHEMA}")
         try:
             read = [_sample(entry) for entry in _list(content["samples"])]
         except (TypeError, KeyError) as error:

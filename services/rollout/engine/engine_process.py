@@ -12,6 +12,7 @@ import re
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.rollout.engine.launch_command import EngineCommand
@@ -79,10 +80,7 @@ class EngineProcess(ChildProcess):
 
     def last_words(self) -> str:
         """Returns why an engine has ended, by its log: the last exception, or which of its processes SGLang has missed."""
-        lines = self.last_lines()
-        reason = failure_summary.of_log(lines)
-        missed = next((found[0] for line in reversed(lines) if (found := _MISSED.search(line))), "")
-        return missed if missed and lines and reason == failure_summary.short(lines[-1]) else reason
+        return engine_end(self.last_lines())
 
     def _answers(self) -> bool:
         connection = UnixConnection(self.receiver / SOCKET, PROBE_SECONDS)
@@ -93,6 +91,17 @@ class EngineProcess(ChildProcess):
             return False
         finally:
             connection.close()
+
+
+def engine_end(lines: Sequence[str]) -> str:
+    """Returns why an engine has ended, by the last lines of its log: which of its processes SGLang has missed and what was raised before,
+    not what comes of it; else its last exception or line."""
+    for index, line in enumerate(lines):
+        if found := _MISSED.search(line):
+            before = failure_summary.of_log(lines[:index])
+            raised = index > 0 and before != failure_summary.short(lines[index - 1])
+            return failure_summary.short(f"{found[0]}, after {before}") if raised else found[0]
+    return failure_summary.of_log(lines)
 
 
 class UnixConnection(http.client.HTTPConnection):

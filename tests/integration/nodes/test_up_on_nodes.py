@@ -64,5 +64,5 @@ async def test_a_run_on_two_nodes(
     summary = json.loads((tmp_path / "runs" / run_name / "summary.json").read_text())
     assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
     for role in roles:
-        told = (tmp_path / "runs" / run_name / "logs" / f"{role}-0.log").read_text()
-        assert "attempt 1 of 2 nodes" in told and "node 1 of 2, attempt 1" in logs[1].read_text(), told
+        first, second = ((tmp_path / "runs" / run_name / "logs" / f"{role}-{name}.log").read_text() for name in ("0", "node-1"))
+        assert "attempt 1 of 2 nodes" in first and "node 1 of 2, attempt 1" in second, (first, second)

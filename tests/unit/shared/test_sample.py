@@ -207,6 +207,8 @@ def blob(**changes: Any) -> bytes:
         b"garbage",
         codec.pack([1, 2]),
         codec.pack({"schema": 99, "samples": []}),
+        codec.pack({"schema": np.zeros((0, 4), np.int32), "samples": []}),
+        codec.pack({"schema": np.zeros(2, np.int32), "samples": []}),
         codec.pack({"schema": sample.SCHEMA}),
         codec.pack({"schema": sample.SCHEMA, "samples": 5}),
         codec.pack({"schema": sample.SCHEMA, "samples": [5]}),
