@@ -21,7 +21,7 @@ from shared.bus.registry import ENVIRONMENT, Registry
 from shared.history.run_summary import collect
 from shared.live.run_view import RunView, look
 from shared.live.service_failures import read_failures, with_all_failures, with_newest_failures
-from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by
+from shared.live.stall import NATS, Away, RunSituation, StallWatch, told_by
 from shared.live.stall_causes import run_stall
 from shared.live.text import json_text
 from shared.runtime import exit_codes
@@ -66,7 +66,7 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         running = any(service.service != ENVIRONMENT for service in services)
         if running:
-            wait = await _wait(access, services)
+            wait = run_stall(await _situation(access, services))
             view = await with_all_failures(access.bus, look(access.config, services, wait=wait))
             found = _running(view, console, as_json)
         else:
@@ -128,11 +128,11 @@ async def watch(run: str, directory: Path, console: Console) -> int:
         return code
 
 
-async def _wait(access: Access, services: Sequence[ServiceStatus]) -> Stall:
-    """Returns what a live run waits for, as its launcher tells it, else by its services."""
+async def _situation(access: Access, services: Sequence[ServiceStatus]) -> RunSituation:
+    """Returns the situation of a live run, with the wait that its launcher tells of."""
     told = told_by(await Registry(access.bus, access.run).launcher())
     errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
-    return run_stall(RunSituation.of(access.config, services, told=told, errors=errors))
+    return RunSituation.of(access.config, services, told=told, errors=errors)
 
 
 async def _until_end(access: Access, console: Console) -> None:
@@ -145,7 +145,8 @@ async def _until_end(access: Access, console: Console) -> None:
         while True:
             try:
                 services = await registry.alive()
-                wait = waits.see(await _wait(access, services), time.time())
+                situation = await _situation(access, services)
+                wait = waits.see(run_stall(situation), time.time(), situation.steps)
                 view = await with_newest_failures(bus, look(config, services, before=view, began=began, wait=wait))
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING

@@ -75,14 +75,14 @@ class RunWaits:
         access = self._access
         self._bus_since = (self._bus_since or now) if away else None
         if away:
-            found = run_stall(RunSituation.of(access.config, (), away={NATS: Away(self._bus_since or now, away)}))
+            situation = RunSituation.of(access.config, (), away={NATS: Away(self._bus_since or now, away)})
         elif not statuses:
             return None
         else:
             told = told_by(await Registry(access.bus, access.run).launcher())
             errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
-            found = run_stall(RunSituation.of(access.config, statuses, told=told, errors=errors))
-        return self._watch.see(found, now)
+            situation = RunSituation.of(access.config, statuses, told=told, errors=errors)
+        return self._watch.see(run_stall(situation), now, situation.steps)
 
 
 async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:

@@ -34,20 +34,27 @@ class WaitReport:
         self.newest: Stall | None = None
         self._watch = StallWatch()
         self._logged: Stall | None = None
+        self._told_still = 0.0  # since when there was no step as something was last told
         self._log: Any = structlog.get_logger()
 
     def see(self, situation: RunSituation, now: float) -> Stall:
         """Takes the situation at ``now`` (seconds since the epoch), and returns what the run waits for."""
-        found = self._watch.see(run_stall(situation), now)
+        found = self._watch.see(run_stall(situation), now, situation.steps)
         if self._logged is not None and self._logged.key != found.key:
             self._went_on(self._logged, now)
             self._logged = None
-        if self._logged is None and _worth_telling(found, now):
-            self._logged = found
+        if self._logged is None and self._worth_telling(found, now):
+            self._logged, self._told_still = found, found.still_since
             level = self._log.warning if found.cause in TROUBLES else self._log.info
             level("run_waits", waiting_for=found.words(now), cause=found.cause.value)
         self.newest = found
         return found
+
+    def _worth_telling(self, found: Stall, now: float) -> bool:
+        """Of waits that follow each other without a step between them, none of which lasts, the first is told that comes late."""
+        limit = LONG_STEP_S if found.cause is Cause.TRAINING else TOLD_AFTER_S
+        still = found.still(now) if found.still_since > self._told_still else 0.0
+        return found.cause in TROUBLES or max(found.lasted(now), still) >= limit
 
     def _went_on(self, wait: Stall, now: float) -> None:
         self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
@@ -67,8 +74,3 @@ class WaitReport:
             doing=[telling(newest)],
             at=time.time(),
         )
-
-
-def _worth_telling(found: Stall, now: float) -> bool:
-    limit = LONG_STEP_S if found.cause is Cause.TRAINING else TOLD_AFTER_S
-    return found.cause in TROUBLES or found.lasted(now) >= limit

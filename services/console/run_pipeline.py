@@ -85,8 +85,8 @@ class RunPipeline:
         silent = {name: gone.since for name, gone in away.items() if gone.why == SILENT}
         errors = self._reader.history.failures.errors if self._reader is not None else {}
         told = source.told if source.connected else None
-        found = run_stall(RunSituation.of(config, statuses, away=away, silent=silent, errors=errors, told=told))
-        return self._waits.see(found, now)
+        situation = RunSituation.of(config, statuses, away=away, silent=silent, errors=errors, told=told)
+        return self._waits.see(run_stall(situation), now, situation.steps)
 
     async def _follow(self) -> Collection[str]:
         """Reads what is new; begins anew where the run did. Raises SourceAway."""

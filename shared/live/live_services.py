@@ -6,6 +6,7 @@ from typing import Any
 
 from shared.bus.registry import ENVIRONMENT, STANDBY
 from shared.config.run_config import RunConfig
+from shared.live.shown_status import count
 from shared.live.text import duration, number
 from shared.schema.service_messages import ServiceStatus
 
@@ -55,6 +56,11 @@ def newest_gauges(services: Sequence[ServiceStatus], service: str) -> dict[str, 
     """Returns the gauges of that status; empty where there is none."""
     status = newest_status(services, service)
     return status.gauges if status else {}
+
+
+def trained_steps(services: Sequence[ServiceStatus]) -> int:
+    """Returns how many steps are trained, as far as buffer and trainer tell; -1 where neither does."""
+    return max(count(newest_gauges(services, "buffer"), "trained_steps", -1), count(newest_gauges(services, "trainer"), "step", -1))
 
 
 def warm_start(services: Sequence[ServiceStatus]) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
 from shared.config.run_config import RunConfig
-from shared.live.live_services import InstanceStatus, newest_gauges, newest_status, present, warm_start
+from shared.live.live_services import InstanceStatus, newest_gauges, newest_status, present, trained_steps, warm_start
 from shared.live.shown_status import count, shown
 from shared.live.stall import RunSituation, Stall
 from shared.live.stall_causes import run_stall
@@ -179,7 +179,7 @@ def look(
     buffer, trainer = newest_gauges(services, "buffer"), newest_gauges(services, "trainer")
     served = [status.version for status in services if status.service == "trainer"]  # the version its last push made live
     rates = [status.gauges["generated_tokens_per_s"] for status in services if "generated_tokens_per_s" in status.gauges]
-    steps = max(count(buffer, "trained_steps"), count(trainer, "step"), before.steps)
+    steps = max(trained_steps(services), before.steps)
     return RunView(
         run=config.run.name,
         steps=steps,

@@ -5,13 +5,13 @@ Displays, logs, the console and reports have their words from here. `shared.live
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
-from shared.live.live_services import InstanceStatus, newest_gauges, present
+from shared.live.live_services import InstanceStatus, newest_gauges, present, trained_steps
 from shared.live.shown_status import shown
 from shared.live.text import duration, shortened_line
 from shared.schema.service_messages import Doing, ServiceStatus
@@ -61,12 +61,16 @@ class Away:
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait. ``awaited``: whom and what for, in words that follow "waiting for"; ``since``: seconds since the epoch, 0: not known."""
+    """A wait. ``awaited``: whom and what for, in words that follow "waiting for"; ``since``: seconds since the epoch, 0: not known.
+
+    ``still_since``: when the run's newest step was first seen, 0: not known. One wait may follow another without a step between them.
+    """
 
     cause: Cause
     awaited: str
     since: float = 0.0
     next_action: str = ""
+    still_since: float = 0.0
 
     @property
     def key(self) -> tuple[Cause, str]:
@@ -77,14 +81,19 @@ class Stall:
         """Returns the seconds that it lasts, 0 where that is not known."""
         return max(0.0, now - self.since) if self.since else 0.0
 
+    def still(self, now: float) -> float:
+        """Returns the seconds since the newest step was first seen, 0 where that is not known."""
+        return max(0.0, now - self.still_since) if self.still_since else 0.0
+
     def words(self, now: float) -> str:
         """Returns the whole sentence after "waiting for"; ``now``: seconds since the epoch."""
         since = f", for {duration(self.lasted(now))} (since {time.strftime('%H:%M:%S', time.localtime(self.since))})" if self.since else ""
-        return f"{self.awaited}{since}" + (f"; {self.next_action}" if self.next_action else "")
+        step = f", no new step for {duration(self.still(now))}" if self.lasted(now) < LONG_S <= self.still(now) else ""
+        return f"{self.awaited}{since}{step}" + (f"; {self.next_action}" if self.next_action else "")
 
     def worth_a_line(self, now: float) -> bool:
-        """Returns whether it is out of the ordinary."""
-        return self.cause in TROUBLES or self.lasted(now) >= LONG_S
+        """Returns whether it is out of the ordinary, or one of several that have followed each other for long."""
+        return self.cause in TROUBLES or max(self.lasted(now), self.still(now)) >= LONG_S
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,11 @@ class RunSituation:
         """Returns the gauges of the active buffer."""
         return newest_gauges(self.statuses, "buffer")
 
+    @property
+    def steps(self) -> int:
+        """Returns how many steps are trained, as far as services tell; -1 where none is ever trained or nobody tells."""
+        return -1 if self.config.debug.debug_rollout_only else trained_steps(self.statuses)
+
     def doing(self, part: str) -> list[tuple[ServiceStatus, Doing]]:
         """Returns what that part of each service does, the oldest first."""
         found = [(status, item) for status in self.statuses for item in status.doing if item.part == part]
@@ -146,17 +160,21 @@ def telling(found: Stall) -> Doing:
 
 
 class StallWatch:
-    """Follows one wait after another: gives each that does not know its beginning the time when it was first seen."""
+    """Follows one wait after another: gives each that does not know its beginning the time when it was first seen, and all of them that
+    of the newest step."""
 
     def __init__(self) -> None:
         self._key: tuple[Cause, str] | None = None
         self._since = 0.0
+        self._steps, self._still_since = -1, 0.0
 
-    def see(self, found: Stall, now: float) -> Stall:
-        """Returns the wait with its beginning. ``now``: seconds since the epoch."""
+    def see(self, found: Stall, now: float, steps: int = -1) -> Stall:
+        """Returns the wait with its beginning. ``now``: seconds since the epoch; ``steps``: trained so far, as far as known."""
         if found.key != self._key:
             self._key, self._since = found.key, now
-        return found if found.since else Stall(found.cause, found.awaited, self._since, found.next_action)
+        if steps > self._steps:
+            self._steps, self._still_since = steps, now
+        return replace(found, since=found.since or self._since, still_since=self._still_since)
 
 
 def named(error: str) -> str:

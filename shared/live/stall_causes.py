@@ -222,7 +222,7 @@ def _under_way(now: RunSituation, what: str) -> Stall:
     parts = [*untaken, *(f"{status.instance} {doing.what}" for status, doing in workers[:NAMES_SHOWN])]
     parts += [asked.what] if asked is not None else []
     follows = workers[0][1].next_action if workers and not untaken else ""
-    since = asked.since if asked is not None else 0.0
+    since = next((doing.since for doing in (asked, *(doing for _, doing in now.doing(LOOP))) if doing is not None), 0.0)
     return Stall(Cause.BATCH, ": ".join(filter(None, [what, "; ".join(parts)])), since, follows)
 
 
@@ -253,6 +253,13 @@ def _evaluation(now: RunSituation) -> Stall | None:
     return Stall(Cause.EVALUATION, f"evaluations ({number(pending)} prompts outstanding)", 0.0, limit)
 
 
+def _step(now: RunSituation) -> Stall | None:
+    """The batch is there, and the trainer has not told yet that it trains it."""
+    for status, doing in now.doing(LOOP):
+        return Stall(Cause.STEP, f"{status.instance}, which waits for {doing.what}", doing.since, doing.next_action)
+    return None
+
+
 IN_ORDER: Sequence[Look] = (
     _disk,
     _servers,
@@ -272,6 +279,7 @@ IN_ORDER: Sequence[Look] = (
     _environments,
     _batch,
     _evaluation,
+    _step,
 )
 
 

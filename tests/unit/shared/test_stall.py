@@ -184,6 +184,15 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             ["evaluations (7 prompts outstanding)", "eval.eval_timeout"],
         ),
         (everybody(buffer=service("buffer", gauges={"live_version": 1, "ready": 2})), {}, Cause.STEP, ["a training step"]),
+        (
+            everybody(
+                buffer=service("buffer", gauges={"live_version": 1, "ready": 2}),
+                trainer=service("trainer", doing=[does("loop", "the batch of step 3", ["buffer"])]),
+            ),
+            {},
+            Cause.STEP,
+            ["trainer-0, which waits for the batch of step 3, for 25s"],
+        ),
     ],
     ids=lambda value: value.name.lower() if isinstance(value, Cause) else None,
 )
@@ -233,6 +242,16 @@ def test_a_wait_keeps_its_beginning_while_its_numbers_change() -> None:
     assert watch.see(Stall(Cause.BATCH, "a batch (2 of 8 groups ready)"), NOW + 5).since == NOW
     assert watch.see(Stall(Cause.STEP, "a training step"), NOW + 6).since == NOW + 6
     assert Stall(Cause.SILENT, "x").worth_a_line(NOW), "no healthy run has this"
+
+
+def test_waits_that_follow_each_other_without_a_step_are_worth_a_line() -> None:
+    watch, flips = StallWatch(), [Stall(Cause.BATCH, "a batch"), Stall(Cause.STEP, "trainer-0, which waits for the batch of step 3")]
+    seen = [watch.see(flips[at % 2], NOW + at, steps=3) for at in range(12)]
+    assert [wait.worth_a_line(NOW + at) for at, wait in enumerate(seen)] == [False] * 10 + [True] * 2
+    assert ", for 0s (since " in seen[10].words(NOW + 10) and "no new step for 10s" in seen[10].words(NOW + 10)
+    away = watch.see(Stall(Cause.LOADING, "trainer-0 starting"), NOW + 12, steps=-1)
+    assert away.worth_a_line(NOW + 12), "a trainer that is away has not made a step"
+    assert not watch.see(flips[0], NOW + 13, steps=4).worth_a_line(NOW + 13)
 
 
 def beat(at: float, number: int = 0) -> list[ServiceStatus]:

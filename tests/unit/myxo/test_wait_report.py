@@ -1,0 +1,41 @@
+"""Which waits of a launched run its log tells of."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from myxo.launch import wait_report
+from shared.config.run_config import RunConfig
+from shared.live.stall import RunSituation
+from shared.schema.service_messages import ServiceStatus
+from tests.support.run_config import run_config
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return run_config(tmp_path)
+
+
+def statuses(steps: float, *, starting: bool) -> Sequence[ServiceStatus]:
+    common = {"host": "h", "pid": 1, "http": "", "at": NOW}
+    return [
+        ServiceStatus(service="buffer", instance="buffer-0", state="ready", gauges={"trained_steps": steps, "live_version": 1}, **common),
+        ServiceStatus(service="trainer", instance="trainer-0", state="starting" if starting else "ready", **common),
+        *(ServiceStatus(service=kind, instance=f"{kind}-0", state="ready", version=1, **common) for kind in ("rollout", "reward")),
+    ]
+
+
+def test_of_waits_that_follow_each_other_without_a_step_one_is_told(config: RunConfig) -> None:
+    report = wait_report.WaitReport()
+    with capture_logs() as logs:
+        for second in range(40):
+            report.see(RunSituation.of(config, statuses(3, starting=second % 2 == 0)), NOW + second)
+        told = [entry for entry in logs if entry["event"] == "run_waits"]
+        assert len(told) == 1 and "no new step for 15s" in told[0]["waiting_for"], told
+        for second in range(40, 80):
+            report.see(RunSituation.of(config, statuses(4 + second, starting=second % 2 == 0)), NOW + second)
+        assert [entry for entry in logs if entry["event"] == "run_waits"] == told, "a run that makes steps is told of no more"
