@@ -77,6 +77,7 @@ class ReceiverClient:
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks
         self._waking: asyncio.Future[Any] | None = None  # of the last command that was done
+        self._asked_wakes = 0
         self._wakes: set[asyncio.Future[None]] = set()  # on their way to the schedulers, or there
         self._spare: list[_Connection] = []  # open ahead: a rank takes milliseconds for a new connection while its scheduler computes
         self._connecting: asyncio.Task[None] | None = None
@@ -141,7 +142,7 @@ class ReceiverClient:
 
         try:
             # each answers that it is queued
-            fields = command | {"deadline": deadline, "wakes": len(self._wakes)}
+            fields = command | {"deadline": deadline, "wakes": self._asked_wakes, "unanswered_wakes": len(self._wakes)}
             async with self._asked(fields, begin, ahead=True) as (connections, _):
                 ranks = [asyncio.create_task(connection.done()) for connection in connections]
                 beginning = asyncio.create_task(self._begun(connections, begin))
@@ -168,6 +169,7 @@ class ReceiverClient:
         async def until_answered() -> None:
             await wake()
 
+        self._asked_wakes += 1
         waking = asyncio.ensure_future(until_answered())
         self._wakes.add(waking)
         waking.add_done_callback(self._wakes.discard)

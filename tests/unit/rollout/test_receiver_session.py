@@ -219,6 +219,34 @@ async def test_a_command_that_was_called_off_unwoken_does_not_take_the_wake_of_t
     session.close()
 
 
+async def test_a_wake_that_has_come_and_is_not_answered_yet_is_not_waited_for(directory: Path) -> None:
+    """Its command failed, the next one was called off unwoken: the one after that has its wake for itself."""
+    session = CommandSession(directory, Receiver(Model(0), 0, "cpu"))
+    session.open()
+    receivers, answered = ReceiverClient(directory, 1), asyncio.Event()
+    command = {"verb": "receive", "version": 1, "push": 1, "channels": ["x"]}
+
+    async def wake() -> None:
+        assert await asyncio.to_thread(session.work)
+
+    async def wake_unanswered() -> None:
+        await wake()
+        await answered.wait()
+
+    async def not_paused() -> None:
+        raise ReceiverError("the endpoint", "the engine does not pause")
+
+    with pytest.raises(ReceiverError, match="this engine has joined none"):
+        await receivers.have_done(command, SECONDS, wake_unanswered)
+    with pytest.raises(ReceiverError, match="does not pause"):
+        await receivers.have_done(command, SECONDS, wake, ready=not_paused)
+    with pytest.raises(ReceiverError, match="this engine has joined none"):
+        await receivers.have_done(command, SECONDS, wake, begin=5.0)
+    answered.set()
+    await receivers.close()
+    session.close()
+
+
 async def wake_nobody() -> None:
     """What an engine whose scheduler hangs does when it is asked to load."""
 

@@ -9,9 +9,9 @@ false, "error": text, "touched": bool}``.
 import contextlib
 import json
 import logging
-import queue
 import socketserver
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -123,7 +123,8 @@ class CommandSession:
     def __init__(self, directory: Path, receiver: Receiver, gate: SchedulerGate | None = None) -> None:
         self._gate = gate or SchedulerGate()
         self.path, self.receiver = directory / f"rank-{receiver.rank}.sock", receiver
-        self._queue: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._queue: deque[_Command] = deque()
+        self._calls = 0  # of `work`
         self._held: set[_Command] = set()  # queued or being done
         self._lock = threading.Lock()
         self._server: socketserver.ThreadingUnixStreamServer | None = None
@@ -154,9 +155,10 @@ class CommandSession:
 
     def work(self) -> bool:
         """Runs the next queued command on this thread. Returns whether there was one; never raises."""
-        try:
-            command = self._queue.get_nowait()
-        except queue.Empty:
+        with self._lock:
+            self._calls += 1
+            command = self._queue.popleft() if self._queue else None
+        if command is None:
             return False
         if command.answer.set_running_or_notify_cancel():
             self._told(command, "begun", {"begun": True})
@@ -197,11 +199,11 @@ class CommandSession:
 
     def _wait_for(self, command: _Command) -> None:
         say = command.answers.say
+        asked, unanswered = (int(command.fields.get(name, 0)) for name in ("wakes", "unanswered_wakes"))
         with self._lock:
             self._held.add(command)
-        if not command.fields.get("wakes"):
-            self._forget_called_off()
-        self._queue.put(command)
+            self._forget_called_off(asked, unanswered)
+            self._queue.append(command)
         try:
             with self._gate.closed():
                 say("queued", {"queued": True})
@@ -220,19 +222,18 @@ class CommandSession:
             command.answer.cancel()  # if it is still queued, it is not run any more
             self._call_off(command)
 
-    def _forget_called_off(self) -> None:
-        """Takes commands that were called off out of the queue.
+    def _forget_called_off(self, asked: int, unanswered: int) -> None:
+        """Takes commands that were called off out of the queue, where no call of `work` comes for them any more.
 
-        A call of `work` that was on its way for one ends with it, so that it never does the next one too early. Once no such call is on
-        its way, what is left would take the calls of all that follow.
+        A call that is on its way ends with one of them, so that it never does the next command too early; one too many of them would take
+        that command's own call. ``asked``: how many calls the engine was asked for so far; ``unanswered``: of them, those not answered yet.
         """
-        waiting = list[_Command]()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.append(self._queue.get_nowait())
-        for command in waiting:
-            if not command.answer.cancelled():
-                self._queue.put(command)
+        if not unanswered:
+            self._calls = asked  # some may never have come
+        coming = min(unanswered, asked - self._calls)
+        off = [command for command in self._queue if command.answer.cancelled()]
+        for command in off[max(coming, 0) :]:
+            self._queue.remove(command)
 
     def _call_off(self, command: _Command) -> None:
         """Gives up what was begun for a command that will not be run."""
