@@ -22,7 +22,7 @@ def main() -> int:
     """The command line. Exits 1 where a layout differs by more than the tests allow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures there, as they come")
     arguments = parser.parse_args()
     from tests.unit.trainer.megatron.test_layouts import FOUR_RANKS, TWO_RANKS
     from tests.unit.trainer.megatron.tiny import make_checkpoint
@@ -40,11 +40,11 @@ def main() -> int:
             ranks = several.run(figures, checkpoint, config)
             rows.append({"layout": name, "model": kind, "gpus": arguments.gpus, **differences(expected[kind], ranks)})
             print(line(rows[-1]), file=sys.stderr, flush=True)
+            if arguments.json is not None:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     one.stop()
     several.stop()
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print("| layout | model | GPUs | loss | gradient norm | log-prob |\n|---|---|---|---|---|---|")
     print("\n".join(map(line, rows)))
     return 0 if all(row["equal"] for row in rows) else 1

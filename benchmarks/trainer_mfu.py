@@ -96,7 +96,7 @@ WARM_UP = 2
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures there, as they come")
     parser.add_argument("--case", action="append", metavar="TOKENS:RECOMPUTE", help=f"default: {' '.join(CASES)}")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
     parser.add_argument("--write", action="store_true", help="plan the cases of benchmarks/results anew, and put them into the docs")
@@ -128,9 +128,9 @@ def main() -> int:
             print("\n".join(said), file=sys.stderr)
         rows.append(json.loads(figures))
         print(line(rows[-1]), file=sys.stderr, flush=True)
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if arguments.json is not None:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
     return 0 if rows else 1
 
