@@ -1,14 +1,25 @@
 """Watches the disk that a run's directory lies on: while it is full nothing is restarted, and afterwards what gave up on it is."""
 
+import asyncio
+import errno
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from shared.live.service_failures import full_disk
 from shared.runtime.errors import MyxoError
 
+POLL_SECONDS = 0.2
+
 
 class DiskFull(MyxoError):
     """The disk stayed full for longer than a run waits for room."""
+
+
+def no_room(error: BaseException) -> bool:
+    """Returns whether an error says that a disk is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskWatch:
@@ -42,6 +53,20 @@ class DiskWatch:
         until = f"for {waited:.0f} s now, given up after {self._patience_s:g} s"
         self.text = f"{full}; what fails for it starts again once there is room ({until})"
         return False
+
+
+async def until_room(watch: DiskWatch, say: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
+    """Returns once the disk has room, or ``stopped``: whether it has. ``say`` is told of a wait. Raises DiskFull."""
+    told = False
+    while not stopped():
+        watch.look(time.monotonic())
+        if not watch.text:
+            return True
+        if not told:
+            say(f"Waiting for room: {watch.text}")
+        told = True
+        await asyncio.sleep(POLL_SECONDS)
+    return False
 
 
 _NO_SPACE = re.compile(r"(?P<path>/[^:\n]*): (?:no space left on device|disk quota exceeded)", re.IGNORECASE)

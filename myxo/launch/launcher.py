@@ -14,7 +14,7 @@ from myxo.display.progress_display import Display
 from myxo.launch import erase, exit_report
 from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
 from myxo.launch.console_process import ConsoleProcess
-from myxo.launch.disk_watch import DiskWatch
+from myxo.launch.disk_watch import DiskWatch, no_room, until_room
 from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
@@ -37,7 +37,7 @@ from shared.live.service_failures import full_disk
 from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import BadInput, MyxoError
 from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
 from shared.runtime.service_base import HEARTBEATS
@@ -86,6 +86,8 @@ class Launch:
         self._fresh, self._run = fresh, config.run.name
         self._started = time.monotonic()
         self._signals: list[signal.Signals] = []
+        self._disk = DiskWatch(directory.root, config.bus.full_timeout)
+        self._supervised = False  # services were started
         self._began = 0  # steps trained when this launch began
         self._statuses: list[ServiceStatus] = []
         self._finished = self._ended = False  # by the run's phase
@@ -103,6 +105,16 @@ class Launch:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
         self._log.info("launch_begun")
+        while await until_room(self._disk, self._say, lambda: bool(self._signals)):
+            try:
+                return await self._with_servers()
+            except (OSError, MyxoError, *BUS_ERRORS) as error:
+                if self._supervised or isinstance(error, BadInput) or not (no_room(error) or full_disk(self._directory.root)):
+                    raise
+                self._log.warning("start_failed", error=str(error))
+        return self._interrupted()
+
+    async def _with_servers(self) -> int:
         guest, given = rights_of(CONSOLE, self._run), self._config.bus
         self._servers = RunServers(
             self._directory, self._given, self._config.store, guest, sync_interval=given.sync_interval, frozen_timeout=given.frozen_timeout
@@ -143,6 +155,7 @@ class Launch:
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid(), url))
         try:
             self._began = await runs.trained_steps(bus, run)
+            self._supervised = True
             return await self._supervise(bus, specs)
         finally:
             if self._browser is not None:
@@ -191,8 +204,7 @@ class Launch:
         return self._interrupted() if self._signals else self._failed()
 
     async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
-        view, show_at = RunView.at_start(self._config, self._began), 0.0
-        disk = DiskWatch(self._directory.root, self._config.bus.full_timeout)
+        view, show_at, disk = RunView.at_start(self._config, self._began), 0.0, self._disk
         while not self._signals:
             now = time.monotonic()
             if disk.look(now, self._servers.full()):

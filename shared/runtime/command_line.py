@@ -1,6 +1,7 @@
 """Reads the arguments of a command and ends it: each error is one line, and the exit code is one of `shared.runtime.exit_codes`."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -37,6 +38,11 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
         for problem in problems_of(error) if isinstance(error, BadInput) else [error]:
             complain(str(problem), program)
         return exit_codes.BAD_INPUT if isinstance(error, BadInput) else exit_codes.FAILED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        complain(f"{error}; make room there, and give the command again", program)
+        return exit_codes.FAILED
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
 

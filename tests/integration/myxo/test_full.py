@@ -59,6 +59,19 @@ def test_a_full_store_holds_the_run_back_and_it_goes_on_when_there_is_room(myxo:
     assert code == 0, out
 
 
+def test_a_disk_that_is_full_before_services_start_is_waited_for(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    """One that is full before that is refused."""
+    root = tmp_path / "runs" / "test"
+    with small_disk(root, "256m") as disk:
+        process = myxo.start("up", config_file(store={"max_bytes": 64 << 20}), standins=True)
+        wait_for("the launch", (root / "logs" / "launcher.log").exists)
+        disk.fill()
+        line_with(process, "for room", "No space left on device")
+        disk.clear()
+        code, out, err = ended(process)
+    assert code == 0, f"{out}\n{err}"
+
+
 @pytest.mark.parametrize("appendfsync", ["everysec", pytest.param("always", marks=pytest.mark.extra)])
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     myxo: Myxo, config_file: ConfigFile, tmp_path: Path, appendfsync: str
