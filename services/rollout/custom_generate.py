@@ -103,21 +103,21 @@ class CustomGenerate:
         await self.replica.wait_serving(task.min_version, self.seconds)
         progress = GroupProgress.of(task, self._config.rollout)
         rollouts = [_Rollout(self, task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun]
-        await until_complete([self._run(rollout, in_flight, progress, slots) for rollout in rollouts], progress)
+        await until_complete([self._run(rollout, in_flight) for rollout in rollouts], progress)
         return self._ended(task, rollouts, progress)
 
-    async def _run(self, rollout: "_Rollout", in_flight: InFlight | None, progress: GroupProgress, slots: GroupSlots) -> None:
+    async def _run(self, rollout: "_Rollout", in_flight: InFlight | None) -> None:
         """Generates a rollout. Raises the error that it is lost by, where the group cannot do without it."""
         try:
             await rollout.run(in_flight)
             if rollout.ended is not None:
-                progress.end(rollout.index)
+                rollout.progress.end(rollout.index)
         except (HookFailed, DeadlineExceeded, BadMessage) as error:
             self.lost += 1
             self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
-            progress.lose(error)
+            rollout.progress.lose(error)
         finally:
-            slots.end()
+            rollout.slots.end()
 
     def _ended(self, task: Task, rollouts: Sequence["_Rollout"], progress: GroupProgress) -> PlayedGroup:
         ended, stopped = kept(rollouts, progress)
@@ -196,13 +196,13 @@ class _Rollout:
     """One rollout of a task, called until it has ended, is stopped or is lost.
 
     Attributes:
-        index: in its group. ended: its samples, once it has. stopped: why it was stopped, once it was.
+        index: in its group. slots, progress: of its group. ended: its samples, once it has. stopped: why it was stopped, once it was.
     """
 
     def __init__(
         self, functions: CustomGenerate, task: Task, index: int, earlier: Sequence[Sample], slots: GroupSlots, progress: GroupProgress
     ) -> None:
-        self._functions, self.task, self.index, self._slots, self._progress = functions, task, index, slots, progress
+        self._functions, self.task, self.index, self.slots, self.progress = functions, task, index, slots, progress
         self._end: float | None = None
         self._requests = Requests()
         self.ended = list(earlier) if earlier and all(sample.finish != "abort" for sample in earlier) else None
@@ -227,7 +227,7 @@ class _Rollout:
     async def _call_once(self, in_flight: InFlight | None) -> bool:
         """Makes one call, in a slot. Returns whether the rollout has ended. Raises Stopped, and as `run`."""
         await self._functions.replica.wait_serving(self.task.min_version, self._left_s())
-        async with self._slots.slot(self.index):
+        async with self.slots.slot(self.index):
             if self._end is None:
                 self._end = asyncio.get_running_loop().time() + self._functions.seconds
             return await self._call_in_slot(in_flight)
@@ -243,7 +243,7 @@ class _Rollout:
                 given = await self._called(self._sample or self._functions.begun(task, self.index), begun)
         except HookFailed as error:
             self._functions.warn(task, self.index, error)
-            self._progress.check_needed(error)
+            self.progress.check_needed(error)
             self._failures.note(error, counts=replica.incarnation == life)  # the function did not cause the engine's death
             return False
         trusted, aborted = replica.incarnation == life, any(one.status is Status.ABORTED for one in given)

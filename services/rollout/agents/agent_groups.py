@@ -95,7 +95,7 @@ class AgentGroups:
         rollouts = [
             _AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun
         ]
-        await until_complete([self._play(rollout, in_flight, progress, slots) for rollout in rollouts], progress)
+        await until_complete([self._play(rollout, in_flight) for rollout in rollouts], progress)
         ended, stopped = kept(rollouts, progress)
         samples = [sample for rollout in ended for sample in rollout.samples or ()]
         for index, sample in enumerate(samples):
@@ -149,25 +149,25 @@ class AgentGroups:
         self._service.metrics.add("agents_failed")
         self._service.log.warning("agent_failed", group=task.group, rollout=rollout, session=session, error=str(error))
 
-    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None, progress: GroupProgress, slots: GroupSlots) -> None:
+    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None) -> None:
         """Plays a rollout. Raises HookFailed, by which it is lost, where the group cannot do without it."""
         try:
             await rollout.play(in_flight)
             if rollout.samples is not None:
-                progress.end(rollout.index)
+                rollout.progress.end(rollout.index)
         except HookFailed as error:
             self.lost += 1
             self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
-            progress.lose(error)
+            rollout.progress.lose(error)
         finally:
-            slots.end()
+            rollout.slots.end()
 
 
 class _AgentRollout:
     """One rollout of a task, played until it has ended, is stopped or is lost.
 
     Attributes:
-        samples: once it has ended. stopped: why it was stopped, once it was.
+        slots, progress: of its group. samples: once it has ended. stopped: why it was stopped, once it was.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _AgentRollout:
         slots: GroupSlots,
         progress: GroupProgress,
     ) -> None:
-        self._groups, self._program, self.task, self.index, self._slots, self._progress = groups, program, task, index, slots, progress
+        self._groups, self._program, self.task, self.index, self.slots, self.progress = groups, program, task, index, slots, progress
         self._requests, self._failures, self._alone = Requests(), RolloutFailures(groups.settings.agent_tries), False
         self.samples = earlier or None
         self.stopped: Stopped | None = None
@@ -192,7 +192,7 @@ class _AgentRollout:
                 if self._failures.count:
                     await asyncio.sleep(RETRY_PAUSE * self._failures.count)
                 await self._groups.replica.wait_serving(self.task.min_version, self._groups.settings.generate_timeout)
-                async with self._slots.slot(self.index), self._groups.runner.slots:
+                async with self.slots.slot(self.index), self._groups.runner.slots:
                     await self._play_once(in_flight)
         except Stopped as stopped:
             self.stopped = stopped
@@ -211,7 +211,7 @@ class _AgentRollout:
             self._alone = disturbed.unknown
         except HookFailed as error:
             self._groups.failed(task, self.index, " ".join(session.id for session, _ in opened.values()), error)
-            self._progress.check_needed(error)
+            self.progress.check_needed(error)
             self._failures.note(error, counts=replica.incarnation == life)  # the agent did not cause the engine's death
 
     async def _played(self, opened: Mapping[str, tuple[Session, str]]) -> list[Sample]:
