@@ -25,26 +25,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.end_to_end.model_shapes import COMMON, SIZES
 from benchmarks.page_table import put_table
 
 if TYPE_CHECKING:
     from shared.config.trainer_section import TrainerSection
 
-SHAPE = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
+SHAPE = COMMON | SIZES["4b"]
 MIXTURE = {
     "model_type": "qwen3_moe",
     "vocab_size": 16384,

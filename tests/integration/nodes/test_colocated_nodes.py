@@ -1,8 +1,5 @@
 """Trainer and engines share two machines: each of these has an engine, which reads the weights of both pipeline stages from its memory."""
 
-import asyncio
-import json
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,14 +10,14 @@ from shared.bus.subjects import Subjects
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.schema.weight_messages import WeightsPrepare, WeightsPushed
 from tests.e2e.conftest import write_small_run
+from tests.integration.nodes.whole_run import summary_of_run
 from tests.support.network_nodes import HeadNats, NodeNetwork
-from tests.support.waiting import until
 
 RUN_SECONDS = 1500.0
 STEPS = 3
 FLAGS = (
     *("--colocate", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--pipeline-model-parallel-size", "2"),
-    *("--rollout-replicas", "2", "--check-weight-update-equal", "--save-interval", "10", "--node-rank"),
+    *("--rollout-replicas", "2", "--check-weight-update-equal", "--save-interval", "10"),
 )
 
 
@@ -48,28 +45,8 @@ async def test_each_machine_has_the_weights_of_all_stages_in_its_memory(
         await bus.connection.subscribe(subjects.replica_weights(engine, "prepare"), cb=noted(told, WeightsPrepare))
     await bus.connection.subscribe(subjects.event("weights", "pushed"), cb=noted(pushes, WeightsPushed))
     config = write_small_run(tmp_path, tiny_model, run_name, steps=STEPS, staleness=0)
-    logs = [tmp_path / f"node-{node}.log" for node in range(2)]
-    started: list[subprocess.Popen[bytes]] = []
-
-    def words() -> str:
-        found = sorted((tmp_path / "runs").glob("*/logs/*.log"))
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2500:]}" for path in (*logs, *found))
-
-    try:
-        for node in (1, 0):
-            given = {"NATS_URL": server.url, "REDIS_URL": valkey.url}
-            started.append(network.start(node, logs[node], given, "-m", "myxo.main", "up", str(config), *FLAGS, str(node)))
-        try:
-            await until(lambda: all(each.poll() is not None for each in started), "the end of both nodes", RUN_SECONDS, 0.5)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{words()}") from None
-    finally:
-        for each in started:
-            if each.poll() is None:
-                each.terminate()
-                await asyncio.to_thread(each.wait, 120)
-    assert [each.returncode for each in started] == [0, 0], words()
-    summary = json.loads((tmp_path / "runs" / run_name / "summary.json").read_text())
+    servers = {"NATS_URL": server.url, "REDIS_URL": valkey.url}
+    summary = await summary_of_run(network, servers, config, FLAGS, tmp_path / "runs" / run_name, RUN_SECONDS)
     assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
     assert summary["mean_abs_logprob_diff"] < 1e-3, "the engines drew by other weights than the trainer's"
     for node, told in enumerate(prepared.values()):

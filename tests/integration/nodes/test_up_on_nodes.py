@@ -1,7 +1,5 @@
 """`myxo up` on each of two nodes: the first starts everything else, the other its part of the trainer alone; both end with the run."""
 
-import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +7,12 @@ import pytest
 
 from shared.runtime.embedded_servers import EmbeddedValkey
 from tests.e2e.conftest import write_small_run
+from tests.integration.nodes.whole_run import summary_of_run
 from tests.support.network_nodes import HeadNats, NodeNetwork
-from tests.support.waiting import until
 
 RUN_SECONDS = 900.0
 STEPS = 2
-NODES = ("--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--node-rank")
+NODES = ("--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1")
 CRITIC = ("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--critic-num-nodes", "2", "--critic-num-gpus-per-node", "1")
 
 
@@ -39,30 +37,10 @@ async def test_a_run_on_two_nodes(
     run_name: str,
 ) -> None:
     """The actor, and in PPO the critic, have a rank on each node."""
-    config = write_small_run(tmp_path, tiny_model, run_name, steps=STEPS, staleness=STEPS)
-    logs = [tmp_path / f"node-{node}.log" for node in range(2)]
-    started: list[subprocess.Popen[bytes]] = []
-
-    def words() -> str:
-        found = sorted((tmp_path / "runs").glob("*/logs/*.log"))
-        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2500:]}" for path in (*logs, *found))
-
-    try:
-        for node in (1, 0):  # the second waits for the first
-            given = {"NATS_URL": head.url, "REDIS_URL": valkey.url}
-            started.append(network.start(node, logs[node], given, "-m", "myxo.main", "up", str(config), *flags, *NODES, str(node)))
-        try:
-            await until(lambda: all(each.poll() is not None for each in started), "the end of both nodes", RUN_SECONDS, 0.5)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{words()}") from None
-    finally:
-        for each in started:
-            if each.poll() is None:
-                each.terminate()
-                each.wait(60)
-    assert [each.returncode for each in started] == [0, 0], words()
-    summary = json.loads((tmp_path / "runs" / run_name / "summary.json").read_text())
+    config, run = write_small_run(tmp_path, tiny_model, run_name, steps=STEPS, staleness=STEPS), tmp_path / "runs" / run_name
+    servers = {"NATS_URL": head.url, "REDIS_URL": valkey.url}
+    summary = await summary_of_run(network, servers, config, [*flags, *NODES], run, RUN_SECONDS)
     assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
     for role in roles:
-        first, second = ((tmp_path / "runs" / run_name / "logs" / f"{role}-{name}.log").read_text() for name in ("0", "node-1"))
+        first, second = ((run / "logs" / f"{role}-{name}.log").read_text() for name in ("0", "node-1"))
         assert "attempt 1 of 2 nodes" in first and "node 1 of 2, attempt 1" in second, (first, second)
