@@ -36,6 +36,9 @@ WELL_SECONDS = 10.0
 
 STOP_SECONDS = 2.0
 
+FIRST_ANSWER_SECONDS = 60.0
+"""The uptime after which a console that has never answered counts as one that does not."""
+
 PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0
 """The interval at which it is asked whether it answers, and the time that it has for that."""
 
@@ -114,17 +117,18 @@ class ConsoleProcess:
         return ServiceError(INSTANCE, self._restarts, self._last_reason)
 
     def _kill_frozen(self, now: float) -> None:
-        """Kills a console that has answered, and has not done so for too long."""
+        """Kills a console that has not answered for too long, once it has had time to answer at all."""
         if self._child is None or not self._frozen_timeout:
             return
         if now >= self._probe_at and not self._probe.is_alive():
             self._probe_at = now + PROBE_SECONDS
             self._probe = threading.Thread(target=self._ask, daemon=True)
             self._probe.start()
-        if self._answered and self._silent_s >= self._frozen_timeout:
+        awaited = self._answered or now - self._child.started_s >= FIRST_ANSWER_SECONDS
+        if awaited and self._silent_s >= self._frozen_timeout:
             self._reason = f"it was frozen, without an answer for {self._silent_s:.0f} s, and was killed"
             self._log.error("console_frozen", error=self._reason)
-            self._answered = False
+            self._silent_s = 0.0
             self._child.kill()
 
     def _ask(self) -> None:

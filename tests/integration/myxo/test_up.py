@@ -131,6 +131,15 @@ def test_a_run_goes_to_its_end_says_so_again_goes_on_and_is_forgotten(myxo: Myxo
     assert (root / "data" / "precious").read_text() == "keep"
 
 
+DIED = {"trainer-0", "buffer-0", "rollout-0"}
+
+
+def restarted(myxo: Myxo, root: Path) -> set[str]:
+    """Which instances a run's events say were started again; none while the bus is away."""
+    code, out, _ = myxo.run("status", root, "--json")
+    return {error["instance"] for error in json.loads(out)["troubles"]["errors"] if error["restarts"]} if code == 0 else set()
+
+
 @pytest.mark.slow
 def test_a_run_survives_deaths_its_launchers_and_an_interruption(myxo: Myxo, config_file: ConfigFile, root: Path, pause: Path) -> None:
     config = config_file(rollout={"num_rollout": 14})
@@ -152,6 +161,7 @@ def test_a_run_survives_deaths_its_launchers_and_an_interruption(myxo: Myxo, con
         wait_for(
             f"another {words}", lambda words=words, victim=victim: any(words in c and p != victim for p, c in children(process.pid).items())
         )
+    wait_for("the deaths to be told: the launcher takes what it has not published yet with it", lambda: restarted(myxo, root) >= DIED)
     started = list(children(process.pid))
     assert len(started) >= 6
     process.kill()
@@ -180,7 +190,7 @@ def test_a_run_survives_deaths_its_launchers_and_an_interruption(myxo: Myxo, con
     assert (result["steps"], result["audit"]) == (14, "ok")
     restarts = result["restarts"]
     assert isinstance(restarts, dict)
-    assert restarts.keys() >= {"trainer-0", "buffer-0"}
+    assert restarts.keys() >= DIED
     assert "restarts" in out
 
 

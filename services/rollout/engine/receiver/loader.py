@@ -10,6 +10,7 @@ from typing import Any
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.computing_streams import calling_scheduler, computing_streams
+from services.rollout.engine.receiver.natural_ends import find_ends_of_aborted
 from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
 from shared.runtime import failures
@@ -39,6 +40,8 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             scheduler, gate = calling_scheduler(), SchedulerGate()
             receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler))
             gate.install(scheduler)
+            if not find_ends_of_aborted(_request_class()):
+                log.warning("an aborted request is handed out as aborted although its last token may have ended it")
             _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), receiver, gate)
             _session.open()
             sys.setswitchinterval(SWITCH_SECONDS)
@@ -46,6 +49,13 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             _session.work()
     except Exception:
         log.exception("the receiver of weights failed")
+
+
+def _request_class() -> type[Any]:
+    """Returns SGLang's class of requests in a scheduler."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    return Req
 
 
 def _rank() -> int:
