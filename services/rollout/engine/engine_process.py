@@ -76,7 +76,8 @@ class EngineProcess(ChildProcess):
             found = process_watch.descendants(self.pid)
             server = [one for one in found if one.parent == self.pid][:1]  # the others are orphans, which the watchdog takes in
             self._watch.add([*server, *(one for one in found if one.name.startswith(TITLE))])
-        return self._watch.fault(process_watch.seen(self._watch.pids), now)
+        fault = self._watch.fault(process_watch.seen(self._watch.pids), now)
+        return f"{fault}, after {raised}" if fault and (raised := raised_in(self.last_lines())) else fault
 
     def last_words(self) -> str:
         """Returns why an engine has ended, by its log: the last exception, or which of its processes SGLang has missed."""
@@ -98,10 +99,15 @@ def engine_end(lines: Sequence[str]) -> str:
     not what comes of it; else its last exception or line."""
     for index, line in enumerate(lines):
         if found := _MISSED.search(line):
-            before = failure_summary.of_log(lines[:index])
-            raised = index > 0 and before != failure_summary.short(lines[index - 1])
-            return failure_summary.short(f"{found[0]}, after {before}") if raised else found[0]
+            before = raised_in(lines[:index])
+            return failure_summary.short(f"{found[0]}, after {before}") if before else found[0]
     return failure_summary.of_log(lines)
+
+
+def raised_in(lines: Sequence[str]) -> str:
+    """Returns the last exception in the lines of a log; empty where there is none."""
+    found = failure_summary.of_log(lines)
+    return found if lines and found != failure_summary.short(lines[-1]) else ""
 
 
 class UnixConnection(http.client.HTTPConnection):

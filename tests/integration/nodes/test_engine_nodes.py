@@ -8,9 +8,11 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -93,6 +95,7 @@ class EngineNodes:
     ) -> None:
         self.network, self._bus, self._config, self._directory, self._servers = network, bus, config, directory, servers
         self._subjects, self._name = Subjects(config.run.name), name
+        self._scratch = Path(tempfile.mkdtemp(prefix="myxo-"))  # pytest's own is too long for sockets
         self.services: dict[int, subprocess.Popen[bytes]] = {}
 
     def another(self, name: str) -> "EngineNodes":
@@ -103,7 +106,7 @@ class EngineNodes:
 
     def start(self, node: int) -> None:
         """Starts a node's service, by the command that people type."""
-        scratch = self._directory / f"n{node}"
+        scratch = self._scratch / f"n{node}"
         scratch.mkdir(exist_ok=True)
         environment = {
             **self._servers,
@@ -173,7 +176,7 @@ class EngineNodes:
 
     async def draws(self, trainer: TinyTrainer, version: int, samples: int = 1) -> None:
         """Asserts that the engine draws by the trainer's policy: its log-probs are the trainer's."""
-        (directory,) = (self._directory / "n0").glob("myxo-engine-*")
+        (directory,) = (self._scratch / "n0").glob("myxo-engine-*")
         prompt = np.arange(5, 20, dtype=np.int32)
         async with await EngineClient.connect(directory) as client:
             sampling = Sampling(temperature=1.0, max_new_tokens=24)
@@ -198,6 +201,7 @@ class EngineNodes:
         for service in self.services.values():
             service.kill()
             service.wait(30)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 @pytest.fixture
