@@ -19,6 +19,7 @@ from services.rollout.engine.launch_command import EngineCommand
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
 from shared.runtime import failure_summary, process_watch
 from shared.runtime.child_process import ChildProcess, cause
+from shared.runtime.errors import ConfigError
 from shared.runtime.process_watch import ProcessWatch
 
 SEARCH_SECONDS = 10.0
@@ -29,6 +30,10 @@ TITLE = "sglang::"
 
 PROBE_SECONDS = 10.0
 """The deadline for one probe of a starting engine: the first request on a busy small machine takes seconds."""
+
+PREFIX = "myxo-engine-"
+LONGEST_DIRECTORY = 107 - len("/rank-1023.opening")
+"""The most bytes of the name of an engine's directory: that of a socket has no more than 107."""
 
 _MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")
 """What SGLang logs of a process that is gone, before it ends the others."""
@@ -45,12 +50,18 @@ class EngineProcess(ChildProcess):
         command: from ``engine_command``.
         log_file: the engine's output is appended to it; its directory is made.
 
+    Raises ConfigError where the directory for temporary files has too long a name.
+
     Attributes:
         receiver: the private directory in which its server and its ranks listen; it is removed with the engine.
     """
 
     def __init__(self, command: EngineCommand, log_file: Path) -> None:
-        self.receiver = Path(tempfile.mkdtemp(prefix="myxo-engine-"))
+        self.receiver = Path(tempfile.mkdtemp(prefix=PREFIX))
+        if len(os.fsencode(self.receiver)) > LONGEST_DIRECTORY:
+            self.receiver.rmdir()
+            expected = f"at most {LONGEST_DIRECTORY - len(PREFIX) - 9} bytes: an engine's sockets lie below it"
+            raise ConfigError("TMPDIR", tempfile.gettempdir(), expected)
         metrics = self.receiver / "metrics"  # SGLang's own temporary directory would stay behind when the engine is killed
         metrics.mkdir()
         private = {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}

@@ -1,6 +1,13 @@
-"""Why an engine has ended, by its log."""
+"""Where an engine of its own process lies, and why it has ended, by its log."""
 
-from services.rollout.engine.engine_process import engine_end
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engine.engine_process import EngineProcess, engine_end
+from services.rollout.engine.launch_command import EngineCommand
+from shared.runtime.errors import ConfigError
 
 MISSED = "[2026-11-25 12:00:00] Subprocess detokenizer (pid=4711) crashed with exit code -9. Triggering SIGQUIT."
 TRACE = ["Traceback (most recent call last):", '  File "scheduler.py", line 1, in run', "    step()", "ValueError: no such layer"]
@@ -20,3 +27,12 @@ def test_without_it_the_last_exception_or_line_is_told() -> None:
     assert engine_end([*TRACE, "ending"]) == "ValueError: no such layer"
     assert engine_end(["one", "two"]) == "two"
     assert engine_end([]) == ""
+
+
+def test_a_directory_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match=r"TMPDIR = '.*x{100}': at most 68 bytes: an engine's sockets lie below it"):
+        EngineProcess(EngineCommand(["true"], {}), tmp_path / "log")
+    assert not list(long.iterdir())
