@@ -45,6 +45,7 @@ def test_adapters_of_experts_are_laid_over_the_engines_own_checkpoint(tmp_path: 
     async def pushed(engine: EngineProcess) -> tuple[np.ndarray, WeightsReceived]:
         """Returns log-probs of what the engine has generated after a push, less the trainer's, and what a push of the same found."""
         async with await EngineClient.connect(engine.receiver) as client:
+            await client.open_receivers()
             channels = await asyncio.to_thread(sender.open, 2, {"": 1})
             await client.join_channels(channels, 1, timeout=JOIN_SECONDS)
             await asyncio.to_thread(sender.join, JOIN_SECONDS)
@@ -68,14 +69,14 @@ def test_adapters_of_experts_are_laid_over_the_engines_own_checkpoint(tmp_path: 
             return trainers - generation.log_probs, found[1]
 
     try:
-        rank_steps.steps(actor, 3)
+        rank_steps.steps(actor, 8)
         with running_engine(tmp_path, tmp_path, {"dtype": "bfloat16"}) as engine:
             apart, again = asyncio.run(pushed(engine))
         assert again.differences == {}
-        assert np.abs(apart).mean() < 0.05  # the engine computes in bfloat16
+        assert np.abs(apart).mean() < 0.03  # the engine computes in bfloat16
         changed = actor.log_probs([pack([whole])])[0][:-1]
         silence_adapters(actor.model)
-        assert (actor.log_probs([pack([whole])])[0][:-1] - changed).abs().mean() > 0.2
+        assert (actor.log_probs([pack([whole])])[0][:-1] - changed).abs().mean() > 0.1, "the engine would have been near without them, too"
     finally:
         sender.close()
         rank_steps.runtime.stop()
