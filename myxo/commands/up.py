@@ -101,7 +101,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
             directory.clear()
             RunDirectory(config.trained).clear()
         directory.logs.mkdir(parents=True, exist_ok=True)
-        with directory.log(LAUNCHER).open("a", buffering=1) as log:
+        with directory.open_log(LAUNCHER) as log:
             telemetry.configure_logs(config.run.name, LAUNCHER, LAUNCHER, stream=log)
             try:
                 return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
@@ -114,7 +114,7 @@ def _up_node(config: RunConfig, directory: RunDirectory, given: server_checks.Gi
     assert given.nats_url is not None  # or the rank would not be settled
     asyncio.run(server_checks.check_servers(given, config.run.name))
     directory.logs.mkdir(parents=True, exist_ok=True)
-    with directory.log(f"node-{rank}").open("a", buffering=1) as log:
+    with directory.open_log(f"node-{rank}") as log:
         telemetry.configure_logs(config.run.name, LAUNCHER, f"node-{rank}", stream=log)
         try:
             return asyncio.run(NodeLaunch(config, directory, given.nats_url, rank, console).run())

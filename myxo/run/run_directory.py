@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from shared.bus import runs
 from shared.bus.subjects import RUN_ID
@@ -90,6 +90,16 @@ class RunDirectory:
         """Returns the file that the standard output and error of an instance go to."""
         return self.logs / f"{instance}.log"
 
+    @contextlib.contextmanager
+    def open_log(self, instance: str) -> Iterator[TextIO]:
+        """Opens that file to append to; what it has not taken at the end, for its disk is full, is lost without an error."""
+        file = self.log(instance).open("a", buffering=1)
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):
+                file.close()
+
     # --- the lock
 
     @contextlib.contextmanager
@@ -112,13 +122,12 @@ class RunDirectory:
                     raise RunHeld(f"run directory {self.root} is in use by {holder}; stop that first, or give another run.name")
                 time.sleep(0.05)
             with contextlib.suppress(OSError):  # on a full disk it is held without the name of its holder
-                file.truncate(0)
-                file.write(f"process {os.getpid()}")
-                file.flush()
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), f"process {os.getpid()}".encode())  # nothing is left to be written when it is closed
             try:
                 yield
             finally:
-                file.truncate(0)
+                os.ftruncate(file.fileno(), 0)
 
     def is_held(self) -> bool:
         """Returns whether another process holds the directory now."""
