@@ -1,4 +1,4 @@
-"""Some seeds of the suite pass: `python -m tests.chaos --seeds 0:1000` has the others."""
+"""Some seeds of the suite pass: `python -m tests.chaos --seeds 0:1000` has the others, and ``--real`` those with SGLang and Megatron."""
 
 import json
 import subprocess
@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seeds", ["0:20", pytest.param("20:60", marks=pytest.mark.extra)])
-def test_seeds(seeds: str, tmp_path: Path):
-    """Each is a whole run that is disturbed, forked from one process that has all modules loaded."""
+@pytest.mark.parametrize(("variant", "seeds"), [("fast", "0:20"), ("real", "0:3"), pytest.param("fast", "20:60", marks=pytest.mark.extra)])
+def test_seeds(variant: str, seeds: str, tmp_path: Path):
+    """Each is a whole run that is disturbed; fast ones are forked from one process that has all modules loaded."""
     first, _, end = seeds.partition(":")
     path = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "tests.chaos", "--seeds", seeds, "--json", str(path)]
+    command = [sys.executable, "-m", "tests.chaos", f"--{variant}", "--seeds", seeds, "--json", str(path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     results = [json.loads(line) for line in path.read_text().splitlines()]
