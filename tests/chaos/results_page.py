@@ -1,5 +1,6 @@
 """The suite's figures as tables, and in the page on reliability."""
 
+import re
 import statistics
 import subprocess
 import textwrap
@@ -17,6 +18,9 @@ TITLES = {
     "deterministic": "Synchronous, compared bit by bit with the same run undisturbed",
     "real": "With SGLang and two ranks of Megatron",
 }
+
+_SOMEWHERE = re.compile(r"/\S*/(?=runs/)")
+"""Where a seed's run lay on the machine that ran it."""
 
 MOST_PROBLEMS = 4
 LINE = 140
@@ -87,7 +91,8 @@ def summary(results: Sequence[Result]) -> str:
         f"{cpu:.1f} s of CPU and {wall:.0f} s each, at commit {where}: {len(failed)} failed."
     )
     for result in failed[:MOST_PROBLEMS]:
-        text += f" Seed {result['seed']}: {result['problems'][0].strip()[:100]}."
+        problem = _SOMEWHERE.sub("", result["problems"][0]).strip()
+        text += f" Seed {result['seed']}: {problem[:100]}."
     return text
 
 
