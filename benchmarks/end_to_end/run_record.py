@@ -72,7 +72,7 @@ class RunRecord:
             "staleness_max": max((_of(one, "rollout/staleness_max") for one in metrics), default=0.0),
             "masked_tokens": sum(_of(one, "rollout/masked_tokens") for one in metrics),
             "dropped_tokens": dropped,
-            "logprob_diff": median(metrics, "train/train_rollout_logprob_abs_diff"),
+            "logprob_diff": median(metrics, "train/train_rollout_logprob_abs_diff", digits=9),
             **{name: self._mean(name, begin, end) for name in GAUGES},
         }
 
@@ -99,10 +99,10 @@ def summed(gauges: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def median(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:
-    """Returns the median of a metric over those that have it."""
+def median(metrics: Sequence[Mapping[str, float]], name: str, digits: int = 5) -> float | None:
+    """Returns the median of a metric over those that have it, with so many digits after the point."""
     found = [one[name] for one in metrics if name in one]
-    return round(statistics.median(found), 5) if found else None
+    return round(statistics.median(found), digits) if found else None
 
 
 def mean(metrics: Sequence[Mapping[str, float]], name: str) -> float | None:

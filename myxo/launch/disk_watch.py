@@ -1,7 +1,6 @@
 """Watches the disk that a run's directory lies on: while it is full nothing is restarted, and afterwards what gave up on it is."""
 
 import asyncio
-import errno
 import re
 import time
 from collections.abc import Callable
@@ -15,11 +14,6 @@ POLL_SECONDS = 0.2
 
 class DiskFull(MyxoError):
     """The disk stayed full for longer than a run waits for room."""
-
-
-def no_room(error: BaseException) -> bool:
-    """Returns whether an error says that a disk is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskWatch:

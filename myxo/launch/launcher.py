@@ -14,7 +14,7 @@ from myxo.display.progress_display import Display
 from myxo.launch import erase, exit_report
 from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
 from myxo.launch.console_process import ConsoleProcess
-from myxo.launch.disk_watch import DiskWatch, no_room, until_room
+from myxo.launch.disk_watch import DiskWatch, until_room
 from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
@@ -37,7 +37,7 @@ from shared.live.service_failures import full_disk
 from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import BadInput, MyxoError
+from shared.runtime.errors import BadInput, MyxoError, no_room
 from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
 from shared.runtime.service_base import HEARTBEATS

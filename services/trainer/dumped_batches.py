@@ -80,8 +80,7 @@ class DumpedBatches:
             groups = slime_dumps.groups_of(content, path, step, self._reading(version, "version" in content))
             return batch_of(step, version, self._part(groups), content.get("mask_below", 0))
         content = codec.unpack(path.read_bytes())
-        schema = content.get("schema") if isinstance(content, dict) else None
-        if type(schema) is not int or schema != SCHEMA:
+        if not (isinstance(content, dict) and codec.is_schema(content.get("schema"), SCHEMA)):
             raise BadMessage(f"it is no batch of schema {SCHEMA}")
         batch, blobs = Batch.decode(content["batch"]), content["blobs"]
         if self._share is None:

@@ -1,13 +1,12 @@
 """Reads the arguments of a command and ends it: each error is one line, and the exit code is one of `shared.runtime.exit_codes`."""
 
 import argparse
-import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from shared.runtime import exit_codes
-from shared.runtime.errors import BadInput, MyxoError, problems_of
+from shared.runtime.errors import BadInput, MyxoError, no_room, problems_of
 from shared.runtime.safe_text import printable_line, say
 
 LONGEST_ERROR = 1000
@@ -39,7 +38,7 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
             complain(str(problem), program)
         return exit_codes.BAD_INPUT if isinstance(error, BadInput) else exit_codes.FAILED
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not no_room(error):
             raise
         complain(f"{error}; make room there, and give the command again", program)
         return exit_codes.FAILED

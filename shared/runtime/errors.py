@@ -1,6 +1,7 @@
 """The few named errors of Myxo. Each names what an operator needs: what was awaited, from whom, for how long, and what happens next."""
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
@@ -19,6 +20,11 @@ class MyxoError(Exception):
     group dies of it."""
 
     fault: ClassVar[Fault] = TASK
+
+
+def no_room(error: BaseException) -> bool:
+    """Returns whether an error says that a disk is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class BadInput(MyxoError):

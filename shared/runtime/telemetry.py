@@ -1,6 +1,5 @@
 """Logs and metrics: each log line is a JSON object with the ids of run, service and instance; Prometheus gauges and counters go by name."""
 
-import errno
 import logging
 import sys
 import time
@@ -12,6 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from shared.runtime import failure_summary
+from shared.runtime.errors import no_room
 from shared.runtime.metric_specs import check_declared
 
 
@@ -48,7 +48,7 @@ class _Log:
         try:
             work()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not no_room(error):
                 raise
 
 

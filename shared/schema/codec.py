@@ -128,6 +128,11 @@ def exact_size(value: object) -> int:
     return len(_packers.strict.pack(value))
 
 
+def is_schema(found: Any, schema: int) -> bool:
+    """Returns whether what was unpacked where a schema's number belongs is that number; an array cannot be asked whether it equals one."""
+    return type(found) is int and found == schema
+
+
 def unpack(data: bytes) -> Any:
     """Decodes what `pack` made. Raises BadMessage for bytes that are not MessagePack, hold a malformed array, or unpack to too much."""
     room = _Room(len(data)) if len(data) > COUNTED_FROM else None

@@ -60,7 +60,7 @@ class Message(Part):
         if not isinstance(fields, dict):
             raise BadMessage(f"expected a {cls.__name__} message, got a {type(fields).__name__}")
         schema, kind = fields.pop("schema", None), fields.pop("kind", None)
-        if type(schema) is not int or schema != SCHEMA:  # an array, which cannot be asked whether it equals a number, too
+        if not codec.is_schema(schema, SCHEMA):
             named = kind if isinstance(kind, str) else cls.__name__
             raise BadMessage(f"{named}: schema version {schema!r} is unknown here; this side speaks {SCHEMA}")
         model = Message.kinds.get(kind) if isinstance(kind, str) else None

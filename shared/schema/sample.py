@@ -340,7 +340,7 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
     for blob in blobs:
         content = codec.unpack(blob)
         schema = content.get("schema") if isinstance(content, dict) else None
-        if type(schema) is not int or schema != SCHEMA:  # an array cannot be asked whether it equals a number
+        if not codec.is_schema(schema, SCHEMA):
             raise BadMessage(f"payload of schema {schema!r:.100}; this side reads {SCHEMA}")
         try:
             read = [_sample(entry) for entry in _list(content["samples"])]

@@ -34,8 +34,8 @@ MOST_PROBLEMS = 12
 WORDS_SECONDS = 20.0
 """The time after which the launcher's line has to name whom a run waits for: 15 s, and some for a busy machine."""
 
-_NAMED_WAIT = re.compile(r"waiting for (?!a training step)\S+|^myxo: \S+")
-"""A wait that names somebody, or why the run is given up."""
+_NAMED_WAIT = re.compile(r"waiting for (?!a training step)\S+|^myxo: \S+-\d+ ended ")
+"""A wait that names somebody, or whose deaths a run is given up for."""
 POLL_S = 0.05
 DISK_SIZE = "128m"
 

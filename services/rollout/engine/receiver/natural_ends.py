@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 CHECKS = ("update_finish_state", "check_finished")
-"""How SGLang calls what looks, after each token, whether a request has ended; the first since 0.5.18."""
+"""How SGLang calls what looks, after each token, whether a request has ended: in 0.5.20, and before."""
 
 
 def find_ends_of_aborted(request: type[Any]) -> bool:
