@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -23,6 +24,14 @@ _numbers = itertools.count(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declares the suites' own options."""
     parser.addoption("--pictures", action="store_true", help="take the documentation's pictures of the console anew, into docs/pictures")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives several workers whole runs and light tests side by side."""
+    from tests.support.work_order import FewRunsAtOnce  # it needs xdist, which may be switched off
+
+    return FewRunsAtOnce(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
