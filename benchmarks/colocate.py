@@ -5,6 +5,9 @@
 some 600 million random parameters in bfloat16, which learn nothing in a few steps, so that there is something to move. *4b*: the shape of
 Qwen3-4B, 16 groups of 8 with responses of 256 tokens in the mean; Adam's state lies in host memory, where it is updated.
 
+The GPU is the first of ``CUDA_VISIBLE_DEVICES``. FILE is written again and again while a run goes on, so that one that is cut off leaves
+what it has.
+
 Columns. ``memory_bytes``: of the GPU in use, median at the ends of the engine's turns (``generating``), least at those of the trainer's
 (``training``). ``free_bytes``: as the trainer itself sees it once the engine has woken, and once it sleeps. ``sleep``, ``wake``: until the
 engine has given its memory back, has all of it again. ``push``: weights by the memory channel; ``out``, ``back``: of what the trainer
@@ -14,6 +17,7 @@ keeps in host memory. Seconds are medians.
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -21,7 +25,7 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "colocate.json"
 EXAMPLE = ROOT / "examples" / "arithmetic"
 POLL_INTERVAL_S = 0.02
+TOLD_SECONDS = 15.0
 PROMPTS, PROMPT_TOKENS = 1024, 64
 """Of the cases with a shape: how many, and the tokens of each."""
 
@@ -73,6 +78,7 @@ CASES = {
             *("--num-rollout", "5", "--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--max-staleness", "0"),
             *("--train-dtype", "bfloat16", "--lr", "1e-9", "--max-tokens-per-gpu", "4096", "--rollout-max-response-len", "1024"),
             *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--sglang-dtype", "bfloat16"),
+            *("--no-save-at-start", "--snapshot-interval", "0"),  # a checkpoint takes 56 GB: the last step's is the only one
         ),
         engine=(*KERNEL_FLAGS, "--sglang-mem-fraction-static", "0.4", "--sglang-cuda-graph-max-bs-decode", "128"),
         shape="4b",
@@ -82,6 +88,7 @@ CASES = {
         flags=(
             *("--num-rollout", "3", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--max-staleness", "0"),
             *("--train-dtype", "float32", "--lr", "1e-9", "--rollout-max-response-len", "48", "--sglang-dtype", "float32"),
+            *("--no-save-at-start", "--snapshot-interval", "0"),
         ),
         shape="tiny",
         lengths="geometric:16",
@@ -100,41 +107,57 @@ def main() -> int:
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of the run")
     parser.add_argument("--json", type=Path, help=f"write the figures there; the repository's are in {RESULTS}")
     arguments = parser.parse_args()
-    rows, well = [], True
+    found: list[dict[str, Any]] = []
+    well = True
     for case in arguments.case:
-        code, row = run(case, arguments.device, arguments.directory, arguments.seconds, arguments.flags)
-        rows.append(row)
-        well = well and code == 0
-        print(json.dumps(row), flush=True)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+        before = list(found)
+        for row in run(case, arguments.device, arguments.directory, arguments.seconds, arguments.flags):
+            found = [*before, row]
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        well = well and found[-1]["exit"] == 0
+        print(json.dumps(found[-1]), flush=True)
     return 0 if well else 1
 
 
-def run(case: str, device: str, directory: Path, seconds: float, flags: list[str]) -> tuple[int, dict[str, Any]]:
-    """The launcher's exit code and the case's figures."""
+def run(case: str, device: str, directory: Path, seconds: float, flags: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the case's figures so far every `TOLD_SECONDS`, and once more when the run has ended, with its exit code."""
     chosen, name = CASES[case], f"colocate-{case}"
     data, root = directory / f"{name}-data", directory / name
     config = of_shape(chosen, data) if chosen.shape else of_example(chosen, data)
     shutil.rmtree(root, ignore_errors=True)
-    command = [
-        *(sys.executable, "-m", "myxo.main", "up", *config, "--fresh", "--colocate", "--name", name, "--dir", str(directory)),
+    words = [
+        *(*config, "--fresh", "--colocate", "--name", name, "--dir", str(directory)),
         *("--hf-checkpoint", str(data / "model"), "--prompt-data", str(data / "train.jsonl")),
         *("--rollout-device", device, "--train-device", device, *(chosen.engine if device == "cuda" else ()), *chosen.flags, *flags),
     ]
     memory = Memory() if device == "cuda" else None
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.terminate()
+    process, end, code = subprocess.Popen(launch(words), cwd=ROOT, stdin=subprocess.DEVNULL), time.monotonic() + seconds, None
+    while code is None:
         try:
-            code = process.wait(60)
+            code = process.wait(max(0.0, min(TOLD_SECONDS, end - time.monotonic())))
         except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-    samples = memory.stop() if memory is not None else []
-    return code, {"case": case, "device": device, "exit": code, **figures(root, samples)}
+            if time.monotonic() >= end:
+                code = stopped(process)
+        samples = memory.samples() if memory is not None else []
+        yield {"case": case, "device": device, "exit": code, **figures(root, samples)}
+    if memory is not None:
+        memory.stop()
+
+
+def launch(words: list[str]) -> list[str]:
+    """Returns the command of a run with these words."""
+    return [sys.executable, "-m", "myxo.main", "up", *words]
+
+
+def stopped(process: subprocess.Popen[bytes]) -> int:
+    """Ends a run whose time is over. Returns its exit code."""
+    process.terminate()
+    try:
+        return process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def of_example(case: ColocatedCase, data: Path) -> list[str]:
@@ -192,13 +215,15 @@ def figures(root: Path, samples: list[tuple[float, int]]) -> dict[str, Any]:
 
 
 class Memory:
-    """Reads how much of the GPU's memory is in use, on a thread, until `stop`."""
+    """Reads how much of the run's GPU's memory is in use, on a thread, until `stop`."""
 
     def __init__(self) -> None:
         import pynvml
 
         pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        place = first_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        by_uuid = isinstance(place, str)
+        device = pynvml.nvmlDeviceGetHandleByUUID(place) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(place)
         self._samples: list[tuple[float, int]] = []
         self._over = threading.Event()
 
@@ -209,10 +234,20 @@ class Memory:
         self._thread = threading.Thread(target=look, daemon=True)
         self._thread.start()
 
-    def stop(self) -> list[tuple[float, int]]:
+    def samples(self) -> list[tuple[float, int]]:
+        """Returns what was read by now: when, and the bytes in use."""
+        return list(self._samples)
+
+    def stop(self) -> None:
+        """Ends the thread."""
         self._over.set()
         self._thread.join()
-        return self._samples
+
+
+def first_visible(told: str | None) -> int | str:
+    """Returns number or UUID of the first GPU of a process with this ``CUDA_VISIBLE_DEVICES``. None: all are visible."""
+    first = (told or "").split(",")[0].strip()
+    return int(first) if first.isdecimal() else first or 0
 
 
 def used(samples: list[tuple[float, int]], spans: list[tuple[float, float]], pick: Callable[[list[int]], float]) -> float | None:

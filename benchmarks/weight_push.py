@@ -10,7 +10,8 @@ until the trainer knows that every engine has loaded all of it and has the right
 it, from the paused scheduler's first wait for a bucket. Phases, medians: ``pause``: from the request until the engine is told to pause,
 while the transfer begins; ``transfer``: until all have loaded; ``check``: comparing digests; ``activate``: the commit. ``gap``: 32
 generations run while ``--pushes`` pushes are made; of each push the longest time between two tokens of a generation. ``stall``: that a
-training step, begun with the push, waits for it before its optimizer may change the weights. ``slime's way``: see `benchmarks.slime_push`.
+training step, begun with the push, waits for it before its optimizer may change the weights. ``slime's way``: see `benchmarks.slime_push`,
+with ``slime_way_bytes`` of the weights, where not all have room twice. A part that fails is named in ``not_measured`` of FILE.
 
 A second table, for each part, says what was reached when on the way from the trainer's request to its end: all clocks are one machine's.
 """
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from benchmarks.raw_broadcast import TORCHRUN, raw_gb_per_s
 from benchmarks.slime_push import SLIME_BUCKET, slime_way
 from benchmarks.token_stream import gaps_of
 from benchmarks.trainer_mfu import SHAPE, micro_batch
+from shared.runtime.errors import MyxoError
 
 RESULTS = Path(__file__).parent / "results" / "weight_push.json"
 PAGE = Path(__file__).parents[1] / "docs" / "weights.md"
@@ -47,6 +49,9 @@ PUSH_PAUSE_S = 0.15
 
 GENERATION_PART_S = 60.0
 """The longest that the part with generations takes; the pushes that were made by then count."""
+
+SPARE_BYTES = 2**30
+"""Of the GPU's memory that copies of the weights leave free: NCCL's channels, and the next bucket of the export."""
 
 START_SECONDS = 600
 DIRECTORY = "WEIGHT_PUSH_DIRECTORY"
@@ -166,23 +171,43 @@ class Bench:
         self._push()
         self._measured("plain", [self._push() for _ in range(self.arguments.rounds)])
         engine = engine_socket(next(iter(stage.replicas.values())).words())
-        self._generation(engine)
+        self._part("generating", lambda: self._generation(engine))
         if self.steps:
-            self._version = STEPPING_VERSION
-            stepped = [self._push() for _ in range(self.arguments.rounds)]  # a training step begins with each
-            self.figures["stall_seconds"] = round(statistics.median(result.stall for result in stepped), 5)
-            self._measured("stepping", stepped)
+            self._part("stepping", self._stepping)
         if self.arguments.trace is not None and self.on_gpu:
-            self._profiled()
+            self._part("profile", self._profiled)
         pusher.wait()
         channel.send(Leave(done=True))
-        # slime's way is measured without the gathering over ranks, which it does first
-        alone = self.on_gpu and self.ranks == 1
-        tensors = [(name, tensor.clone()) for bucket in actor.export(SLIME_BUCKET) for name, tensor in bucket] if alone else []
         pusher.close()
-        if tensors:
-            self.figures["slime_way_gb_per_s"] = round(slime_way(engine, tensors), 1)
+        if self.on_gpu and self.ranks == 1:  # without the gathering over ranks, which it does first
+            self._part("slime's way", lambda: self._slime_way(actor, engine))
         self._tell()
+
+    def _part(self, part: str, work: Callable[[], None]) -> None:
+        """Measures a further part; one that fails costs nothing of what there is, and is named beside it."""
+        try:
+            work()
+        except (RuntimeError, OSError, MyxoError, SystemExit) as error:  # PyTorch's for memory is a RuntimeError
+            said = str(error).splitlines()
+            self.figures.setdefault("not_measured", {})[part] = f"{type(error).__name__}: {said[0] if said else ''}"
+            log(f"{part} was not measured: {error}")
+
+    def _stepping(self) -> None:
+        self._version = STEPPING_VERSION
+        stepped = [self._push() for _ in range(self.arguments.rounds)]  # a training step begins with each
+        self.figures["stall_seconds"] = round(statistics.median(result.stall for result in stepped), 5)
+        self._measured("stepping", stepped)
+
+    def _slime_way(self, actor: Any, engine: str) -> None:
+        """Measures with as much of the model as has room once more beside the trainer, whose optimizer's state is taken out first."""
+        import torch
+
+        from services.trainer.megatron.offload import Offload
+
+        Offload(actor.model, actor.optimizer).to_host("optimizer")
+        tensors = copied(actor.export(SLIME_BUCKET), lambda: torch.cuda.mem_get_info()[0] - SPARE_BYTES)
+        self.figures["slime_way_bytes"] = sum(tensor.nbytes for _, tensor in tensors)
+        self.figures["slime_way_gb_per_s"] = round(slime_way(engine, tensors), 1)
 
     def _measured(self, part: str, results: list[Any], besides: Mapping[str, Any] | None = None) -> None:
         """Takes the figures of a part; those of ``plain`` are the benchmark's own."""
@@ -305,6 +330,20 @@ class Bench:
             rows = [row for row in rows if any(row.get(name) != self.figures[name] for name in key)]
             self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.json.write_text(json.dumps([*rows, self.figures], indent=1) + "\n")
+
+
+def copied(buckets: Iterable[Any], free: Callable[[], int]) -> list[tuple[str, Any]]:
+    """Returns copies of the tensors of buckets, of as many, from the first on, as have room.
+
+    Args:
+        free: returns the bytes that there are. A bucket that has no room ends it; the first is copied whatever is free.
+    """
+    tensors: list[tuple[str, Any]] = []
+    for bucket in buckets:
+        if tensors and sum(tensor.nbytes for _, tensor in bucket) > free():
+            break
+        tensors += [(name, tensor.clone()) for name, tensor in bucket]
+    return tensors
 
 
 def engine_socket(words: str) -> str:

@@ -7,7 +7,8 @@ On two GPUs, one for the trainer and one for the engine::
         --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json benchmarks/results/end_to_end.json
 
 Weights are random, rewards too; what is measured is time. First one run under ``myxo up`` for each bound, until it has made ``--steps`` or
-its ``--seconds`` are over; then the engine alone, with several numbers of requests at once, by this process. The trainer alone is the run
+its ``--seconds`` are over; then the engine alone, by this process: with several numbers of requests at once, each followed by another when
+it ends, and with a batch's requests that begin together and are not followed. The trainer alone is the run
 at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the table of
 `RESULTS` into docs/performance.md.
 
@@ -22,17 +23,18 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.agents.site import Machine
 from benchmarks.command_line import write
 from benchmarks.end_to_end import report
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.model_shapes import SIZES, config_of, write_checkpoint
-from benchmarks.end_to_end.prediction import predicted
+from benchmarks.end_to_end.prediction import MeasuredEngine, decoding, predicted
 from benchmarks.end_to_end.whole_run import RunPlan, measured
 from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
+from services.buffer.batch_order import Order
 from services.rollout.slot_limit import MOST
 from shared.runtime.telemetry import silence_logs
 
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="groups of a step (default 32)")
     parser.add_argument("--samples", type=int, default=8, metavar="N", help="samples of a group (default 8)")
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4], metavar="S", help="on staleness (default 0 1 2 4)")
+    parser.add_argument("--order", choices=get_args(Order), default="completion", help="of the batches (default completion)")
     parser.add_argument("--colocate", action="store_true", help="trainer and engine take turns on one GPU")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="of a run, the warm-up included (default 16)")
     parser.add_argument(
@@ -108,7 +111,7 @@ class Measurement:
         self.found: dict[str, Any] = {
             **{
                 name: getattr(options, name)
-                for name in ("shape", "device", "lengths", "cap", "prompt_tokens", "batch", "samples", "colocate")
+                for name in ("shape", "device", "lengths", "cap", "prompt_tokens", "batch", "samples", "order", "colocate")
             },
             "dtype": self._dtype,
             "gpus": 1 if options.colocate or not self._on_gpu else 2,
@@ -119,7 +122,8 @@ class Measurement:
         }
         if options.go_on and options.json is not None and options.json.exists():
             before = json.loads(options.json.read_text())
-            self.found |= {"alone": before["alone"], "runs": [run for run in before["runs"] if run["bound"] not in options.bounds]}
+            self.found |= {name: before[name] for name in ("alone", "alone_batch") if name in before}
+            self.found |= {"runs": [run for run in before["runs"] if run["bound"] not in options.bounds]}
 
     def made(self) -> dict[str, Any]:
         """Measures. Returns the figures."""
@@ -142,7 +146,7 @@ class Measurement:
             self.found["runs"].append(measured(plan, f"bound-{bound}", bound, on_gpus=self._on_gpu))
             self.found["runs"].sort(key=lambda run: run["bound"])
             self._keep(f"bound {bound}")
-        if options.alone != [] and not self.found["alone"]:
+        if options.alone != [] and "alone_batch" not in self.found:
             asyncio.run(self._engine_alone(model))
         self._predict()
         self._keep("the simulation")
@@ -155,11 +159,15 @@ class Measurement:
             self._lengths, self._vocabulary, options.samples, options.prompt_tokens, options.alone_seconds / 2, options.alone_seconds
         )
         levels = options.alone or sorted({max(1, batch * share // 4) for share in (1, 2, 4, 8)})
+        self.found["alone"] = []
         async with engine_bench(self._directory / "e", model, machine, prompts, max(levels)) as bench:
             for at_once in levels:
                 figures = await bench.direct(at_once)
                 self.found["alone"].append({"at_once": at_once, **figures.as_json()})
                 self._keep(f"the engine alone, {at_once} requests at once")
+            lengths, ends = await bench.one_batch(batch)
+            self.found["alone_batch"] = {"requests": batch, "seconds": round(max(ends), 4), "decode_seconds": decoding(lengths, ends)}
+            self._keep("the engine alone, a batch that begins at once")
 
     def _flags(self) -> list[str]:
         options, lengths = self._options, self._lengths
@@ -169,7 +177,7 @@ class Measurement:
         return [
             *("--rollout-device", options.device, "--train-device", options.device, "--train-dtype", self._dtype),
             *("--rollout-batch-size", str(options.batch), "--n-samples-per-prompt", str(options.samples)),
-            *("--rollout-max-response-len", str(options.cap)),
+            *("--rollout-max-response-len", str(options.cap), "--rollout-order", options.order),
             *ends,
             *(word for name, value in engine.items() for word in (f"--sglang-{name}", value)),
             *(["--colocate"] if options.colocate else []),
@@ -190,14 +198,15 @@ class Measurement:
         )
         for run in runs:
             run["of_limit"] = round(self.found["split"]["limit_seconds"] / run["step_seconds"], 4)
-        if not self._options.colocate:
+        if not self._options.colocate and "alone_batch" in self.found:
             options, speeds = self._options, [(one["running"], one["tokens_per_s"]) for one in self.found["alone"] if one["running"] >= 1]
             push, batch = runs[-1].get("push_seconds") or 0.0, options.batch * options.samples
-            bounds = [run["bound"] for run in runs]
-            for run, seconds in zip(
-                runs, predicted(self._lengths, speeds, batch, options.samples, h, push, MOST, bounds).values(), strict=True
-            ):
-                run["predicted_seconds"] = seconds
+            engine = MeasuredEngine.of(tuple(self.found["alone_batch"]["decode_seconds"]), speeds, self._lengths.capped_mean)
+            self.found["prefill_seconds"] = round(engine.prefill, 5)
+            slots = {run["bound"]: round(run.get("request_slots") or MOST) for run in runs}
+            told = predicted(self._lengths, engine, batch, options.samples, h, push, slots, options.order)
+            for run in runs:
+                run["predicted_seconds"] = told[run["bound"]]
 
     def _keep(self, part: str) -> None:
         print(f"measured: {part}", file=sys.stderr, flush=True)

@@ -1,15 +1,23 @@
-"""What `services.buffer.simulation` predicts for a measured workload: lengths as they are drawn, the engine's speed as it was measured."""
+"""What `services.buffer.simulation` predicts for a measured workload: lengths as they are drawn, the engine's speed as it was measured.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+An engine is the slower the more requests begin one by one: each prefill stops all that run. So its decoding is measured apart, with
+requests that all begin at once, and what it is slower where each one's end is followed by a new one is put down to the prefills.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.random import Generator
 
 from benchmarks.end_to_end.length_distribution import LengthDistribution
+from services.buffer.batch_order import Order
 from services.buffer.simulation.simulation_run import Setting, SimulationPlan
 from services.buffer.simulation.workload_model import DECILES, Floats, WorkloadModel
+from services.rollout.slot_queue import lot
 
 STEPS, WARM_UP = 40, 10
 DRAWN = 100_000
@@ -21,11 +29,11 @@ class MeasuredWorkload(WorkloadModel):
     """A workload whose lengths are those of ``distribution`` and whose engine draws as many tokens a second as it did.
 
     Args:
-        speeds: (running requests, tokens a second of one engine), in order; between them the speed is interpolated.
+        decode: seconds of a decoding step, and by how much more each request that runs prolongs it.
     """
 
     distribution: LengthDistribution | None = field(default=None)
-    speeds: tuple[tuple[float, float], ...] = field(default=())
+    decode: tuple[float, float] = field(default=(1.0, 0.0))
 
     @property
     def _lengths(self) -> LengthDistribution:
@@ -49,56 +57,82 @@ class MeasuredWorkload(WorkloadModel):
         return np.quantile(drawn, [part / DECILES for part in range(1, DECILES)])
 
     def rate(self, running: int, gpus: int) -> float:
-        """Below the fewest requests that were measured, each is as fast as it was among these."""
-        first, speed = self.speeds[0]
-        each = running / gpus if running else 1.0
-        if each <= first:
-            return speed / first
-        return float(np.interp(each, *zip(*self.speeds, strict=True))) / each
+        base, each = self.decode
+        return 1 / (base + each * max(1.0, running / gpus))
+
+
+@dataclass(frozen=True)
+class MeasuredEngine:
+    """An engine's speed. ``decode``: as for `MeasuredWorkload`; ``prefill``: seconds that it stops for requests that begin together."""
+
+    decode: tuple[float, float]
+    prefill: float
+
+    @classmethod
+    def of(cls, decode: tuple[float, float], speeds: Sequence[tuple[float, float]], mean_tokens: float) -> "MeasuredEngine":
+        """Returns what was measured.
+
+        Args:
+            speeds: (running requests, tokens a second) where each request that ends is followed by another. mean_tokens: of one.
+        """
+        return cls(decode, max(0.0, statistics.median(_prefill(decode, running, speed / mean_tokens, speed) for running, speed in speeds)))
+
+
+def _prefill(decode: tuple[float, float], running: float, arrivals: float, speed: float) -> float:
+    """Returns the seconds of a prefill, of which there is one in each step's time into which one of the ``arrivals`` a second falls."""
+    step = running / speed
+    return (step - decode[0] - decode[1] * running) / -math.expm1(-arrivals * step)
+
+
+def decoding(lengths: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
+    """Returns the seconds of a decoding step with no request, and with each one more, by least squares over the steps between two ends.
+
+    Args:
+        lengths: tokens of requests that began at the same time. ends: when each ended, seconds.
+    """
+    order = np.lexsort((np.asarray(ends), np.asarray(lengths)))
+    steps, times = np.asarray(lengths, np.float64)[order], np.maximum.accumulate(np.asarray(ends)[order])
+    taken, seconds, running = np.diff(steps), np.diff(times), np.arange(len(steps) - 1, 0, -1)
+    base, each = np.linalg.lstsq(np.stack([taken, taken * running], axis=1), seconds, rcond=None)[0]
+    if each < 0 or base < 0:  # noise: too few requests to tell them apart
+        return float(seconds.sum() / max(1.0, taken.sum())), 0.0
+    return float(base), float(each)
 
 
 def predicted(
     distribution: LengthDistribution,
-    speeds: Sequence[tuple[float, float]],
+    engine: MeasuredEngine,
     batch: int,
     samples: int,
     train_s: float,
     push_s: float,
-    slots: int,
-    bounds: Sequence[int],
+    slots: Mapping[int, int],
+    order: Order = "completion",
 ) -> dict[int, float]:
     """Returns the predicted seconds of a step at each bound, one GPU generating and one training.
 
     Args:
-        speeds: as in `MeasuredWorkload`. train_s: seconds of training a step. push_s: that a push stops generation and training.
+        train_s: seconds of training a step. push_s: that a push stops generation and training. slots: of the engine, by the bound.
+        order: of the batches.
     """
-    ordered = rising(speeds)
-    best = ordered[-1][1]
-    generation = batch * distribution.capped_mean / best
-    model = MeasuredWorkload(
-        gpus=2,
-        rollout_gpus=1,
-        batch=batch,
-        samples=samples,
-        mean_tokens=distribution.capped_mean,
-        token_rate=best,
-        saturation=1.0,
-        concurrency=slots,
-        training=train_s / generation,
-        push=push_s,
-        distribution=distribution,
-        speeds=ordered,
-    )
-    plan = SimulationPlan(model, (Setting("drop"),), tuple(bounds), STEPS, WARM_UP, 0, True)
-    found = plan.outcomes(plan.baseline(), lambda _setting, _bound: None)
-    return {outcome.bound: round(batch / outcome.samples_per_second, 4) for outcome in found}
-
-
-def rising(speeds: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Returns speeds in order of the running requests, without those that are slower than fewer requests were: noise."""
-    ordered = sorted(speeds)
-    kept = ordered[:1]
-    for running, speed in ordered[1:]:
-        if running > kept[-1][0] and speed >= kept[-1][1]:
-            kept.append((running, speed))
-    return tuple(kept)
+    found = {}
+    for bound, places in slots.items():
+        model = MeasuredWorkload(
+            gpus=2,
+            rollout_gpus=1,
+            batch=batch,
+            samples=samples,
+            mean_tokens=distribution.capped_mean,
+            token_rate=1.0,
+            saturation=1.0,
+            concurrency=places,
+            lot=lot(places),
+            prefill=engine.prefill,
+            push=push_s,
+            distribution=distribution,
+            decode=engine.decode,
+        )
+        model = replace(model, training=train_s / model.generation)
+        plan = SimulationPlan(model, (Setting("drop", order),), (bound,), STEPS, WARM_UP, 0, True)
+        found[bound] = round(batch / next(iter(plan.outcomes(plan.baseline()))).samples_per_second, 4)
+    return found

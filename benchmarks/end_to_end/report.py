@@ -79,9 +79,9 @@ def write_page(measurements: Sequence[Mapping[str, Any]] | Mapping[str, Any]) ->
     for found in [measurements] if isinstance(measurements, Mapping) else measurements:
         work = f"{found['shape']}, {found['lengths']}, cap {found['cap']}, {found['batch']} x {found['samples']} samples a step"
         what = f"{work}, {found['gpus']} GPU"
-        parts.append(
-            f"**{what}{'s' if found['gpus'] > 1 else ''}{', colocated' if found['colocate'] else ''}**\n\n{table(found)}\n\n{alone(found)}"
-        )
+        order = f", {found['order']} order" if found.get("order", "completion") != "completion" else ""
+        plural, shared = "s" if found["gpus"] > 1 else "", ", colocated" if found["colocate"] else ""
+        parts.append(f"**{what}{plural}{order}{shared}**\n\n{table(found)}\n\n{alone(found)}")
     put_table(PAGE, "end_to_end", "\n\n".join(parts))
 
 

@@ -6,7 +6,8 @@ r"""What the rollout service costs: an engine's tokens a second, driven directly
         --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json FILE
 
 One engine, in one replica. *Direct*: this process keeps ``--at-once`` requests in it. *Service*: it takes groups from a queue that never
-runs dry, with as many slots. The two take turns, ``--pairs`` times. Tokens are the engine's own count. Exit code 1 where the ratio's median
+runs dry, with as many slots. The two take turns, ``--pairs`` times. Tokens are the engine's own count. FILE is written after each pair.
+Exit code 1 where the ratio's median
 is below `GOAL`.
 """
 
@@ -46,7 +47,6 @@ def main() -> int:
     options = parser.parse_args()
     silence_logs()
     figures = asyncio.run(measure(options))
-    write(options.json, figures)
     print(
         f"direct {figures['direct_tokens_per_s']:g} tokens/s, through the service {figures['service_tokens_per_s']:g}: {figures['ratio']:g}"
     )
@@ -62,13 +62,14 @@ def flag(text: str) -> tuple[str, str]:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns all pairs, their medians, and the median of their ratios."""
+    """Returns all pairs, their medians, and the median of their ratios; writes them after each pair."""
     dtype = "float32" if options.device == "cpu" else "bfloat16"
     machine = Machine(options.device, 1, dtype, dict(options.sglang))
     lengths = LengthDistribution.parse(options.lengths, options.cap)
     vocabulary = config_of(options.shape, dtype)["vocab_size"]
     plan = EngineLoadPlan(lengths, vocabulary, options.samples, options.prompt_tokens, options.warm, options.seconds)
     pairs: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mx-") as name:
         directory = Path(name)
         await asyncio.to_thread(write_checkpoint, directory / "model", options.shape, dtype)
@@ -80,6 +81,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 ratio = round(service.tokens_per_s / direct.tokens_per_s, 4)
                 pairs.append({"direct": direct.as_json(), "service": service.as_json(), "ratio": ratio})
                 print(pairs[-1], file=sys.stderr, flush=True)
+                figures = _figures(options, machine, dtype, pairs)
+                write(options.json, figures)
+    return figures
+
+
+def _figures(options: argparse.Namespace, machine: Machine, dtype: str, pairs: list[dict[str, Any]]) -> dict[str, Any]:
     medians = {f"{kind}_tokens_per_s": statistics.median(pair[kind]["tokens_per_s"] for pair in pairs) for kind in ("direct", "service")}
     return {
         "shape": options.shape,

@@ -80,6 +80,18 @@ class EngineBench:
             await self._client.abort_all()
             await self._idle()
 
+    async def one_batch(self, requests: int) -> tuple[list[int], list[float]]:
+        """Returns the tokens of so many requests that begin together, and when each ended, in seconds from then on."""
+        loop, sampling = asyncio.get_running_loop(), self._plan.sampling()
+        began = loop.time()
+
+        async def drawn(request: GenerationRequest) -> tuple[int, float]:
+            [generation] = await self._client.generate_group([request], sampling)
+            return len(generation.tokens), loop.time() - began
+
+        found = await asyncio.gather(*(drawn(self._request()) for _ in range(requests)))
+        return [tokens for tokens, _ in found], [end for _, end in found]
+
     async def through_service(self, at_once: int) -> EngineFigures:
         """Returns the figures while the service takes groups from a queue that never runs dry; it has ``at_once`` slots."""
         feeding = asyncio.create_task(self._feed(2 * -(-at_once // self._plan.samples)))
@@ -115,11 +127,14 @@ class EngineBench:
         return drawn
 
     async def _draw(self) -> None:
-        plan, sampling = self._plan, self._plan.sampling()
+        sampling = self._plan.sampling()
         while True:
-            longest = plan.lengths.cap if plan.lengths.by_stop_tokens else int(plan.lengths.draw(self._rng, 1)[0])
-            request = GenerationRequest(self._prompt(), longest, ignore_eos=not plan.lengths.by_stop_tokens)
-            await self._client.generate_group([request], sampling)
+            await self._client.generate_group([self._request()], sampling)
+
+    def _request(self) -> GenerationRequest:
+        lengths = self._plan.lengths
+        longest = lengths.cap if lengths.by_stop_tokens else int(lengths.draw(self._rng, 1)[0])
+        return GenerationRequest(self._prompt(), longest, ignore_eos=not lengths.by_stop_tokens)
 
     async def _feed(self, ahead: int) -> None:
         """Keeps ``ahead`` groups in the queue."""

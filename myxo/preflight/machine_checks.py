@@ -142,7 +142,7 @@ def check_directories(inspection: Inspection) -> Findings:
 
 
 def check_disk(inspection: Inspection) -> Findings:
-    """Yields a disk on which not one checkpoint has room; notes one that may fill."""
+    """Yields a disk on which the checkpoints that lie there at once have no room; notes one that may fill."""
     config, root = inspection.config, inspection.config.trained
     field = "run.dir" if config.trainer.save is None else "trainer.save"
     if unwritable(root) is not None:
@@ -151,10 +151,14 @@ def check_disk(inspection: Inspection) -> Findings:
     free = shutil.disk_usage(nearest_existing(root)).free + sum(_size_of(root / name) for name in removed)
     size = inspection.model_size
     checkpoint, most = (0, 0) if size is None else (checkpoint_bytes(config, size), disk_bytes(config, size))
-    if free < max(checkpoint, LEAST_DISK):
+    count = checkpoints_at_once(config)
+    if free < max(count * checkpoint, LEAST_DISK):
         needed = f"a run needs {_shown(LEAST_DISK)} at least"
-        if checkpoint > LEAST_DISK:
+        if count * checkpoint > LEAST_DISK:
             needed = f"a checkpoint of this model takes {_shown(checkpoint)}"
+            if count > 1:
+                kept = f"keep_checkpoints = {config.trainer.keep_checkpoints}"
+                needed += f", and {count} lie there at once with {kept}, the one being written included"
         yield ConfigError(field, str(root), f"{_shown(free)} are free on its disk; {needed}: free some, or give another {field}")
     elif free < most:
         kept = f"keep_checkpoints = {config.trainer.keep_checkpoints} and what else is kept of this model can take {_shown(most)}"
@@ -197,6 +201,15 @@ def checkpoint_bytes(config: RunConfig, size: ModelSize) -> int:
     return size.parameters * (4 + OPTIMIZER_BYTES + (2 if config.trainer.train_dtype == "bfloat16" else 0))
 
 
+def checkpoints_at_once(config: RunConfig) -> int:
+    """Returns how many checkpoints the run has at once, at most: those that are kept, and the one being written."""
+    trainer, steps = config.trainer, config.rollout.num_rollout
+    made = config.saves_at_start + -(-steps // trainer.save_interval)  # with the last step's
+    if config.rollout.num_rollout_per_epoch is not None:
+        made += steps // config.rollout.num_rollout_per_epoch
+    return max(1, min(trainer.keep_checkpoints + 1, made))
+
+
 def disk_bytes(config: RunConfig, size: ModelSize) -> int:
     """Returns the bytes of all that the run keeps, at most: checkpoints, one of them being written, snapshots, the final weights."""
     if config.debug.debug_rollout_only:
@@ -205,7 +218,9 @@ def disk_bytes(config: RunConfig, size: ModelSize) -> int:
     here = config.weights.update_weight_disk_dir is None
     taken = config.weights.update_weight_transport == "disk" or config.weights.snapshot_interval > 0
     snapshots = config.weights.keep_snapshots + 1 if here and taken else 0
-    checkpoints = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config, size)
+    if config.weights.update_weight_transport != "disk" and config.weights.snapshot_interval > 0:
+        snapshots = min(snapshots, 1 + config.rollout.num_rollout // config.weights.snapshot_interval)
+    checkpoints = checkpoints_at_once(config) * checkpoint_bytes(config, size)
     exports = config.rollout.num_rollout // config.trainer.save_interval + 1 if config.trainer.save_hf is not None else 0
     return checkpoints + (snapshots + exports + config.trainer.save_final_hf) * weights
 

@@ -8,6 +8,8 @@ lacks: hill climbing on the throughput, and the multiplicative decrease of conge
 
 from dataclasses import dataclass
 
+from services.rollout.slot_queue import lot
+
 START = 256
 """The slots that an engine begins with, at least."""
 
@@ -79,7 +81,7 @@ class SlotLimit:
             self._lower(int(BACK_OFF * load.running), CALM_READINGS)
         elif self._queued >= QUEUED_READINGS and load.running:
             self._lower(load.running + load.running // SPARE + 1, 0)
-        elif held >= self.slots and not load.queued and not self._calm and load.kv_usage < FULL:
+        elif held > self.slots - lot(self.slots) and not load.queued and not self._calm and load.kv_usage < FULL:
             self._climb(tokens, now)
         else:
             self._readings = 0

@@ -1,8 +1,10 @@
 """Decides which sample goes to the engine next, and how many groups may be taken. Pure: no clock and no I/O.
 
-A replica has slots, one for each request that may be in the engine at once. The samples of its groups take them one by one, those of the
-group that was taken first before all others, and a slot that one leaves is filled at once. A group in hand *claims* a slot for each of its
-samples that has not ended; groups are taken while there are more slots than claims, so at most one group waits to be begun.
+A replica has slots, one for each request that may be in the engine at once. The samples of its groups take them in order, those of the
+group that was taken first before all others. Slots that were left are filled a *lot* at a time: whatever begins has its prompt prefilled
+first, and all that run wait for it, a small model for longer than two steps of decoding. One prefill of a lot instead of one of each costs
+at most the lot's slots. A group in hand *claims* a slot for each of its samples that has not ended; groups are taken while there are more
+slots than claims, so at most one group waits to be begun.
 
 Evaluations have half of the slots at most, so that training never waits for them to end; where nothing is trained, they have all. Those
 that wait come before training: a held-out prompt is taken for a version, and would fall behind it.
@@ -14,6 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shared.bus.subjects import EVAL, TRAIN
+
+LOTS = 32
+"""The share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills."""
+
+
+def lot(slots: int) -> int:
+    """Returns how many of so many slots are filled together."""
+    return max(1, slots // LOTS)
 
 
 @dataclass(eq=False)
@@ -56,6 +66,7 @@ class SlotQueue:
         self._claims: dict[str, set[GroupClaim]] = {TRAIN: set(), EVAL: set()}
         self._waiting: dict[str, list[SlotWaiter]] = {TRAIN: [], EVAL: []}
         self._places = itertools.count()
+        self._filling = True  # slots are given as they are asked for, since not all have been held
 
     # --- groups
 
@@ -106,10 +117,13 @@ class SlotQueue:
         self.grant()
 
     def grant(self) -> None:
-        """Gives free slots to those that wait."""
-        while sum(self.held.values()) < self.limit and (waiter := self._next()) is not None:
+        """Gives free slots to those that wait: once all were held, not before a lot of them is free."""
+        free = self.limit - sum(self.held.values())
+        self._filling = free > 0 and (self._filling or free >= lot(self.limit))
+        while self._filling and (waiter := self._next()) is not None:
             waiter.granted = True
             self.held[waiter.claim.task_class] += 1
+            self._filling = sum(self.held.values()) < self.limit
             waiter.wake()
 
     def _next(self) -> SlotWaiter | None:

@@ -230,7 +230,8 @@ class Trainer(RoleWorker):
         if self._reference is not None:
             self._reference.save_first()
         self._progress.sft_done = True
-        self._save()
+        if self._config.saves_at_start:
+            self._save()
 
     def _load_frozen_policies(self) -> None:
         if self._reference is not None:

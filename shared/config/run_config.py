@@ -273,6 +273,11 @@ class RunConfig(Section):
         return int(self.has_agents or self.ingest.ingest_groups != "off")
 
     @property
+    def saves_at_start(self) -> bool:
+        """Returns whether the trainer writes a checkpoint before the first step."""
+        return self.trainer.save_at_start or self.sft.sft_data is not None
+
+    @property
     def trained(self) -> Path:
         """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name

@@ -171,6 +171,12 @@ class TrainerSection(Section):
         **MUTABLE,
     )
     save_interval: int = Field(default=20, gt=0, description="steps between checkpoints", **MUTABLE)
+    save_at_start: bool = Field(
+        default=True,
+        description="write a checkpoint before the first step; without it a trainer that ends before the next one begins anew from "
+        "hf_checkpoint, and saves time and disk of a large model. After a warm start there is always one",
+        **MUTABLE,
+    )
     async_save: bool = Field(default=True, description="write checkpoints while the next steps train", **MUTABLE)
     keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
     save_hf: Path | None = Field(

@@ -42,7 +42,9 @@ class Response:
 class ModelledEngine:
     """Runs responses in simulated time. ``work``: tokens that a response would have which had run from the beginning on.
 
-    All that run have the same speed, so a response that begins at work w ends at work w + its length, whatever happens until then.
+    All that run have the same speed, so a response that begins at work w ends at work w + its length, whatever happens until then. Where
+    beginning takes time (`WorkloadModel.prefill`), all stand still meanwhile, and tokens are drawn step by step: what ends in one step
+    ends, and is followed, together.
 
     Args:
         begins: called with each response when its first token is drawn.
@@ -50,7 +52,8 @@ class ModelledEngine:
 
     def __init__(self, model: WorkloadModel, gpus: int, begins: Callable[[Response], None]) -> None:
         self._model, self._gpus, self._begins = model, gpus, begins
-        self._room = model.concurrency * gpus
+        self._room, self._lot = model.concurrency * gpus, min(model.lot, model.concurrency) * gpus
+        self._filling, self._stall = True, 0.0
         self._waiting: deque[Response] = deque()
         self._ends: list[tuple[float, int, Response]] = []
         self._serial = count()
@@ -79,12 +82,15 @@ class ModelledEngine:
             heapq.heappop(self._ends)
         if not self._ends:
             return math.inf
-        return self._now + max(0.0, self._ends[0][0] - self.work) / self._model.rate(self.running, self._gpus)
+        left = self._ends[0][0] - self.work
+        return self._now if left <= 0 else self._now + self._stall + left / self._model.rate(self.running, self._gpus)
 
     def pass_until(self, now: float) -> None:
         """Generates until ``now``, which is not after `next_end`."""
+        still = min(self._stall, now - self._now)
+        self._stall -= still
         if self.running:
-            self.work += (now - self._now) * self._model.rate(self.running, self._gpus)
+            self.work += (now - self._now - still) * self._model.rate(self.running, self._gpus)
         self._now = now
 
     def stand_still_until(self, now: float) -> None:
@@ -114,12 +120,16 @@ class ModelledEngine:
         return response.length if response.status == "ended" else 0.0
 
     def _fill(self) -> None:
-        while self.running < self._room and self._waiting:
+        free = self._room - self.running
+        self._filling = free > 0 and (self._filling or free >= self._lot)  # as `services.rollout.slot_queue` gives slots
+        began = math.ceil(self.work) if self._model.prefill else self.work
+        while self._filling and self._waiting:
             response = self._waiting.popleft()
             if response.status == "waiting":
-                response.status, response.began = "running", self.work
-                heapq.heappush(self._ends, (self.work + response.length, next(self._serial), response))
+                response.status, response.began = "running", began
+                heapq.heappush(self._ends, (began + response.length, next(self._serial), response))
                 self.running += 1
+                self._filling, self._stall = self.running < self._room, self._model.prefill
                 self._begins(response)
 
 
@@ -150,4 +160,4 @@ def mean_makespan(model: WorkloadModel, rng: Generator) -> float:
     for first in range(0, MAKESPANS, rows):
         lengths = numpy.sort(model.batches(rng, min(rows, MAKESPANS - first)), axis=1)
         seconds += float((numpy.diff(lengths, axis=1, prepend=0.0) / rates).sum())
-    return seconds / MAKESPANS
+    return seconds / MAKESPANS + model.prefill

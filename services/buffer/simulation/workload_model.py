@@ -41,13 +41,15 @@ class WorkloadModel:
     token_rate: float = _option(50.0, "tokens per second of a response on a GPU that is not saturated")
     saturation: float = _option(36.0, "responses that saturate a GPU; more of them share its throughput")
     concurrency: int = _option(80, "responses that a GPU takes at once; more of them wait")
+    lot: int = _option(1, "places on a GPU that are filled together once all were taken, not one by one")
+    prefill: float = _option(0.0, "seconds for which all responses stand still for those that begin together")
     training: float = _option(1.0, "GPU time of training over that of generation, h/g")
     push: float = _option(0.0, "seconds that a weight push stops everything")
 
     def __post_init__(self) -> None:
-        for name in ("mean_tokens", "token_rate", "saturation", "training", "cap", "batch", "samples", "concurrency"):
+        for name in ("mean_tokens", "token_rate", "saturation", "training", "cap", "batch", "samples", "concurrency", "lot"):
             self._require(name, 0 < getattr(self, name) < math.inf, "more than 0")
-        for name in ("sigma", "push"):
+        for name in ("sigma", "push", "prefill"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0")
         self._require("correlation", 0 <= self.correlation <= 1, "between 0 and 1")
         self._require("gpus", self.gpus >= 2, "at least 2, one that generates and one that trains")

@@ -1,7 +1,7 @@
 """The surroundings of the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
 
 Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by
-`shared.schema.ledger_audit`, as in a run on a bus. The time that messages, verifiers, prefill and checkpoints take is left out.
+`shared.schema.ledger_audit`, as in a run on a bus. The time that messages, verifiers and checkpoints take is left out.
 """
 
 import math

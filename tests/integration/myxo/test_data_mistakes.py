@@ -19,6 +19,7 @@ from shared.bus.connection import Bus
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats
+from shared.runtime.errors import ConfigError
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.mistakes import Input
 from tests.integration.myxo.mistakes_of_data import GOOD, MATH, RATIONALE, Change, labels
@@ -55,7 +56,30 @@ def test_a_model_that_fits_neither_disk_nor_memory(given: Input) -> None:
     [disk], [memory] = list(machine_checks.check_disk(inspection)), list(machine_checks.check_memory(inspection))
     assert (disk.field, memory.field) == ("run.dir", "model.hf_checkpoint")
     assert "a checkpoint of this model takes 14336.0 GiB" in disk.expected
+    assert "2 lie there at once with keep_checkpoints = 2" in disk.expected
     assert "1.1e+03 billion parameters need 22528.0 GiB" in memory.expected
+
+
+def test_a_disk_has_room_for_the_checkpoints_that_lie_there_at_once(given: Input, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps of a model whose checkpoints take 14 GiB each: one before the first step, one after the last."""
+    given.sections["trainer"] = {"train_device": "cpu", "save_interval": 100}
+    given.sections["rollout"] |= {"rollout_device": "cpu", "num_rollout": 5}
+
+    def found(free: int, **trainer: object) -> list[str]:
+        given.sections["trainer"] |= trainer
+        inspection = Inspection(load(given.write()), starts=True)
+        inspection.model_size = ModelSize(1 << 30, 4 << 30)
+        usage = shutil.disk_usage(given.directory)._replace(free=free << 30)
+        monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda _: usage)
+        return [one.expected if isinstance(one, ConfigError) else "" for one in machine_checks.check_disk(inspection)]
+
+    checkpoint = machine_checks.checkpoint_bytes(load(given.write()), ModelSize(1 << 30, 4 << 30)) >> 30
+    [refused] = found(2 * checkpoint - 1)
+    assert "2 lie there at once with keep_checkpoints = 2" in refused
+    assert found(2 * checkpoint) == [""], "the final weights and snapshots may not fit"
+    assert found(2 * checkpoint - 1, save_at_start=False) == [], "the last one alone"
+    assert "3 lie there at once" in found(3 * checkpoint - 1, save_at_start=True, save_interval=1)[0]
+    assert "2 lie there at once" in found(2 * checkpoint - 1, keep_checkpoints=1)[0]
 
 
 def test_this_machine_is_not_asked_where_the_services_start_elsewhere(

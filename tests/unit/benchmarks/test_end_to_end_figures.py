@@ -1,6 +1,7 @@
 """What the end-to-end benchmark computes: lengths, the figures of a record, the limit, the simulation's prediction."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from benchmarks.end_to_end import report
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
-from benchmarks.end_to_end.prediction import predicted, rising
+from benchmarks.end_to_end.prediction import MeasuredEngine, MeasuredWorkload, decoding, predicted
 from benchmarks.end_to_end.run_record import RunRecord, summed
 from shared.schema.ledger import GroupsDropped
 from shared.schema.messages import Trained
@@ -114,8 +115,37 @@ def test_a_goal_that_is_missed_is_told() -> None:
 
 def test_the_simulation_predicts_between_the_limit_and_the_synchronous_step() -> None:
     lengths = LengthDistribution.parse("geometric:650", 2048)
-    speeds = [(64, 14_000.0), (128, 20_000.0), (120, 19_000.0), (256, 25_000.0), (512, 24_500.0)]
-    assert rising(speeds) == ((64, 14_000.0), (120, 19_000.0), (128, 20_000.0), (256, 25_000.0))
-    g = 64 * lengths.capped_mean / 25_000
-    steps = predicted(lengths, speeds, 64, 8, 0.5 * g, 0.01, 4096, [0, 2])
+    engine = MeasuredEngine((0.002, 3e-5), prefill=0.01)
+    g = 64 * lengths.capped_mean * (0.002 / 192 + 3e-5)  # of three batches that run
+    steps = predicted(lengths, engine, 64, 8, 0.5 * g, 0.01, {0: 4096, 2: 4096})
     assert g < steps[2] < steps[0]
+    assert predicted(lengths, engine, 64, 8, 0.5 * g, 0.01, {2: 24})[2] > steps[2], "with fewer slots it is slower"
+
+
+def test_the_engines_steps_and_prefills_are_told_apart() -> None:
+    lengths = LengthDistribution.parse("geometric:650", 2048)
+    drawn = lengths.draw(np.random.default_rng(0), 256)
+    model = MeasuredWorkload(distribution=lengths, decode=(0.002, 3e-5))
+    at, ends, work = 0.5, dict[int, float](), 0
+    for position, length in enumerate(sorted(drawn.tolist())):
+        at += (length - work) / model.rate(256 - position, 1)
+        ends[length], work = at, length
+    base, each = decoding(drawn.tolist(), [ends[length] for length in drawn.tolist()])
+    assert (base, each) == (pytest.approx(0.002), pytest.approx(3e-5))
+    assert decoding([5, 6], [1.0, 2.0]) == (1.0, 0.0) or sum(decoding([5, 6], [1.0, 2.0])) == pytest.approx(1.0)
+    # 256 requests, each followed by another: a prefill of 18 ms in a step's time with a probability of 1 - exp(-arrivals)
+    running, prefill, step = 256, 0.018, 0.015
+    for _ in range(99):
+        step = 0.002 + 3e-5 * running + prefill * -math.expm1(-running / lengths.capped_mean)
+    found = MeasuredEngine.of((0.002, 3e-5), [(running, running / step)], lengths.capped_mean)
+    assert found.prefill == pytest.approx(prefill, rel=0.01)
+    assert MeasuredEngine.of((0.02, 0.0), [(10, 10_000.0)], 600).prefill == 0, "faster than its steps: noise"
+
+
+def test_the_prediction_is_near_what_two_gpus_measured() -> None:
+    """0.6B, geometric:656, 32 x 8 samples on two H100, slots filled one by one: 14.0 s a step at bound 0 and 9.2 s in the mean at 2."""
+    lengths = LengthDistribution.parse("geometric:656", 2048)
+    engine = MeasuredEngine.of((0.00187, 3.5e-5), [(255.4, 16_932.8)], lengths.capped_mean)
+    assert 0.01 < engine.prefill < 0.025
+    steps = predicted(lengths, engine, 256, 8, 4.2, 0.03, {0: 256})
+    assert steps[0] == pytest.approx(14.0, rel=0.07)

@@ -1,7 +1,14 @@
 """The figures of pushes, from what both ends have noted."""
 
+import argparse
+from collections.abc import Iterator
+
+import pytest
+import torch
+
 from benchmarks.push_figures import MARKS, figures_of, page_rows, percentile, trace_table
 from benchmarks.token_stream import gaps_of
+from benchmarks.weight_push import Bench, copied
 from services.trainer.weights.push_schedule import PushResult
 
 TRAINER = {"prepare_began": 9.0, "receive_began": 10.0, "check_began": 10.03, "commit_began": 10.031, "sent": 10.02}
@@ -36,3 +43,44 @@ def test_gaps_of_the_requests_that_run_in_a_window() -> None:
 
 def test_percentiles() -> None:
     assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.75, 0.99)] == [2.0, 3.0, 4.0]
+
+
+def buckets(read: list[int]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    for number in range(4):
+        read.append(number)
+        yield [(f"{number}.{part}", torch.full([8], number, dtype=torch.float32)) for part in "ab"]  # 64 bytes
+
+
+def test_as_many_weights_are_copied_as_have_room() -> None:
+    read: list[int] = []
+    held: list[int] = []
+
+    def free() -> int:
+        return 64 * (3 - len(read)) + 64
+
+    tensors = copied(buckets(read), free)
+    assert [name for name, _ in tensors] == ["0.a", "0.b", "1.a", "1.b", "2.a", "2.b"] and read == [0, 1, 2, 3]
+    assert [name for name, _ in copied(buckets(held), lambda: 0)] == ["0.a", "0.b"], "the first at any rate"
+    assert len(copied(buckets(held), lambda: 1 << 30)) == 8
+    live = torch.zeros(2)
+    [(_, copy)] = copied([[("live", live)]], lambda: 0)
+    live.fill_(1)
+    assert copy.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory.\nand more"), SystemExit("the push failed"), OSError(28, "full")]
+)
+def test_a_part_that_fails_costs_nothing_of_what_was_measured(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    bench = Bench(argparse.Namespace(gpus=2, device="cpu", shape="4b", step=False))
+    bench.figures["seconds"] = 0.03
+
+    def failing() -> None:
+        raise error
+
+    bench._part("slime's way", failing)
+    bench._part("generating", lambda: None)
+    told = bench.figures["not_measured"]
+    assert list(told) == ["slime's way"] and told["slime's way"].startswith(type(error).__name__) and "and more" not in told["slime's way"]
+    assert bench.figures["seconds"] == 0.03

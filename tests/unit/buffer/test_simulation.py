@@ -101,6 +101,18 @@ def test_responses_share_a_gpu(saturation: float, concurrency: int, seconds: flo
     assert ModelledEngine.makespan(model, 1, [1, 2, 3]) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("lot", "seconds"), [(1, 14), (2, 16)])
+def test_all_stand_still_while_some_are_prefilled(lot: int, seconds: float) -> None:
+    """The third begins when the first ends, at 7, and prolongs the second; or, in a lot of two, when both have ended, at 9."""
+    model = WorkloadModel(gpus=2, batch=3, token_rate=1, saturation=4, concurrency=2, prefill=3, lot=lot)
+    assert ModelledEngine.makespan(model, 1, [4, 6, 4]) == seconds
+
+
+def test_what_ends_in_one_step_is_followed_by_one_prefill() -> None:
+    model = WorkloadModel(gpus=2, batch=4, token_rate=1, saturation=4, concurrency=2, prefill=3)
+    assert ModelledEngine.makespan(model, 1, [4, 4, 5, 5]) == 3 + 4 + 3 + 5
+
+
 def test_the_makespan_event_by_event_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modelled_engine, "MAKESPANS", 20)
     model = WorkloadModel(gpus=2, batch=60, saturation=20)  # 30 responses on a GPU that 20 saturate

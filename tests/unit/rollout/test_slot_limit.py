@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from services.rollout.engine.capabilities import parse_load
 from services.rollout.slot_limit import CALM_READINGS, MEASURED, MOST, QUEUED_READINGS, SETTLING, START, EngineLoad, SlotLimit
+from services.rollout.slot_queue import lot
 
 
 class Driven:
@@ -44,7 +45,8 @@ def test_slots_that_make_it_no_faster_are_given_back_and_tried_again_later() -> 
 
 def test_slots_stay_where_not_all_are_used_or_memory_is_nearly_full() -> None:
     limit = SlotLimit(None, least=8)
-    assert {limit.note(EngineLoad(START, 0, 0.2), START - 1, 1000 * now, now) for now in range(99)} == {START}
+    assert {limit.note(EngineLoad(START, 0, 0.2), START - lot(START), 1000 * now, now) for now in range(99)} == {START}
+    assert SlotLimit(None, least=8).note(EngineLoad(START, 0, 0.2), START, 0, 0.0) == START
     assert Driven(SlotLimit(None, least=8), saturating).read(99, usage=0.95) == START, "the running ones will need the rest"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.slot_queue import GroupClaim, SlotQueue, SlotWaiter
+from services.rollout.slot_queue import LOTS, GroupClaim, SlotQueue, SlotWaiter
 from shared.bus.subjects import EVAL, TRAIN
 
 
@@ -66,6 +66,35 @@ def test_evaluations_have_half_of_the_slots_and_come_first() -> None:
     assert alone.room(EVAL, 1) == 4
 
 
+def test_many_slots_that_were_left_are_filled_a_lot_at_a_time() -> None:
+    queue = SlotQueue(4 * LOTS)
+    waiters = asked(queue, queue.take(TRAIN, 6 * LOTS), 6 * LOTS)
+    running, waiting = waiters[: 4 * LOTS], waiters[4 * LOTS :]
+    assert all(waiter.granted for waiter in running)
+    for waiter in running[:3]:
+        queue.leave(waiter)
+    assert not any(waiter.granted for waiter in waiting), "three of four are no lot"
+    queue.leave(running[3])
+    assert [waiter.granted for waiter in waiting[:5]] == [True] * 4 + [False]
+    queue.leave(running[4])
+    queue.resize(4 * LOTS + 3)
+    assert [waiter.granted for waiter in waiting[4:9]] == [True] * 4 + [False], "slots that are new count like those that were left"
+
+
+def test_slots_are_given_at_once_while_nobody_has_had_to_wait() -> None:
+    queue = SlotQueue(4 * LOTS)
+    claim = queue.take(TRAIN, 4 * LOTS)
+    running = asked(queue, claim, 4 * LOTS - 1)
+    queue.leave(running[0])
+    assert queue.ask(claim, 0, nothing).granted and queue.ask(claim, 1, nothing).granted
+    queue.leave(running[1])
+    again = queue.ask(claim, 2, nothing)
+    assert not again.granted, "all were held before it"
+    for waiter in running[2:5]:
+        queue.leave(waiter)
+    assert again.granted
+
+
 def test_a_lowered_limit_grants_nothing_until_enough_have_left() -> None:
     queue = SlotQueue(3)
     waiters = asked(queue, queue.take(TRAIN, 5), 5)
@@ -118,8 +147,8 @@ class Model:
         held = self.queue.held
         assert {name: self.running(name) for name in (TRAIN, EVAL)} == held
         waiting = [one for claim, waiters in self.groups for one in waiters if not one.granted and claim.task_class == TRAIN]
-        if sum(held.values()) < self.queue.limit:
-            assert not waiting, "a slot is free and a sample waits"
+        if self.queue.limit - sum(held.values()) >= max(1, self.queue.limit // LOTS):
+            assert not waiting, "a lot of slots is free and a sample waits"
         begun = [claim.place for claim, waiters in self.groups for one in waiters if one.granted and claim.task_class == TRAIN]
         assert not waiting or not begun or max(begun) <= min(one.claim.place for one in waiting), (
             "a later group began before an earlier one"
@@ -127,14 +156,14 @@ class Model:
 
 
 steps = st.one_of(
-    st.tuples(st.just("take"), st.sampled_from([TRAIN, EVAL]), st.integers(1, 5)),
+    st.tuples(st.just("take"), st.sampled_from([TRAIN, EVAL]), st.integers(1, 5) | st.integers(LOTS // 2, LOTS)),
     st.tuples(st.just("end"), st.integers(0, 99)),
     st.tuples(st.just("cancel"), st.integers(0, 99)),
-    st.tuples(st.just("resize"), st.integers(1, 12)),
+    st.tuples(st.just("resize"), st.integers(1, 12) | st.integers(2 * LOTS, 4 * LOTS)),
 )
 
 
-@given(limit=st.integers(1, 12), trains=st.booleans(), done=st.lists(steps, max_size=60))
+@given(limit=st.integers(1, 12) | st.integers(2 * LOTS, 4 * LOTS), trains=st.booleans(), done=st.lists(steps, max_size=60))
 def test_slots_are_never_exceeded_nor_lost(limit: int, trains: bool, done: list[tuple[str, ...]]) -> None:
     model = Model(SlotQueue(limit, trains))
     calls: dict[str, Callable[..., None]] = {
