@@ -15,6 +15,7 @@ from myxo.launch import erase, exit_report
 from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
 from myxo.launch.console_process import ConsoleProcess
 from myxo.launch.disk_watch import DiskWatch, until_room
+from myxo.launch.final_weights import FinalWeights
 from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.run_servers import RunServers
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
@@ -95,6 +96,7 @@ class Launch:
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
         self._gone: dict[str, Away] = {}  # the servers that did not answer when they were last asked
         self._waits, self._frozen = WaitReport(), FrozenServices(config.bus.frozen_timeout)
+        self._final = FinalWeights(config)
         self._cut_off = 0.0  # since when the launcher's own connection is broken, seconds since the epoch
         self._browser: ConsoleProcess | None = None
         self._log = structlog.get_logger()
@@ -146,8 +148,11 @@ class Launch:
         finished = await runs.last_record(bus, run, RunFinished)
         if finished is not None and finished.steps >= config.rollout.num_rollout:
             await runs.refuse_differences(bus, config)
-            self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
-            return await self._report(bus)
+            if not (lacking := self._final.announced()):
+                self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
+                return await self._report(bus)
+            self._say(lacking)
+            specs = self._final.makers(specs)
         await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
         self._start_console()
@@ -186,7 +191,7 @@ class Launch:
         stopped: StopReason | None = None
         try:
             stopped = await self._until_end(bus, supervisor, polling, shown)
-            if stopped is not None and not stopped.bad_input:
+            if stopped is not None and not (stopped.bad_input or self._finished):
                 await self._fail(bus, stopped.reason)
             if self._finished and not self._signals:
                 await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), LEAVE_SECONDS)
@@ -196,8 +201,8 @@ class Launch:
             await cancelled([polling])
             for signum in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could interrupt
                 asyncio.get_running_loop().remove_signal_handler(signum)
-        if self._finished:
-            return await self._report(bus)
+        if self._finished and stopped is None:
+            return self._final.verdict(await self._report(bus))
         await self._show_troubles(bus)
         if stopped is not None:
             return self._give_up(stopped)
@@ -216,18 +221,20 @@ class Launch:
             if disk.text or held_back or not bus.connection.is_connected:
                 self._away = now
             supervisor.note_ready(self._statuses)
-            if not self._ended and (reason := supervisor.tick(now, view.steps, hold=bool(disk.text))) is not None:
+            owed = self._finished and self._final.owed(supervisor, now)
+            done = self._ended and not owed
+            if not done and (reason := supervisor.tick(now, view.steps, hold=bool(disk.text), finished=owed)) is not None:
                 shown.show(view.stopped(reason.reason), now)
                 return reason
             if polling.done():
                 polling.result()
-            if now >= show_at or self._ended:
+            if now >= show_at or done:
                 show_at = now + SHOW_SECONDS
                 instances, servers = supervisor.statuses(now), self._restarts()
                 wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
                 view = look(self._config, self._statuses, instances, servers, view, self._began, disk.text, wait)
-                shown.show(view.finished() if self._finished else view.stopped(self._failure), now)
-            if self._ended:
+                shown.show(view.finished(owed) if self._finished else view.stopped(self._failure), now)
+            if done:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
@@ -247,7 +254,8 @@ class Launch:
             gone[NATS] = Away(self._cut_off, "the connection broke, and is being restored")
         silent = self._frozen.silent(self._config.bus.registry_ttl * STALE_SHARE, [item.instance for item in instances])
         statuses = [status for status in self._statuses if status.instance not in silent]
-        return RunSituation.of(self._config, statuses, instances, away=gone, silent=silent, disk=disk, failure=self._failure)
+        known = {"away": gone, "silent": silent, "disk": disk, "failure": self._failure, "owed": self._final.wait}
+        return RunSituation.of(self._config, statuses, instances, **known)
 
     async def _poll(self, bus: Bus, supervisor: Supervisor) -> None:
         """Reads the registry and the run's phase, tells of restarts and waits, and notes when bus or store do not answer. Runs until

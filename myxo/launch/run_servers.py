@@ -76,7 +76,7 @@ class RunServers:
         sync_interval: seconds between two syncs of the embedded NATS. frozen_timeout: seconds without an answer after which an embedded
             server is killed and started again; 0: never.
 
-    ``guest_urls``: those of NATS and the store for that account; of given servers their own.
+    ``guest_urls``: those of NATS and the store for that account; of given servers their own. URLs are final once `start` has returned.
     """
 
     def __init__(
@@ -98,18 +98,25 @@ class RunServers:
         self._probes: list[threading.Thread] = []
         self.troubled = float("-inf")
         """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
-        nats_url, redis_url = given.nats_url, given.redis_url
-        self.nats_url, guest_nats = (nats_url, nats_url) if nats_url else self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
-        self.redis_url, guest_redis = (
-            (redis_url, redis_url)
-            if redis_url
-            else self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
-        )
-        self.guest_urls = guest_nats, guest_redis
+        self._nats = given.nats_url or self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
+        self._valkey = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
 
-    def _managed(self, server: EmbeddedNats | EmbeddedValkey) -> tuple[str, str]:
+    def _managed(self, server: EmbeddedServer) -> EmbeddedServer:
         self.managed.append(ManagedServer(server, BackOff(at_once=True), time.monotonic()))
-        return server.url, server.guest_url
+        return server
+
+    @property
+    def nats_url(self) -> str:
+        return self._nats if isinstance(self._nats, str) else self._nats.url
+
+    @property
+    def redis_url(self) -> str:
+        return self._valkey if isinstance(self._valkey, str) else self._valkey.url
+
+    @property
+    def guest_urls(self) -> tuple[str, str]:
+        nats, valkey = (server if isinstance(server, str) else server.guest_url for server in (self._nats, self._valkey))
+        return nats, valkey
 
     def start(self) -> None:
         """Starts the embedded ones. Raises MyxoError with the reason of the first that does not start."""

@@ -1,14 +1,18 @@
 """The plan of the service processes of a run on its first machine, which is its only one unless trainer or engines have several."""
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.config.run_config import RunConfig
 from shared.runtime import devices, http_address
-from shared.runtime.embedded_servers import free_port
+from shared.runtime.embedded_servers import hold_port
 from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
+
+_HELD: list[socket.socket] = []
+"""Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives."""
 
 SERVICE_MODULES = {
     "buffer": "services.buffer",
@@ -73,7 +77,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
                 environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
             if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
                 # each of its lives listens there: clients that repeat a request know no other address
-                environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, free_port()))
+                _HELD.append(held := hold_port())
+                environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, held.getsockname()[1]))
             module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
             specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
     if config.rollout.agent_service:

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from myxo.launch.restart_policy import MOST_SAME, BackOff, SameDeaths, from_outside
-from myxo.launch.service_plan import ServiceSpec
+from myxo.launch.service_plan import TRAINERS, ServiceSpec
 from shared.live.live_services import InstanceStatus
 from shared.live.service_failures import RESTARTED
 from shared.runtime import exit_codes, failure_summary
@@ -70,6 +70,11 @@ class SupervisedService:
     killed_for: str = ""
     same: SameDeaths = field(default_factory=SameDeaths)
 
+    @property
+    def left(self) -> bool:
+        """Returns whether it is a trainer that has ended in order."""
+        return self.spec.service in TRAINERS and self.child.exit_code() == 0
+
     def status(self, now: float) -> InstanceStatus:
         """Returns the launcher's view of it at ``now``, monotonic seconds."""
         ready, lived = self.ready and self.due is None, now - self.child.started_s
@@ -105,13 +110,16 @@ class Supervisor:
         for service in self._services:
             self._log.info("service_started", started=service.spec.instance, pid=service.child.pid)
 
-    def tick(self, now: float, steps: int = 0, hold: bool = False) -> StopReason | None:
+    def tick(self, now: float, steps: int = 0, hold: bool = False, finished: bool = False) -> StopReason | None:
         """Checks all services once. Returns the reason where the run has to stop.
 
         Args:
-            steps: training steps finished until now. hold: start none again now.
+            steps: training steps finished until now. hold: start none again now. finished: a trainer that ends in order has nothing more to
+                do, and is not started again.
         """
         for service in self._services:
+            if finished and service.left:
+                continue
             if service.due is None:
                 code = service.child.exit_code()
                 if code is None:
@@ -139,6 +147,10 @@ class Supervisor:
     def running(self, kind: str | None = None) -> bool:
         """Returns whether any process (of that kind of service) still runs."""
         return any(service.child.running() for service in self._services if kind in (None, service.spec.service))
+
+    def trainers_left(self) -> bool:
+        """Returns whether every trainer has ended in order."""
+        return all(service.left for service in self._services if service.spec.service in TRAINERS)
 
     def terminate(self, kind: str | None = None) -> None:
         """Asks every service (of that kind) to stop; none is started again unless `tick` is called."""

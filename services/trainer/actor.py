@@ -254,13 +254,17 @@ class Actor:
         """
         return self._gather_plan.buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
 
-    def save_hf(self, directory: str | Path) -> None:
-        """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all."""
-        export.save_hf(self._gather_plan, self.hf_dir, Path(directory))
+    def save_hf(self, directory: str | Path, steps: int | None = None) -> None:
+        """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all.
 
-    def start_export(self, directory: str | Path) -> JointWrite:
+        Args:
+            steps: those that the policy was trained, which the checkpoint then tells.
+        """
+        export.save_hf(self._gather_plan, self.hf_dir, Path(directory), steps=steps)
+
+    def start_export(self, directory: str | Path, steps: int | None = None) -> JointWrite:
         """Begins `save_hf`: copies each rank's share of the weights to its host memory, to be written while training goes on."""
-        return export.start_export(self._gather_plan, self.hf_dir, Path(directory))
+        return export.start_export(self._gather_plan, self.hf_dir, Path(directory), steps=steps)
 
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True

@@ -39,6 +39,7 @@ from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
 from shared.config.run_config import RunConfig
+from shared.model.final_exports import hf_directory, holds_policy
 from shared.schema.attestation import attest
 from shared.schema.messages import Attestation, Batch, Trained
 from shared.store.payload_store import BlockingStore
@@ -79,6 +80,7 @@ class Trainer(RoleWorker):
         """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
         self._resume()
         self._exporter.make_up(self._progress.steps)
+        self._make_up_final_hf()
         self._report_durable()
         if not self._progress.sft_done:
             self._warm_start()
@@ -273,7 +275,20 @@ class Trainer(RoleWorker):
         """Saves a checkpoint, the final one with the policy in Hugging Face's format."""
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:
-            self._actor.save_hf(self._config.trained / "hf")
+            self._save_final_hf()
+
+    def _make_up_final_hf(self) -> None:
+        """Writes what a predecessor died before that had saved the last checkpoint; the run's end is reported after it. A collective."""
+        path, steps = hf_directory(self._config), self._progress.steps
+        due = self._progress.sft_done and self._config.trainer.save_final_hf and steps == self._config.rollout.num_rollout
+        if due and not runtime.gather_json(holds_policy(path, steps))[0]:
+            self._save_final_hf()
+
+    def _save_final_hf(self) -> None:
+        path = hf_directory(self._config)
+        self._tell_doing(f"writing the final weights to {path}")
+        self._actor.save_hf(path, self._progress.steps)
+        self._log_start("final_weights_written")
 
     def _save_if_due(self) -> None:
         super()._save_if_due()

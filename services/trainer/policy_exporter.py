@@ -14,8 +14,8 @@ from services.trainer.actor import Actor, SaveFailed
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
 from services.trainer.megatron.joint_write import JointWrite
-from shared.config.debug_section import STEP
 from shared.config.run_config import RunConfig
+from shared.model.final_exports import export_directory, holds_policy
 from shared.schema.versions import is_periodic
 
 
@@ -39,7 +39,7 @@ class PolicyExporter:
         self.finish()
         self._path, self._started = path, time.monotonic()
         try:
-            self._writing = self._actor.start_export(path)
+            self._writing = self._actor.start_export(path, steps)
         except (OSError, runtime.PeerFailed) as error:  # on all ranks: they prepare the directory together
             self._tell(error)
         if not self._config.trainer.async_save:
@@ -49,7 +49,7 @@ class PolicyExporter:
         """Exports the policy that a checkpoint holds where a predecessor died before its export was complete. A collective."""
         path, rollout = self._target(steps), self._config.rollout
         due = is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout
-        if path is not None and due and not runtime.gather_json(path.is_dir())[0]:
+        if path is not None and due and not runtime.gather_json(holds_policy(path, steps))[0]:
             self.begin(steps)
 
     def finish(self) -> None:
@@ -69,9 +69,9 @@ class PolicyExporter:
             self._control.tell("policy_not_exported", f"{self._path}: {error}")
 
     def _target(self, steps: int) -> Path | None:
-        """Returns where the policy after ``steps`` steps goes: its rollout id, as slime counts, is that of the last one."""
+        """Returns where the policy after ``steps`` steps goes; None where it is not exported."""
         trainer, rollout = self._config.trainer, self._config.rollout
         template, interval = trainer.save_hf, trainer.save_hf_interval
         if interval is not None and steps % interval and steps != rollout.num_rollout:
             return None
-        return None if template is None or steps == 0 else Path(str(template).replace(STEP, str(steps - 1)))
+        return None if template is None or steps == 0 else export_directory(template, steps)

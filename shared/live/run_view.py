@@ -143,9 +143,9 @@ class RunView:
         """Returns the view of the run that was given up for ``reason``, if there is one."""
         return replace(self, troubles=replace(self.troubles, stopped=reason))
 
-    def finished(self) -> "RunView":
-        """Returns the view of the finished run; what services tell may be seconds behind."""
-        return replace(self, steps=self.of, waiting_for=None, stalled=False)
+    def finished(self, owed: bool = False) -> "RunView":
+        """Returns the view of the finished run; what services tell may be seconds behind. ``owed``: it still waits for its weights."""
+        return replace(self, steps=self.of, waiting_for=self.waiting_for if owed else None, stalled=owed and self.stalled)
 
     @property
     def replicas_ready(self) -> tuple[int, int]:

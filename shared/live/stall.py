@@ -35,6 +35,7 @@ class Cause(Enum):
     STARTING = "services start"
     ABSENT = "a kind of service is missing"
     LOADING = "a service gets ready"
+    FINAL_WEIGHTS = "the final weights are written"
     ROOM = "there is no room"
     WEIGHTS = "no weights are served"
     ENVIRONMENT = "an environment is away"
@@ -57,6 +58,15 @@ class Away:
     since: float
     why: str
     next_action: str = ""
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What a finished run still waits for, since when (seconds since the epoch), and what happens if it does not come."""
+
+    what: str
+    since: float
+    next_action: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ class RunSituation:
     ``statuses``: of live services, those of environments aside; ``environments``: theirs. ``instances``: the launcher's own processes,
     empty elsewhere. ``away``: server → since when, and why. ``silent``: instance → since when its heartbeat is missing. ``errors``:
     instance → the error that its last life ended with. ``disk``: what to say of a full one. ``failure``: why the run has failed.
-    ``told``: the wait as the launcher tells it, who knows more than others do.
+    ``told``: the wait as the launcher tells it, who knows more than others do. ``owed``: what is still missing of a finished run.
     """
 
     config: RunConfig
@@ -116,6 +126,7 @@ class RunSituation:
     disk: str = ""
     failure: str = ""
     told: Stall | None = None
+    owed: Owed | None = None
 
     @classmethod
     def of(

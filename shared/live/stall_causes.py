@@ -59,6 +59,15 @@ def _failed(now: RunSituation) -> Stall | None:
     return Stall(Cause.FAILED, f"nothing any more: the run has failed{named(reason)}") if reason else None
 
 
+def _owed(now: RunSituation) -> Stall | None:
+    """A finished run needs its trainer alone."""
+    if now.owed is None:
+        return None
+    down = next((item for item in now.instances if item.service == "trainer" and item.due_in is not None), None)
+    who = "" if down is None else f" from {down.instance}, which ended with {down.last_error or cause(down.last_code)}"
+    return Stall(Cause.FINAL_WEIGHTS, now.owed.what + who, now.owed.since, now.owed.next_action)
+
+
 # --- services that are not there
 
 
@@ -265,6 +274,7 @@ IN_ORDER: Sequence[Look] = (
     _servers,
     _told,
     _failed,
+    _owed,
     _down,
     _silent,
     _nodes,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shared.accounts.permissions import Rights
 from shared.accounts.render import nats_user, redis_user
-from shared.runtime.child_process import ChildProcess
+from shared.runtime.child_process import ChildProcess, ProcessEnded
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.host_memory import host_memory
 
@@ -34,6 +34,16 @@ PORTS = 12_000
 """The number of ports that `free_port` draws from."""
 
 
+PORT_DRAWS = 5
+"""How many ports a server tries at its first start, each taken by somebody else between its draw and that."""
+
+LAST_LINES = 5
+"""Lines of a server's log that tell why it has ended."""
+
+PORT_TAKEN = "address already in use"
+"""What a server's log says then."""
+
+
 class ServerMissing(MyxoError):
     """The server's binary is not installed."""
 
@@ -44,15 +54,24 @@ def free_port() -> int:
     The caller may listen on it only a minute later, as engines do. So it lies below the ports that the kernel gives to outgoing
     connections, by default from 32768 on, one of which might take it meanwhile.
     """
-    begin = _first_ephemeral_port()
-    for _ in range(100):
-        port = begin - 1 - secrets.randbelow(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with hold_port() as held:
+        return int(held.getsockname()[1])
+
+
+def hold_port() -> socket.socket:
+    """Returns a socket that is bound to a port as `free_port` draws it, and does not listen.
+
+    Until it is closed nobody else draws the port; a server that sets SO_REUSEADDR, as ours do, can listen there all the same: socket(7).
+    """
+    begin, tries = _first_ephemeral_port(), 100
+    held = socket.socket()
+    for port in (*(begin - 1 - secrets.randbelow(PORTS) for _ in range(tries)), 0):
+        with contextlib.suppress(OSError):
+            held.bind(("127.0.0.1", port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only now: two that have it could hold the same port
+            return held
+    held.close()
+    raise MyxoError(f"none of {tries} ports on 127.0.0.1 can be listened at: too many are in use")
 
 
 def _first_ephemeral_port() -> int:
@@ -68,12 +87,13 @@ class EmbeddedServer(ABC):
     """A server process with its files in ``directory``, which is made if absent: data, config and the server's log.
 
     Attributes:
-        url: where clients connect, credentials included.
+        url: where clients connect, credentials included; guest_url: those of a further account, which is this one where there is none.
         address: of its socket. question, answer: what it is sent, and says once it takes connections and has loaded its data.
     """
 
     name: str
     url: str
+    guest_url: str
     address: tuple[str, int] | str
     question = b""
     answer: bytes
@@ -129,7 +149,7 @@ def sync_words(seconds: float) -> str:
 
 
 class EmbeddedNats(EmbeddedServer):
-    """nats-server with JetStream on file.
+    """nats-server with JetStream on file. Its address is final once it has been started.
 
     Args:
         guest: an account beside the one that may do all, with these rights alone; it connects by ``guest_url``. sync_interval: seconds
@@ -142,15 +162,34 @@ class EmbeddedNats(EmbeddedServer):
     def __init__(self, directory: Path, guest: Rights | None = None, sync_interval: float = 1.0) -> None:
         super().__init__(directory)
         self._sync = sync_words(sync_interval)
-        self.port = free_port()
-        self.address = ("127.0.0.1", self.port)
-        self._password = secrets.token_urlsafe(24)
-        self.url = self.guest_url = f"nats://myxo:{self._password}@127.0.0.1:{self.port}"
-        self._users: list[dict[str, object]] = [{"user": "myxo", "password": self._password}]
+        self._own = self._guest = f"myxo:{secrets.token_urlsafe(24)}"
+        self._users: list[dict[str, object]] = [{"user": "myxo", "password": self._own.partition(":")[2]}]
         if guest is not None:
             password = secrets.token_urlsafe(24)
             self._users.append(nats_user(guest, password))
-            self.guest_url = f"nats://{guest.user}:{password}@127.0.0.1:{self.port}"
+            self._guest = f"{guest.user}:{password}"
+        self._known = False  # it has run once: clients know its address
+        self._draw_port()
+
+    def start(self, deadline: float = START_SECONDS) -> None:
+        """Starts it as any server; until it has run once it draws another port where somebody else has taken its own: see `url` then."""
+        for left in reversed(range(PORT_DRAWS)):
+            try:
+                super().start(deadline)
+            except ProcessEnded:
+                assert self.process is not None  # it has ended
+                if self._known or not left or not any(PORT_TAKEN in line for line in self.process.last_lines(LAST_LINES)):
+                    raise
+                self._draw_port()
+            else:
+                self._known = True
+                return
+
+    def _draw_port(self) -> None:
+        self._held = hold_port()  # for as long as this lives: it may be started again minutes later
+        self.port = int(self._held.getsockname()[1])
+        self.address = ("127.0.0.1", self.port)
+        self.url, self.guest_url = (f"nats://{account}@127.0.0.1:{self.port}" for account in (self._own, self._guest))
 
     def _command(self) -> list[str]:
         config = self.directory / "nats.conf"

@@ -7,6 +7,7 @@ connections are taken and hear nothing.
 import asyncio
 import contextlib
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,16 +40,24 @@ class LinkProxy:
         self._address, self._server = address, server
         self.state = LinkState(set())
         self._listening: asyncio.Server | None = None
+        self._held: socket.socket | None = None
         self._changed = asyncio.Event()
 
     async def open(self) -> None:
-        """Listens."""
+        """Listens, and keeps others from the server's port, which it is told of long before it listens there."""
+        if isinstance(self._server, tuple):
+            self._held = socket.socket()
+            with contextlib.suppress(OSError):  # connections of its last life may be on their way out
+                self._held.bind(self._server)
+                self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if isinstance(self._address, str):
             self._listening = await asyncio.start_unix_server(self._connected, self._address)
         else:
             self._listening = await asyncio.start_server(self._connected, *self._address)
 
     def close(self) -> None:
+        if self._held is not None:
+            self._held.close()
         if self._listening is not None:
             self._listening.close()
 

@@ -76,7 +76,7 @@ class ReceiverClient:
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks
-        self._waking: asyncio.Future[Any] | None = None  # of the last command that was done
+        self._waking: asyncio.Future[None] | None = None  # of the last command that was done
         self._asked_wakes = 0
         self._wakes: set[asyncio.Future[None]] = set()  # on their way to the schedulers, or there
         self._spare: list[_Connection] = []  # open ahead: a rank takes milliseconds for a new connection while its scheduler computes
@@ -128,17 +128,19 @@ class ReceiverClient:
             deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler run its next command, once the
                 command is queued at all of them. begin: seconds for the schedulers to begin it; None: as long as for all of it.
             ready: what has to be done before ``wake``; it begins as soon as the command has been sent, and is awaited in any case.
+                `settled` in it waits for the command before this one.
 
         Raises:
             ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the command, and none has begun it.
             NotBegun: a rank has not begun it.
         """
         begin = deadline if begin is None else min(begin, deadline)
-        getting_ready = asyncio.ensure_future(_after_others(ready))
+        before, getting_ready = self._waking, asyncio.ensure_future(_after_others(ready))
 
         async def woken() -> None:
-            await asyncio.shield(getting_ready)
-            await asyncio.shield(self._wake(wake))  # what is on its way cannot be taken back
+            await asyncio.shield(getting_ready)  # in which `settled` may be awaited: this command's wake is not to be seen there
+            self._waking = on_its_way = self._wake(wake)
+            await asyncio.shield(on_its_way)  # it cannot be taken back
 
         try:
             # each answers that it is queued
@@ -146,9 +148,11 @@ class ReceiverClient:
             async with self._asked(fields, begin, ahead=True) as (connections, _):
                 ranks = [asyncio.create_task(connection.done()) for connection in connections]
                 beginning = asyncio.create_task(self._begun(connections, begin))
-                self._waking = waking = asyncio.ensure_future(woken())
+                waking = asyncio.ensure_future(woken())
                 return await self._outcome(ranks, beginning, waking, deadline + ANSWER_MARGIN)
         except BaseException as error:
+            if self._waking is not before:  # it was waited for, as long as a failed command waits for anything
+                self._waking = None
             called_off = LATE_SECONDS if isinstance(error, DeadlineExceeded) else ABORT_SECONDS
             with contextlib.suppress(MyxoError):
                 await asyncio.shield(self.abort(called_off))
@@ -161,7 +165,7 @@ class ReceiverClient:
         """Returns once the schedulers have been woken for the last command. Raises the error of that."""
         waking, self._waking = self._waking, None
         if waking is not None:
-            await waking
+            await asyncio.shield(waking)
 
     def _wake(self, wake: Callable[[], Awaitable[object]]) -> asyncio.Future[None]:
         """Begins to wake the schedulers. It goes on whatever becomes of the command, and is known until it has ended."""

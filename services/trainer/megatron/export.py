@@ -23,6 +23,7 @@ from services.trainer.megatron.joint_write import JointWrite
 from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, peft_config
 from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
 from services.trainer.megatron.writer_election import HeldPart, elect
+from shared.model.final_exports import MARK
 from shared.model.hf_checkpoint import INDEX
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 
@@ -41,7 +42,7 @@ class HfFile:
     units: Sequence[GatherUnit]
 
 
-def save_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES) -> None:
+def save_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES, steps: int | None = None) -> None:
     """Writes a Hugging Face checkpoint directory. A collective of all ranks, each of which writes files.
 
     ``target`` appears complete or not at all, and replaces an older one. For a model with adapters it holds the merged weights and, in
@@ -49,22 +50,26 @@ def save_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE
 
     Args:
         source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied.
-        file_bytes: the most bytes of a file, unless a single parameter is larger.
+        file_bytes: the most bytes of a file, unless a single parameter is larger. steps: those that the weights were trained, for its mark
+            (`shared.model.final_exports`); None: it has none.
 
     Raises:
         SaveFailed: it could not be written, on whichever rank.
     """
-    start_export(plan, source, target, file_bytes, copied=False).finish()
+    start_export(plan, source, target, file_bytes, copied=False, steps=steps).finish()
 
 
-def start_export(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES, copied: bool = True) -> JointWrite:
+def start_export(
+    plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES, copied: bool = True, steps: int | None = None
+) -> JointWrite:
     """Begins what `save_hf` does. A collective of all ranks.
 
     Args:
         copied: whether each rank copies its share to host memory, so that training may go on while it is written. Else it is written here.
+        steps: as for `save_hf`.
     """
     places = find_places(target.parent)
-    rank, parts = dist.get_rank(), HfParts(plan, source, target)
+    rank, parts = dist.get_rank(), HfParts(plan, source, target, steps)
     with together(f"the preparation of {target}"):
         if rank == 0:
             scratch(target)
@@ -108,8 +113,8 @@ def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:
 class HfParts:
     """One rank's files of a checkpoint directory that is written beside its ``target``."""
 
-    def __init__(self, plan: GatherPlan, source: Path, target: Path) -> None:
-        self._plan, self._source, self.target = plan, source, target
+    def __init__(self, plan: GatherPlan, source: Path, target: Path, steps: int | None = None) -> None:
+        self._plan, self._source, self.target, self._steps = plan, source, target, steps
         self.partial = target.with_name(f".{target.name}.partial")
         self.adapters: Bucket | None = None
         self._files: list[tuple[str, Bucket]] = []
@@ -161,6 +166,8 @@ class HfParts:
             write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         copy_beside_weights(self._source, draft)
         write_config(draft, str(dtype).removeprefix("torch."))
+        if self._steps is not None:
+            write_json(draft / MARK, {"steps": self._steps})
         fsync_tree(draft)
         publish(draft, self.target)
 
@@ -190,7 +197,7 @@ def copy_beside_weights(source: Path, target: Path) -> None:
     """Copies the files of a Hugging Face checkpoint beside its weights: config, tokenizer, license."""
     for path in source.iterdir():
         copied = path.suffix not in _NOT_COPIED and not path.name.endswith(".index.json")
-        if path.is_file() and copied and not path.name.startswith("."):
+        if path.is_file() and copied and path.name != MARK and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
 
 

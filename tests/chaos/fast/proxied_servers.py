@@ -13,6 +13,7 @@ def proxied(addresses: ProxiedAddresses) -> tuple[type[EmbeddedNats], type[Embed
     class ProxiedNats(EmbeddedNats):
         def __init__(self, directory: Path, *arguments: Any, **named: Any) -> None:
             super().__init__(directory, *arguments, **named)
+            self._known = True  # the proxy knows it
             clients = f":{addresses.nats_port}"
             self.url, self.guest_url = (url.replace(f":{self.port}", clients) for url in (self.url, self.guest_url))
             self.port = addresses.own_nats_port

@@ -1,7 +1,8 @@
 """The trainer with its optimizer step scripted: loop, pushes, checkpoints, snapshots, reports are production's, on Megatron's tiny model.
 
 A step sets every parameter to what `scripted_weights` says follows from its own tokens and the weights before. Its files in the run's
-directory tell whoever disturbs it where it is: ``phase`` holds "save" while a checkpoint is being written.
+directory tell whoever disturbs it where it is: ``phase`` holds "save" while a checkpoint is being written; an export whose name stands in
+``held`` makes ``writing-NAME``, and is not written on while that is so.
 """
 
 import itertools
@@ -18,6 +19,8 @@ from torch import Tensor
 from services.trainer import rank, role_worker
 from services.trainer.__main__ import prepare_environment
 from services.trainer.actor import Actor, StepResult
+from services.trainer.megatron import export
+from services.trainer.megatron.export import HfParts
 from services.trainer.megatron.hf_weights import parameters
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.packing import PackedBatch
@@ -29,6 +32,9 @@ from tests.chaos.fast.scripted_weights import first_state, next_state, number_of
 STEP_SECONDS = float(os.environ.get("MYXO_CHAOS_STEP_SECONDS", "0.05"))
 LOG_PROB = -1.0
 """Of every token, by the engine's account and by the trainer's."""
+
+ROOT = "MYXO_CHAOS_ROOT"
+"""The variable that names the run's directory."""
 
 STATE = "scripted_state"
 """The name under which a checkpoint holds the state that its weights follow from."""
@@ -94,6 +100,21 @@ class ScriptedActor(Actor):
         return extra
 
 
+class HeldParts(HfParts):
+    """An export that waits while its name stands in ``held``."""
+
+    def write(self) -> dict[str, str]:
+        root = Path(os.environ[ROOT])
+        while self.target.name in _lines(root / "held"):
+            (root / f"writing-{self.target.name}").touch()
+            time.sleep(0.02)
+        return super().write()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.is_file() else []
+
+
 def trained_digests(batches: Sequence[PackedBatch]) -> list[int]:
     """Returns the digests of the sequences that have a trained token."""
     found = []
@@ -110,6 +131,8 @@ def main() -> None:
     config, _ = rank.read_run()
     prepare_environment(config)
     role_worker.Actor = ScriptedActor  # type: ignore[misc]
+    os.environ[ROOT] = str(config.run.root)
+    export.HfParts = HeldParts  # type: ignore[misc]
     rank.main("actor")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.config.store_section import StoreSection
-from shared.runtime.embedded_servers import EmbeddedServer
+from shared.runtime.embedded_servers import EmbeddedServer, hold_port
 from tests.integration.myxo.command import wait_for
 from tests.support.small_disk import small_disk
 from tests.support.waiting import until
@@ -48,6 +49,37 @@ def test_given_servers_are_not_run_here(tmp_path: Path) -> None:
     assert restarts(servers) == {}
     assert list(tmp_path.iterdir()) == []
     servers.stop()
+
+
+async def test_a_port_that_is_taken_before_its_server_starts_is_drawn_anew(tmp_path: Path) -> None:
+    servers = RunServers(RunDirectory(tmp_path), GivenServers(None, None), StoreSection())
+    [address] = [managed.server.address for managed in servers.managed if managed.server.name == "nats-server"]
+    before, listeners = servers.nats_url, [socket.create_server(address)]
+    try:
+        servers.start()
+        assert servers.nats_url != before and servers.guest_urls[0] == servers.nats_url
+        assert restarts(servers) == {"nats-server": 0, "valkey-server": 0}, "it is no death of the server's"
+        after = servers.nats_url
+        bus = await Bus.connect(after, "test")
+        await bus.close()
+        crash(servers, "nats-server")
+        [address] = [managed.server.address for managed in servers.managed if managed.server.name == "nats-server"]
+        listeners.append(socket.create_server(address))
+        servers.tick(time.monotonic())
+        assert (servers.nats_url, servers.managed[0].due is None) == (after, False), "its clients know no other address"
+    finally:
+        servers.stop()
+        for listener in listeners:
+            listener.close()
+
+
+def test_a_port_that_is_held_is_drawn_by_nobody_else_and_can_be_listened_at() -> None:
+    with hold_port() as held, socket.socket() as other:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use"):
+            other.bind(("127.0.0.1", port))  # as `free_port` asks
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+            assert server.accept()
 
 
 async def test_a_killed_nats_server_is_back_with_its_streams(servers: RunServers) -> None:

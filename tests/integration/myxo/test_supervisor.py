@@ -111,6 +111,18 @@ def test_a_server_of_the_users_comes_back_and_takes_its_children_with_it(supervi
     wait_for("the end of all children", lambda: not any(map(alive, children)))
 
 
+def test_of_a_finished_run_a_trainer_that_dies_comes_back_until_it_leaves(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
+    died = f"path = pathlib.Path({str(tmp_path / 'died')!r})"
+    once = f"import os, pathlib\n{died}\nif path.exists(): raise SystemExit(0)\npath.touch()\nos.kill(os.getpid(), 9)"
+    supervisor = supervise(spec(once), spec(SLEEP, "buffer-0"))
+    assert not supervisor.trainers_left()
+    wait_for("its second life's end", lambda: supervisor.tick(time.monotonic(), finished=True) or supervisor.trainers_left())
+    for _ in range(3):
+        assert supervisor.tick(time.monotonic() + 100, finished=True) is None
+    assert restarts(supervisor) == {"trainer-0": 1, "buffer-0": 0}
+    wait_for("a third", lambda: supervisor.tick(time.monotonic() + 100) or restarts(supervisor)["trainer-0"] == 2)  # of one that is not
+
+
 ANOTHER_ERROR = "import random; raise SystemExit(''.join(random.choices('ghijklmnop', k=12)))"
 """A service that dies of something else each time."""
 

@@ -247,6 +247,43 @@ async def test_a_wake_that_has_come_and_is_not_answered_yet_is_not_waited_for(di
     session.close()
 
 
+async def test_getting_ready_waits_for_the_command_before_and_not_for_its_own(directory: Path) -> None:
+    """An engine whose push has failed closes it while the next push's command is queued already: neither may wait for the other."""
+    session = CommandSession(directory, Receiver(Model(0), 0, "cpu"))
+    session.open()
+    receivers, answered = ReceiverClient(directory, 1), asyncio.Event()
+    command = {"verb": "receive", "version": 1, "push": 1, "channels": ["x"]}
+
+    async def wake() -> None:
+        assert await asyncio.to_thread(session.work)
+
+    async def settle_once_queued() -> None:
+        while not session._queue:
+            await asyncio.sleep(0.01)
+        for _ in range(3):  # by then the client has read that it is
+            await receivers.ask({"verb": "state"}, SECONDS)
+        await receivers.settled()
+
+    for _ in range(2):
+        with pytest.raises(ReceiverError, match="this engine has joined none"):
+            await receivers.have_done(command, SECONDS, wake, ready=settle_once_queued)
+
+    session.receiver.prepare = session.receiver.finish = lambda *_, **__: {}  # type: ignore[method-assign, assignment, return-value]
+
+    async def wake_unanswered() -> None:
+        await wake()
+        await answered.wait()
+
+    await receivers.have_done(command, SECONDS, wake_unanswered)
+    following = asyncio.create_task(receivers.have_done(command, SECONDS, wake, ready=settle_once_queued))
+    done, _ = await asyncio.wait([following], timeout=0.2)
+    assert not done, "the wake of the command before is still on its way"
+    answered.set()
+    assert (await following)[0]["ok"]
+    await receivers.close()
+    session.close()
+
+
 async def wake_nobody() -> None:
     """What an engine whose scheduler hangs does when it is asked to load."""
 

@@ -10,7 +10,7 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.live.heartbeats import Heartbeats
 from shared.live.live_services import InstanceStatus
-from shared.live.stall import Away, Cause, RunSituation, Stall, StallWatch, telling, told_by
+from shared.live.stall import Away, Cause, Owed, RunSituation, Stall, StallWatch, telling, told_by
 from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import Doing, ServiceStatus
 from tests.support.run_config import run_config
@@ -98,6 +98,18 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             {"errors": {"rollout-0": "the engine died"}},
             Cause.LOADING,
             ["engine of rollout-0 starting, after the engine died, for 40s", "given up after 600 s"],
+        ),
+        (
+            [],  # of a finished run, whose trainer alone is needed
+            {"owed": Owed("the final weights in /runs/a/hf", NOW - 20, "given up 660 s after the trainer's start"), "instances": []},
+            Cause.FINAL_WEIGHTS,
+            ["the final weights in /runs/a/hf, for 20s", "given up 660 s after"],
+        ),
+        (
+            [],
+            {"owed": Owed("the final weights in /hf", NOW - 20, ""), "instances": [process("trainer", due_in=1.0, error="signal 9")]},
+            Cause.FINAL_WEIGHTS,
+            ["the final weights in /hf from trainer-0, which ended with signal 9, for 20s"],
         ),
         (trainer(state="loading the checkpoint"), {}, Cause.LOADING, ["trainer-0 loading the checkpoint, for 40s"]),
         (

@@ -1,0 +1,47 @@
+"""A run's final policy in Hugging Face's format: where its config asks for it, and whether it lies there."""
+
+import json
+from pathlib import Path
+
+from shared.config.debug_section import STEP
+from shared.config.run_config import RunConfig
+
+MARK = "trained.json"
+"""The file of an exported checkpoint that tells after how many steps it is: a run that goes on exports to the same place once more."""
+
+
+def hf_directory(config: RunConfig) -> Path:
+    """Returns where `save_final_hf` writes."""
+    return config.trained / "hf"
+
+
+def final_exports(config: RunConfig) -> list[Path]:
+    """Returns the directories that the policy after the last step is written to."""
+    trainer, steps = config.trainer, config.rollout.num_rollout
+    if config.debug.debug_rollout_only:
+        return []
+    found = [hf_directory(config)] if trainer.save_final_hf else []
+    if trainer.save_hf is not None and steps:
+        found.append(export_directory(trainer.save_hf, steps))
+    return found
+
+
+def missing_exports(config: RunConfig) -> list[Path]:
+    """Returns those of `final_exports` that are not there, or of an earlier step."""
+    return [path for path in final_exports(config) if not holds_policy(path, config.rollout.num_rollout)]
+
+
+def export_directory(template: Path, steps: int) -> Path:
+    """Returns where `save_hf` puts the policy after ``steps`` steps: its rollout id, as slime counts, is that of the last one."""
+    return Path(str(template).replace(STEP, str(steps - 1)))
+
+
+def holds_policy(directory: Path, steps: int) -> bool:
+    """Returns whether the policy after ``steps`` steps lies there, whole as it always appears. One without a mark, of an earlier release,
+    is taken for it."""
+    try:
+        return bool(json.loads((directory / MARK).read_text())["steps"] == steps)
+    except FileNotFoundError:
+        return directory.is_dir()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
