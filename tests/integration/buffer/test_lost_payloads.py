@@ -1,6 +1,7 @@
 """Groups whose samples the store has lost, wherever they are by then: the real buffer has them generated anew."""
 
 import time
+from typing import Any
 
 from shared.runtime.errors import INFRASTRUCTURE
 from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, GroupDead, GroupRequeued
@@ -44,7 +45,7 @@ async def test_a_group_that_was_lost_before_it_was_scored_is_no_dead_one(served:
     lost, there = [(lease, await player.generate(lease.message)) for lease in await player.all_tasks(2)]
     await player.store.free(lost[1].payload.keys)
     for lease, scored in (lost, there):
-        facts = {"group": scored.group, "attempt": 0, "payload": scored.payload, "fault": INFRASTRUCTURE}
+        facts: dict[str, Any] = {"group": scored.group, "attempt": 0, "payload": scored.payload, "fault": INFRASTRUCTURE}
         await player.say(Failed(reason="no blob", by="reward-0", **facts))
         await lease.ack()
 
