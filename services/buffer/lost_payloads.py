@@ -8,7 +8,7 @@ from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import INFRASTRUCTURE
 from shared.schema import ledger
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord
-from shared.schema.messages import Failed, GroupOutcome
+from shared.schema.messages import Failed, Outcome
 
 MOST_LOST = 3
 """Losses of one group after which it is not generated again, where somebody gives it up."""
@@ -27,7 +27,7 @@ def of_batched(state: BufferState, group: GroupState, now: float) -> list[Ledger
     return [_anew(group, now)]
 
 
-def of_failed(state: BufferState, message: GroupOutcome, now: float) -> list[LedgerRecord]:
+def of_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRecord]:
     """Has a group generated anew that was given up before it was scored. None where it ends as any that failed."""
     group = state.groups.get(message.group)
     if group is None or group.scored is not None or group.attempt != message.attempt or group.lost >= MOST_LOST:
@@ -35,7 +35,7 @@ def of_failed(state: BufferState, message: GroupOutcome, now: float) -> list[Led
     return [_anew(group, now)]
 
 
-def suspected(message: GroupOutcome) -> list[str]:
+def suspected(message: Outcome) -> list[str]:
     """Returns the payload keys of a group that was given up perhaps because the store has lost them."""
     if not isinstance(message, Failed) or message.fault != INFRASTRUCTURE or message.payload is None:
         return []
