@@ -13,6 +13,7 @@ from myxo.run.run_access import reach
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.data.rollout_files import DIRECTORY, trained_groups
 from shared.live.text import by_fault, figure_table, json_text
 from shared.runtime import exit_codes
 from shared.schema.ledger import LedgerRecord
@@ -37,18 +38,25 @@ async def audit(run: str, directory: Path, console: Console, as_json: bool) -> i
         async for _, record in stream_replay.read(access.bus, Subjects(access.run).ledger_stream, LedgerRecord):
             checker.see(record)
         report = checker.report()
+        unread = without_responses(access.config, access.directory.root, report)
         if as_json:
             plain = {JSON_NAMES.get(name, name): value for name, value in vars(report).items() if name != "staleness"}
-            console.file.write(json_text({"run": access.run, "ok": report.ok, **plain}) + "\n")
+            console.file.write(json_text({"run": access.run, "ok": report.ok, "without_responses": unread, **plain}) + "\n")
         else:
-            console.print(table(access.run, access.config, report))
+            console.print(table(access.run, access.config, report, unread))
             for violation in report.violations:
                 console.print(Text(f"violation: {violation}", style="bold red"), soft_wrap=True)
     return exit_codes.DONE if report.ok else exit_codes.FAILED
 
 
-def table(run: str, config: RunConfig, report: AuditReport) -> Table:
-    """Returns what was checked, in a few lines."""
+def without_responses(config: RunConfig, root: Path, report: AuditReport) -> int | None:
+    """Returns how many trained groups have no responses in a run's directory; None where not all are kept there, or it cannot be told."""
+    kept = trained_groups(root / DIRECTORY) if config.monitoring.keep_rollouts >= 1 else None
+    return None if kept is None else max(0, report.trained - kept)
+
+
+def table(run: str, config: RunConfig, report: AuditReport, unread: int | None) -> Table:
+    """Returns what was checked, in a few lines. ``unread``: as `without_responses` returns it."""
     ends = [
         f"{report.trained} trained",
         *_reasons("dropped", report.dropped),
@@ -68,8 +76,12 @@ def table(run: str, config: RunConfig, report: AuditReport) -> Table:
     }
     if report.repairs:
         figures["repaired"] = f"{report.repairs} times, by `myxo repair`"
+    if unread is not None:
+        figures["responses"] = f"{report.trained - unread} of {report.trained} trained groups are in {DIRECTORY}/"
     rows = figure_table(figures.items(), f"Audit of run {run}")
     verdict = Text("ok", style="green") if report.ok else Text(f"{len(report.violations)} violations", style="bold red")
+    if report.ok and unread:
+        verdict = Text(f"the ledger is ok; {unread} trained groups have no responses in {DIRECTORY}/", style="yellow")
     rows.add_row(Text("verdict", style="dim"), verdict)
     return rows
 

@@ -7,16 +7,18 @@ one is active: it holds the lease (`shared.bus.leader_lease`). The others stand 
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import amendment, awaited, data_fingerprints, ended_groups, evaluation_report, policy
+from services.buffer import amendment, awaited, data_fingerprints, ended_groups, evaluation_report, lost_payloads, policy
 from services.buffer.awaited import EndsSinceBatch
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.buffer_gauges import QueueGauges, show_groups
+from services.buffer.ended_groups import EndedGroup
 from services.buffer.evaluation_logger import EvaluationLogger
 from services.buffer.group_spans import GroupSpans
 from services.buffer.ledger_writer import LedgerWriter
@@ -25,6 +27,7 @@ from services.buffer.prompt_supply import PromptSupply, open_prompts
 from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
+from services.buffer.store_presence import has_lost
 from services.buffer.store_room import StoreRoom
 from services.buffer.task_publisher import TaskPublisher
 from services.buffer.trial import BadRecord
@@ -70,6 +73,9 @@ HAND_OVER_SECONDS = 1.5
 DRAIN_SECONDS = 1.5
 """The time that it then goes on keeping the responses of groups that have ended."""
 
+RECENT_RECORDS = 256
+"""The latest records of the ledger whose groups a buffer that takes over keeps, where its predecessor had not come to it."""
+
 Request = TypeVar("Request", bound=Message)
 
 
@@ -108,7 +114,8 @@ class Buffer:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._to_free: asyncio.Queue[list[str]] = asyncio.Queue()
-        self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait)
+        self._keeper = RolloutKeeper(service, prompts, self._to_free.put_nowait, partial(self._decide, list))
+        self._recent: deque[list[EndedGroup]] = deque(maxlen=RECENT_RECORDS)
         self._eval_log = EvaluationLogger(service, self._keeper.release, partial(self._decide, list))
         self._broken: asyncio.Queue[Exception] = asyncio.Queue()
 
@@ -172,8 +179,8 @@ class Buffer:
         self._state, released = await self._ledger.recover()
         state = self._state
         await self._check_data(begun=state.admitted > 0)
-        self._keeper.take(ended_groups.trained_not_durable(state, time.time()))
-        self._keeper.release(released)
+        self._keeper.take(ended_groups.perhaps_not_kept(state, self._recent, time.time()))
+        self._keeper.release(reversed(released))  # what was let go last is likeliest to be there
         evaluation_report.show_evaluations(self._service, state.evaluated.values())
         self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
         self._tasks.outstanding(state, self._limits)
@@ -225,12 +232,16 @@ class Buffer:
                 raise BadRecord(f"no decision: {type(error).__name__}: {error}") from error
             await self._record(decided)
             while records := [
-                *policy.close(self._state, self._limits, time.time(), logging=bool(self._eval_log.open)),
+                *policy.close(self._state, self._limits, time.time(), logging=bool(self._eval_log.open) or self._end_waits()),
                 *(policy.admit(self._state, self._limits, time.time()) if self._admits() else []),
             ]:
                 await self._record(records)
         async with self._changed:
             self._changed.notify_all()
+
+    def _end_waits(self) -> bool:
+        """Returns whether the run's steps are durable, and responses are still to be kept."""
+        return self._state.durable_steps >= self._limits.rollout.num_rollout > self._state.finished_steps and self._keeper.delays_end
 
     def _admits(self) -> bool:
         """Returns whether groups may be let in: not into a run that has failed, nor while the store or a stream is full."""
@@ -256,6 +267,8 @@ class Buffer:
 
     def _followed(self, state: BufferState, record: LedgerRecord) -> None:
         """Takes note of a record that another buffer has written, and ``state`` before it; its spans are the other's."""
+        if self._ledger.behind <= RECENT_RECORDS:
+            self._recent.append(ended_groups.ended(state, record))
         self._prompts.follow(state, record)
         self._trace(record, export=False)
 
@@ -372,7 +385,7 @@ class Buffer:
         """Has groups generated anew whose payload the store has lost since they were scored."""
         owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
         for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
-            await self._decide(partial(policy.lost_payload, self._state, name, time.time()))
+            await self._decide(partial(lost_payloads.of_ready, self._state, name, time.time()))
 
     async def _on_trained(self, report: Trained) -> Message:
         step, version, started, ended, attestation = report.step, report.version, report.started, report.ended, report.attestation
@@ -380,7 +393,10 @@ class Buffer:
         return Accepted()
 
     async def _on_refused(self, refusal: BatchRefused) -> Message:
-        await self._decide(lambda: amendment.refused(self._state, refusal, time.time()))
+        group = self._state.groups.get(refusal.group)
+        keys = group.scored.keys if group is not None and group.scored is not None and group.step == refusal.step else ()
+        lost = await has_lost(self._service, keys)
+        await self._decide(lambda: amendment.refused(self._state, refusal, time.time(), lost))
         return Accepted()
 
     async def _on_durable(self, report: Durable) -> Message:
@@ -410,7 +426,8 @@ class Buffer:
         """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""
         queues = QueueGauges(self._service)
         while True:
-            if await self._failure.look() or await self._room.look() or policy.is_late(self._state, self._limits, time.time()):
+            late = policy.is_late(self._state, self._limits, time.time()) or self._keeper.is_late
+            if await self._failure.look() or await self._room.look() or late:
                 await self._decide(lambda: [])
             show_groups(self._service.metrics, self._state)
             self._prompts.gauge(self._service.metrics)

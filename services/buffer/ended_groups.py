@@ -5,7 +5,7 @@ checkpoint, and at the records that drop a group, give it up, or score a held-ou
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -63,6 +63,12 @@ def trained_not_durable(state: BufferState, now: float) -> list[EndedGroup]:
     """Returns the groups of trained steps whose payload the store still has: a killed buffer may not have kept them yet."""
     batches = (batch for step, batch in state.batches.items() if step < state.trained_steps)
     return [group for batch in batches for group in _trained(batch, now, again=True)]
+
+
+def perhaps_not_kept(state: BufferState, recent: Iterable[Iterable[EndedGroup]], now: float) -> list[EndedGroup]:
+    """Returns what a buffer that takes over is to keep, unless its predecessor did: `trained_not_durable`, and ``recent`` ends."""
+    groups = [*(group for groups in recent for group in groups), *trained_not_durable(state, now)]
+    return list({(group.record.group, group.record.attempt): replace(group, again=True) for group in groups}.values())
 
 
 def chosen(groups: Iterable[EndedGroup], share: float) -> list[EndedGroup]:

@@ -44,7 +44,10 @@ class GroupSpans:
                     yield from self._scored(group, record.at)
             case ledger.GroupRequeued():
                 self._requeued(record)
-            case ledger.BatchFormed(step=step, groups=names) | ledger.BatchAmended(step=step, added=names):
+            case ledger.BatchFormed(step=step, groups=names):
+                yield from self._batched(step, names, record.at)
+            case ledger.BatchAmended(step=step, removed=removed, added=names):
+                self._batches[step] = [name for name in self._batches.get(step, []) if name not in removed]
                 yield from self._batched(step, names, record.at)
             case ledger.BatchTrained():
                 yield from self._trained(record)

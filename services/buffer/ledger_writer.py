@@ -38,6 +38,8 @@ class LedgerWriter:
         self._releases: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
         self.last = 0
         """The sequence of the last record that was read or appended."""
+        self.behind = 0
+        """How many records are still to be read, the present one among them, while the ledger is read."""
 
     async def follow(self) -> None:
         """Reads the records that were added to the ledger since the last time."""
@@ -45,6 +47,7 @@ class LedgerWriter:
         if newest <= self.last:
             return
         async for sequence, record in stream_replay.read(self._bus, self._stream, LedgerRecord, after=self.last):
+            self.behind = newest - sequence + 1
             self._read(self._state, record)
             self._trial.follow(record)
             self.last = sequence

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from services.buffer import outcome_check, outcome_sources, policy
+from services.buffer import lost_payloads, outcome_check, outcome_sources, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
+from services.buffer.store_presence import has_lost
 from services.buffer.trial import BadRecord
 from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
@@ -60,11 +61,24 @@ class OutcomeConsumer:
             for lease, outcome in zip(leases, outcomes, strict=True):
                 if isinstance(outcome, Wanted) and not self._admits():
                     self._service.log.info("wanted_groups_held_back", count=outcome.count, by=outcome.by)
-                elif not isinstance(outcome, Scored):
+                elif not isinstance(outcome, Scored) and not await self._generated_anew(outcome):
                     await self.settle([outcome])
                 if late := policy.unwanted(self._state, outcome):
                     self._free(late)
                 await lease.ack()
+
+    async def _generated_anew(self, outcome: Outcome) -> bool:
+        """Has a group generated anew that was given up because the store has lost its samples. False where it is none."""
+        if not await has_lost(self._service, lost_payloads.suspected(outcome)):
+            return False
+        decided: list[LedgerRecord] = []
+
+        def decide() -> Sequence[LedgerRecord]:
+            decided.extend(lost_payloads.of_failed(self._state, outcome, time.time()))
+            return decided
+
+        await self._decide(decide)
+        return bool(decided)
 
     async def _misplaced(self, lease: MessageLease[Outcome]) -> bool:
         """Returns whether an outcome came from somebody who may not report it; it is then gone from the queue."""

@@ -81,7 +81,7 @@ class WrongVersion(MyxoError):
 
 def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRecord]:
     """Returns the record of the groups to let in now, if there are any."""
-    complete = state.formed_steps >= limits.rollout.num_rollout and not any(batch.dead for batch in state.batches.values())
+    complete = state.formed_steps >= limits.rollout.num_rollout and not any(batch.lost for batch in state.batches.values())
     if state.live_version < 0 or complete:
         return []
     room = limits.admissible_groups(state.live_version, state.trained_steps) - (state.admitted - state.dropped - state.dead)
@@ -210,12 +210,6 @@ def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
     return [key for key in message.payload.keys if key not in kept]
 
 
-def lost_payload(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
-    """Has a ready group whose samples the store has lost generated anew."""
-    group = state.ready.get(name)
-    return [_requeue(group, "payload lost", now)] if group else []
-
-
 # --- batches
 
 
@@ -266,7 +260,7 @@ def batch(state: BufferState, step: int, named: bool = False) -> Batch | None:
         named: with the named rewards of each sample.
     """
     record = state.batches.get(step)
-    if record is None or record.dead:
+    if record is None or record.lost:
         return None
     groups = [_batch_group(group, record.mask_below, named) for group in record.groups]
     parts = _reward_parts(sample for group in record.groups if group.scored is not None for sample in group.scored.parts)
@@ -321,8 +315,8 @@ def trained(
         raise WrongStep(f"step {step} was reported as trained; the next one to train is {state.trained_steps}")
     if step not in state.batches:
         raise WrongStep(f"step {step} was reported as trained; its batch was not formed yet")
-    if dead := state.batches[step].dead:
-        raise WrongStep(f"step {step} was reported as trained; its groups {', '.join(dead)} were refused, and are not replaced yet")
+    if lost := state.batches[step].lost:
+        raise WrongStep(f"step {step} was reported as trained; its groups {', '.join(lost)} were refused, and are not replaced yet")
     return [ledger.BatchTrained(step=step, version=version, started=started, ended=ended, attestation=attestation, at=now)]
 
 
@@ -355,7 +349,8 @@ def is_late(state: BufferState, limits: BufferConfig, now: float) -> bool:
 
 
 def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = False) -> list[LedgerRecord]:
-    """Ends evaluations that are complete or late, and the run once all of it is done. ``logging``: a log function is still to see one."""
+    """Ends evaluations that are complete or late, and the run once all of it is done. ``logging``: a log function is still to see one, or
+    responses are still to be kept."""
     records: list[LedgerRecord] = [
         evaluation.ended(current, state, limits, now) for current in state.evaluations.values() if evaluation.is_over(current, limits, now)
     ]

@@ -1,15 +1,15 @@
 """Keeps the responses of groups that have ended: reads their payloads before they are freed, and has them written to disk.
 
-It works behind the run: a group waits here while its payload is in the store anyway, and a little longer (`HELD_BYTES`). What cannot be
-kept (it is to be freed and too much waits, the store has lost it, the disk does not take it) is left out, counted by reason and logged;
-neither a decision nor a batch ever waits for this.
+It works behind the run: a group waits here while its payload is in the store anyway, and a little longer (`HELD_BYTES`), also while the
+store is away. What cannot be kept (it is to be freed and too much waits, the store has lost it, the disk does not take it) is left out,
+counted by reason and logged. No decision and no batch waits for this; the run's end does, for `END_SECONDS` at most.
 """
 
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -21,7 +21,7 @@ from services.buffer.rollout_writer import TOO_LARGE, RolloutNotKept, RolloutWri
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
 from shared.runtime.daemon_thread import run_in_thread
-from shared.runtime.errors import MyxoError, PayloadMissing
+from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
@@ -48,13 +48,16 @@ BATCH_BYTES, BATCH_GROUPS = 4 << 20, 64
 """Payloads that are read and written together."""
 
 READ_SECONDS = 10.0
-"""The deadline for reading them from the store."""
+"""The deadline for reading them from the store, after which it is said that this waits for the store; then they are asked for again."""
+
+END_SECONDS = 60.0
+"""The time that the run's end waits for what is still to be kept, since all else was done."""
 
 LOG_SECONDS = 30.0
 """The least time between two log lines about what is not kept."""
 
 BEHIND, LOST, STORE = "behind", "lost", "store"
-"""The reasons for not keeping a group: too many wait, the store has lost its payload, the store does not answer or refuses."""
+"""The reasons for not keeping a group: too many wait, the store has lost its payload, the store refuses."""
 
 _Payload = tuple[EndedGroup, Sequence[bytes], Prompt | None]
 
@@ -63,12 +66,15 @@ class RolloutKeeper:
     """Keeps the responses of the groups that it is given.
 
     Args:
-        free: has payload keys removed from the store.
+        free: has payload keys removed from the store. done: awaited when all is kept that the run's end has waited for.
     """
 
-    def __init__(self, service: Service, prompts: PromptSupply, free: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self, service: Service, prompts: PromptSupply, free: Callable[[list[str]], None], done: Callable[[], Awaitable[None]]
+    ) -> None:
         monitoring, self._directory = service.config.monitoring, service.config.run.root / rollout_files.DIRECTORY
         self._store, self._prompts, self._free, self._log = service.store, prompts, free, service.log
+        self._done = done
         self._share = monitoring.keep_rollouts
         self._writer = RolloutWriter(self._directory, monitoring.keep_rollouts_bytes, monitoring.keep_rollouts_tokens)
         self._waiting: asyncio.Queue[EndedGroup] = asyncio.Queue(WAITING_GROUPS)
@@ -76,7 +82,9 @@ class RolloutKeeper:
         self._awaited: dict[str, EndedGroup] = {}  # payload keys that are still to be read
         self._held: dict[str, int] = {}  # those of them that nobody else needs any more, with their bytes
         self._held_bytes = 0
-        self._logged = float("-inf")
+        self._logged = self._away_logged = float("-inf")
+        self._open = 0  # groups that were taken, and are neither kept nor skipped
+        self._end_asked: float | None = None
         self.skipped: Counter[str] = Counter()
         """Groups that are not kept, by reason."""
 
@@ -90,6 +98,7 @@ class RolloutKeeper:
             else:
                 self._awaited.update(dict.fromkeys(group.keys, group))
                 self._waiting.put_nowait(group)
+                self._open += 1
 
     def release(self, keys: Iterable[str]) -> None:
         """Has payload keys freed, now or once they were read. Where too much is held already, the group is given up."""
@@ -102,7 +111,8 @@ class RolloutKeeper:
                 self._held[key] = size = group.size // len(group.keys)
                 self._held_bytes += size
                 if self._held_bytes > HELD_BYTES:
-                    self._skip(BEHIND)
+                    if not group.again:  # else another buffer may have kept it
+                        self._skip(BEHIND)
                     now += self._let_go(group)
         if now:
             self._free(now)
@@ -127,18 +137,24 @@ class RolloutKeeper:
                 self._skip(error.reason, error)
             for _ in batch:
                 self._waiting.task_done()
-            pause = sum(group.size for group in batch) / RATE_BYTES - (time.monotonic() - started)
+            self._open -= len(batch)
+            if not self._open and self._end_asked is not None:
+                await self._done()
+            pause = sum(group.size for group, *_ in payloads) / RATE_BYTES - (time.monotonic() - started)
             if pause > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._hurry.wait(), pause)
 
     async def _read(self, group: EndedGroup) -> _Payload | None:
         """Returns a group with its payload and lets go of that; None where it cannot be read or was given up."""
-        if group.keys and group.keys[0] not in self._awaited:  # given up
-            return None
+        if group.payload is None:
+            return group, [], self._prompts.of_group(group.record.group)
         try:
-            blobs = [] if group.payload is None else await self._store.read(group.payload, deadline=READ_SECONDS)
-            return group, blobs, None if group.keys else self._prompts.of_group(group.record.group)
+            while group.keys[0] in self._awaited:  # else it was given up
+                try:
+                    return group, await self._store.read(group.payload, deadline=READ_SECONDS), None
+                except DeadlineExceeded as error:  # what the store holds is there when it is back
+                    self._say_away(error)
         except PayloadMissing as error:
             if not group.again and group.keys[0] in self._awaited:  # else it was freed once it was kept, or given up and is counted
                 self._skip(LOST, error)
@@ -148,6 +164,13 @@ class RolloutKeeper:
             if freed := self._let_go(group):
                 self._free(freed)
         return None
+
+    def _say_away(self, error: DeadlineExceeded) -> None:
+        """Says now and then that the store is away."""
+        now = time.monotonic()
+        if now - self._away_logged >= LOG_SECONDS:
+            self._away_logged = now
+            self._log.warning("rollouts_wait_for_store", waiting=self._open, error=str(error), next_action="asking for them again")
 
     def _write(self, payloads: list[_Payload]) -> list[RolloutNotKept]:
         """Writes groups; returns why some of them are not kept."""
@@ -167,6 +190,21 @@ class RolloutKeeper:
             self._logged = now
             skipped = dict(self.skipped)
             self._log.warning("rollouts_not_kept", reason=reason, error=str(error), skipped=skipped, directory=str(self._directory))
+
+    @property
+    def delays_end(self) -> bool:
+        """Returns whether a run of which all else is done is to wait until groups are kept. It hurries from the first time on."""
+        if not self._open:
+            return False
+        if self._end_asked is None:
+            self._end_asked = time.monotonic()
+            self._hurry.set()
+        return not self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """Returns whether the run's end has waited long enough."""
+        return self._end_asked is not None and time.monotonic() - self._end_asked >= END_SECONDS
 
     async def drain(self, seconds: float) -> None:
         """Returns when all that was taken is on disk, or after ``seconds``."""

@@ -81,7 +81,7 @@ class GroupState:
     """A group in flight. ``scored`` is set once it came back; ``step`` once it is in a batch.
 
     ``partial``: samples that the present attempt goes on from, but for those that hold nothing newer than ``renew_below``.
-    ``refused``: when the trainer refused it.
+    ``refused``: when the trainer refused what it holds. ``lost``: how often the store has lost that.
     """
 
     number: int
@@ -92,20 +92,21 @@ class GroupState:
     partial: Payload | None = None
     renew_below: int = 0
     refused: tuple[float, ...] = ()
+    lost: int = 0
 
 
 @dataclass(slots=True)
 class BatchRecord:
     """A batch that was formed: kept until a checkpoint beyond it is durable, so that it can be handed out again.
 
-    ``dead``: groups that it has lost since, and that nothing has replaced yet.
+    ``lost``: groups that have left it since, and that nothing has replaced yet.
     """
 
     step: int
     version: int
     groups: list[GroupState]
     mask_below: int = 0
-    dead: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -184,7 +185,9 @@ class BufferState:
 
     def _group_requeued(self, record: ledger.GroupRequeued) -> None:
         group = self.groups[record.group]
+        self._leave_batch(group)
         self._release(group, but=record.partial)
+        group.lost += record.reason == ledger.PAYLOAD_LOST
         group.attempt, group.scored, group.partial, group.renew_below = record.attempt, None, record.partial, record.renew_below
         self.ready.pop(record.group, None)
 
@@ -194,11 +197,7 @@ class BufferState:
         self.dropped += len(record.groups)
 
     def _group_dead(self, record: ledger.GroupDead) -> None:
-        if (step := self.groups[record.group].step) is not None:
-            batch = self.batches[step]
-            batch.groups = [group for group in batch.groups if group.id != record.group]
-            batch.dead.append(record.group)
-            self.trained -= step < self.trained_steps  # its training was undone with the trainer's death
+        self._leave_batch(self.groups[record.group])
         self._end(record.group)
         self.released += record.payload.keys if record.payload is not None else []
         self.dead += 1
@@ -221,7 +220,7 @@ class BufferState:
             group.step = record.step
             del self.ready[group.id]
         batch.groups = sorted(batch.groups + added, key=lambda group: group.number)
-        batch.dead = []
+        batch.lost = []
         if record.step < self.trained_steps:
             self.trained += len(added)
 
@@ -264,6 +263,16 @@ class BufferState:
 
     def _ledger_repaired(self, record: ledger.LedgerRepaired) -> None:
         """Nothing that the ledger says has changed; what it does not say any more was never folded."""
+
+    def _leave_batch(self, group: GroupState) -> None:
+        """Takes a group out of its batch, if it is in one."""
+        if group.step is None:
+            return
+        batch = self.batches[group.step]
+        batch.groups = [other for other in batch.groups if other is not group]
+        batch.lost.append(group.id)
+        self.trained -= group.step < self.trained_steps  # its training was undone with the trainer's death
+        group.step, group.refused = None, ()
 
     def _end(self, name: str) -> None:
         group = self.groups.pop(name)

@@ -194,6 +194,15 @@ def files(directory: Path) -> list[Path]:
     return sorted((path for path in directory.iterdir() if _FILE.match(path.name)), key=lambda path: int(path.stem))
 
 
+def trained_groups(directory: Path) -> int | None:
+    """Returns of how many trained groups the responses are there; None without the directory, and where its oldest files were removed."""
+    paths = files(directory)
+    if not paths or int(paths[0].stem):
+        return None
+    last = {head.group: head.status for head in RolloutReader(directory).heads()}
+    return sum(status == TRAINED for status in last.values())
+
+
 def path_of(directory: Path, index: int) -> Path:
     """Returns the path of the file with a number, from 0."""
     return directory / f"{index:06d}.jsonl"

@@ -11,6 +11,9 @@ from shared.runtime.errors import Fault
 from shared.schema.limits import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
 from shared.schema.messages import Attestation, EvalFigures, Message, Payload, ScoredGroup
 
+PAYLOAD_LOST = "payload lost"
+"""Reason of groups that are generated anew because the store holds their samples no more."""
+
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
 
@@ -86,7 +89,7 @@ class SampleRefused(LedgerRecord):
 
 
 class BatchAmended(LedgerRecord):
-    """``step`` trains ``added`` in the place of ``removed``, which have ended as dead; fewer where nothing can take their place."""
+    """``step`` trains ``added`` in the place of ``removed``, which are dead or generated anew; fewer where nothing can take their place."""
 
     step: Count
     removed: list[GroupId]

@@ -65,7 +65,7 @@ class Audit:
         self._open: dict[str, ScoredGroup | None] = {}
         self._batched: dict[int, ledger.BatchFormed] = {}
         self._refused: dict[str, int] = {}  # groups that the trainer refused, and the step
-        self._lost: dict[int, list[str]] = {}  # those of them that ended as dead, until the batch is amended
+        self._lost: dict[int, list[str]] = {}  # those of them that have left the batch, until it is amended
         self._in_batch: set[str] = set()
         self._checks: dict[type[LedgerRecord], Callable[[Any], None]] = {
             ledger.GroupsAdmitted: self._admitted,
@@ -114,8 +114,19 @@ class Audit:
                 self._open[scored.group] = scored
 
     def _requeued(self, record: ledger.GroupRequeued) -> None:
-        if self._known(record.group, "requeued"):
-            self._open[record.group] = None
+        group = record.group
+        if self._known(group, "requeued"):
+            if group in self._in_batch:
+                self._left_batch(group)
+            self._open[group] = None
+
+    def _left_batch(self, group: str) -> None:
+        """Takes a group out of its batch to be generated anew, which needs a refusal of the trainer."""
+        if (step := self._refused.pop(group, None)) is None:
+            self._violation(f"{group} was requeued while it is in a batch, and was not refused")
+            return
+        self._lost.setdefault(step, []).append(group)
+        self._in_batch.discard(group)
 
     def _formed(self, record: ledger.BatchFormed) -> None:
         step = record.step
@@ -142,13 +153,13 @@ class Audit:
         step, batch = record.step, self._batched.get(record.step)
         lost = self._lost.pop(step, [])
         if batch is None or not lost or sorted(record.removed) != sorted(lost):
-            self._violation(f"step {step} was amended by removing {record.removed}; of its groups {lost} were dead")
+            self._violation(f"step {step} was amended by removing {record.removed}; of its groups {lost} had left it")
         if batch is None:
             return
         if len(record.added) > len(record.removed):
             self._violation(f"step {step} was amended by {len(record.added)} groups for {len(record.removed)}")
         self._take(batch, record.added)
-        batch.groups = sorted({*batch.groups, *record.added} - {*record.removed}, key=lambda group: (len(group), group))  # by number
+        batch.groups = sorted(({*batch.groups} - {*record.removed}) | {*record.added}, key=lambda group: (len(group), group))  # by number
         self._report.amended += len(record.removed)
         if step < self._report.steps:
             self._trained_groups(step, record.added)

@@ -84,8 +84,13 @@ class LedgerCheck:
                 self._scores[scored["group"]] = scored
 
     def _GroupRequeued(self, record: Record) -> None:
-        if self._is_open(record["group"], "requeued"):
-            self._scores.pop(record["group"], None)
+        group = record["group"]
+        if self._is_open(group, "requeued"):
+            self._scores.pop(group, None)
+            if (step := self._batched.pop(group, None)) is not None:
+                if group not in self._refused or record["reason"] != "payload lost":
+                    self._problem(f"{group} left the batch of step {step}: {record['reason']}")
+                self._batches[step]["groups"].remove(group)
 
     def _BatchFormed(self, record: Record) -> None:
         step = record["step"]

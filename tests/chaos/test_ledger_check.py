@@ -102,6 +102,22 @@ def test_a_group_that_the_trainer_refuses_leaves_its_batch():
         assert findings.state == next_state(next_state(first_state(), [1]), [7])
 
 
+def test_a_group_that_the_store_has_lost_is_generated_anew_for_its_batch():
+    records, kind = good(), {"kind": "GroupRequeued", "group": "g00000001", "attempt": 1, "partial": None}
+    lost = [
+        {"kind": "SampleRefused", "step": 1, "group": "g00000001", "sample": 0, "reason": "no"},
+        {**kind, "reason": "payload lost"},
+        {"kind": "GroupsScored", "groups": [scored("g00000001", oldest=1, digest=7)]},
+        {"kind": "BatchAmended", "step": 1, "removed": ["g00000001"], "added": ["g00000001"]},
+    ]
+    findings = found([*records[:7], *lost, *records[7:]])
+    assert findings.problems == [] and findings.ends["g00000001"] == "trained"
+    assert findings.state == next_state(next_state(first_state(), [1]), [7])
+    for wrong in (lost[1:], [lost[0], {**kind, "reason": "stale"}, *lost[2:]]):
+        problems = found([*records[:7], *wrong, *records[7:]]).problems
+        assert any("g00000001 left the batch of step 1" in problem for problem in problems), problems
+
+
 def test_a_message_that_is_missing_in_the_stream_is_found():
     assert "the stream goes from message 4 to 6" in found(good(), [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]).problems[0]
 

@@ -1,15 +1,21 @@
 """The real buffer keeps the responses of groups that have ended before it frees them, and goes on where it cannot."""
 
+import os
+import signal
 from pathlib import Path
 
+from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from shared.bus import runs
 from shared.bus.registry import Registry
 from shared.bus.subjects import EVAL, TRAIN
 from shared.data.rollout_files import DIRECTORY, RolloutReader, RolloutRecord
-from shared.schema.messages import Failed
+from shared.schema.messages import Accepted, Failed, Trained
+from shared.schema.sample import decode
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
+from tests.support.attesting import attested
 from tests.support.run_config import PROMPTS
 from tests.support.waiting import until
 
@@ -106,6 +112,32 @@ async def test_a_restarted_buffer_keeps_what_was_trained_and_writes_nothing_twic
         await player.durable(2)
         await keeps(player, 4)
         await empty_store_but(player, 4)
+    finally:
+        second.__exit__()
+
+
+async def test_what_a_buffer_had_not_read_when_it_died_its_successor_keeps_also_what_was_let_go(launched: Launched) -> None:
+    """The store does not answer meanwhile; the groups are durable by then."""
+    player, first = await launched()
+    await player.live(0)
+    batch = await player.batch(0, working=True)
+    samples = {group.group: decode(await player.store.read(group.payload)) for group in batch.groups}
+    async with Redis.from_url(await runs.store_url(player.bus, player.config.run.name)) as client:
+        pid = (await client.info("server"))["process_id"]
+    report = Trained(step=0, version=1, started=0.0, ended=1.0, metrics={}, attestation=attested(batch, samples))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await player.bus.request(player.names.trained, report, Accepted, deadline=60, awaited_from="the buffer")
+        await player.durable(1)
+        first.kill()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert kept(player) == {}
+    second = player.launch()
+    try:
+        await player.ready(second)
+        assert sorted(await keeps(player, 2)) == sorted(samples)
+        await empty_store_but(player, 2)
     finally:
         second.__exit__()
 

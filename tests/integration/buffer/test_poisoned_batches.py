@@ -15,7 +15,17 @@ from redis.asyncio import Redis
 from services.buffer.amendment import MOST_REFUSALS
 from shared.bus import runs
 from shared.schema import sample
-from shared.schema.ledger import BatchAmended, BatchFormed, BatchTrained, GroupDead, LedgerRecord, SampleRefused, group_id
+from shared.schema.ledger import (
+    PAYLOAD_LOST,
+    BatchAmended,
+    BatchFormed,
+    BatchTrained,
+    GroupDead,
+    GroupRequeued,
+    LedgerRecord,
+    SampleRefused,
+    group_id,
+)
 from shared.schema.sample import Sample
 from tests.integration.buffer.conftest import Launched
 from tests.integration.buffer.player import Player
@@ -98,7 +108,10 @@ def of_kind(records: list[LedgerRecord], kind: type[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extra), 2])
 async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(ranks: int, launched: Launched, tmp_path: Path) -> None:
-    """Every kind of poison in one batch, beside two good groups. The trainer lives once, and trains a whole batch."""
+    """Every kind of poison in one batch, beside two good groups. The trainer lives once, and trains a whole batch.
+
+    What the store has lost is generated anew.
+    """
     groups, bad = len(POISON) + 4, len(POISON) + 2
     rollout = {"num_rollout": 1, "rollout_batch_size": groups, "n_samples_per_prompt": 2}
     player, _ = await launched(rollout=rollout, trainer={**TRAINER, "actor_num_gpus_per_node": ranks})
@@ -114,17 +127,19 @@ async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(rank
             await ended(trainer)
     records = await player.records()
     refusals = Counter(record.group for record in of_kind(records, SampleRefused))
-    assert refusals == dict.fromkeys(names[:bad], MOST_REFUSALS)
+    assert refusals == dict.fromkeys(names[:bad], MOST_REFUSALS) | {gone: 1}
+    [again] = of_kind(records, GroupRequeued)
+    assert (again.group, again.attempt, again.reason) == (gone, 1, PAYLOAD_LOST)
     reasons = {record.group: record.reason for record in of_kind(records, GroupDead)}
     for name, (kind, (_, words)) in zip(names, POISON.items(), strict=False):
         assert reasons[name].startswith(f"trainer: sample {name}/") and words in reasons[name], (kind, reasons[name])
-    assert "the store holds no blob" in reasons[gone] and "it was overwritten or damaged" in reasons[changed]
+    assert "it was overwritten or damaged" in reasons[changed] and gone not in reasons
     removed = [name for record in of_kind(records, BatchAmended) for name in record.removed]
     added = [name for record in of_kind(records, BatchAmended) for name in record.added]
-    assert sorted(removed) == names[:bad] and len(added) == bad and not set(added) & set(names)
+    assert sorted(removed) == names[:bad] and len(added) == bad and set(added) & set(names) <= {gone}
     report = await player.audit()
     assert report.violations == []
-    assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, bad, bad)
+    assert (report.steps, report.trained, report.amended, report.dead.total()) == (1, groups, bad, bad - 1)
 
 
 def marked(last: int, most: int | None = None) -> Poison:

@@ -18,6 +18,7 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.data.rollout_files import DIRECTORY, RolloutRecord, path_of
 from shared.runtime.embedded_servers import EmbeddedNats
 from shared.schema.attestation import attest_scored
 from shared.schema.ledger import (
@@ -174,6 +175,22 @@ def test_the_audit_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunCo
     code, out, _ = myxo.run("audit", "test", "--dir", config.run.dir, "--json")
     report = json.loads(out)
     assert (code, report["ok"], report["violations"], report["steps"], report["trained"]) == (0, True, [], 2, 4)
+
+
+def test_the_audit_tells_of_trained_groups_that_have_no_responses_on_disk(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:
+    config = stopped_run(records())
+    directory = config.run.root / DIRECTORY
+    directory.mkdir()
+    lines = [RolloutRecord(group=group_id(number), attempt=0, status="trained", at=1.0).line() for number in (0, 1, 1, 2)]
+    lines.append(RolloutRecord(group=group_id(9), attempt=0, status="dropped", at=1.0).line())
+    path_of(directory, 0).write_bytes(b"".join(lines))
+    code, out, _ = myxo.run("audit", config.run.root)
+    assert (code, "3 of 4 trained groups are in rollouts/" in out) == (0, True)
+    assert "the ledger is ok; 1 trained groups have no responses" in out
+    path_of(directory, 1).write_bytes(RolloutRecord(group=group_id(3), attempt=0, status="trained", at=1.0).line())
+    assert json.loads(myxo.run("audit", config.run.root, "--json")[1])["without_responses"] == 0
+    path_of(directory, 0).unlink()  # as the bound on the directory has it
+    assert json.loads(myxo.run("audit", config.run.root, "--json")[1])["without_responses"] is None
 
 
 def test_the_trace_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunConfig], tmp_path: Path) -> None:

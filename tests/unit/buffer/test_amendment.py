@@ -6,7 +6,9 @@ import pytest
 
 from services.buffer import amendment, policy
 from services.buffer.amendment import MOST_REFUSALS
-from shared.schema.ledger import BatchAmended, GroupDead, LedgerRecord, SampleRefused
+from services.buffer.lost_payloads import MOST_LOST
+from shared.runtime.errors import INFRASTRUCTURE
+from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, GroupDead, GroupRequeued, LedgerRecord, SampleRefused
 from shared.schema.messages import BatchRefused
 from tests.support.buffer_config import buffer_config
 from tests.unit.buffer.world import World, replay
@@ -31,11 +33,11 @@ def come_back(world: World, count: int) -> None:
     del world.jobs[:count]
 
 
-def refusals(world: World, group: str, count: int, step: int = 0, first: float = 0.0) -> list[LedgerRecord]:
+def refusals(world: World, group: str, count: int, step: int = 0, first: float = 0.0, lost: bool = False) -> list[LedgerRecord]:
     records: list[LedgerRecord] = []
     for index in range(count):
         message = BatchRefused(step=step, group=group, sample=0, reason="token 9 is outside the vocabulary", at=first + index)
-        made = amendment.refused(world.state, message, 5.0)
+        made = amendment.refused(world.state, message, 5.0, lost)
         world.decide(made)
         records += made
     return records
@@ -121,6 +123,51 @@ def test_with_a_critic_nothing_is_replaced() -> None:
     world.ask()
     batch = policy.batch(world.state, 0)
     assert batch is not None and [group.group for group in batch.groups] == ["g00000001"]
+
+
+def test_a_group_that_the_store_has_lost_is_generated_anew_for_the_same_step() -> None:
+    """All of a batch, and no other group is admitted: the step waits for those very groups."""
+    world = ready_world(steps=1, max_staleness=0)
+    for name in ("g00000000", "g00000001"):
+        refused, again = refusals(world, name, MOST_REFUSALS, lost=True)
+        assert isinstance(refused, SampleRefused) and isinstance(again, GroupRequeued)
+        assert (again.attempt, again.reason, again.partial) == (1, PAYLOAD_LOST, None)
+    assert policy.batch(world.state, 0) is None and world.state.dead == 0
+    world.check_replay()
+    come_back(world, 1)
+    assert amendment.amended(world.state, world.limits, 0, 0.0) == []
+    come_back(world, 1)
+    world.ask()
+    batch = policy.batch(world.state, 0)
+    assert batch is not None and [group.payload.keys for group in batch.groups] == [["g00000000:1"], ["g00000001:1"]]
+    world.settle()
+    world.check_end()
+    assert (world.state.trained, world.state.dead) == (2, 0)
+
+
+def test_a_group_that_is_lost_again_and_again_is_dead_and_the_store_is_blamed() -> None:
+    world = ready_world(steps=1, max_staleness=0)
+    for at in range(MOST_LOST):
+        assert isinstance(refusals(world, "g00000000", 1, first=float(at), lost=True)[-1], GroupRequeued)
+        come_back(world, 1)
+        world.ask()
+    *_, last = refusals(world, "g00000000", MOST_REFUSALS, first=100.0, lost=True)
+    assert isinstance(last, GroupDead) and last.fault == INFRASTRUCTURE
+    world.settle()
+    world.check_end()
+
+
+def test_a_step_that_is_trained_again_goes_on_without_what_the_store_has_lost() -> None:
+    world = ready_world()
+    world.train()
+    world.kill_trainer()
+    *_, last = refusals(world, "g00000000", MOST_REFUSALS, lost=True)
+    assert isinstance(last, GroupDead) and last.fault == INFRASTRUCTURE
+    world.ask()
+    batch = policy.batch(world.state, 0)
+    assert batch is not None and [group.group for group in batch.groups] == ["g00000001"]
+    world.settle()
+    world.check_end()
 
 
 def test_a_step_with_a_hole_cannot_be_reported() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.buffer import amendment, ended_groups, outcome_check, policy
+from services.buffer import amendment, ended_groups, lost_payloads, outcome_check, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from services.buffer.trial import Trial
@@ -88,7 +88,7 @@ class Core:
 
     def train(self) -> None:
         step = self.state.trained_steps
-        if step in self.state.batches and not self.state.batches[step].dead:
+        if step in self.state.batches and not self.state.batches[step].lost:
             batch = self.state.batches[step]
             scored = [(group.id, group.scored.samples, group.scored.removed) for group in batch.groups if group.scored is not None]
             attestation = attest_scored(scored, batch.mask_below)
@@ -102,10 +102,10 @@ class Core:
     def refuse(self, group: str, at: float) -> None:
         known = self.state.groups.get(group)
         message = BatchRefused(step=0 if known is None else known.step or 0, group=group, sample=0, reason="x" * 2000, at=at)
-        self.decide(lambda: amendment.refused(self.state, message, 0.0))
+        self.decide(lambda: amendment.refused(self.state, message, 0.0, lost=int(at) % 2 == 1))
 
     def lose(self, group: str) -> None:
-        self.decide(lambda: policy.lost_payload(self.state, group, 0.0))
+        self.decide(lambda: lost_payloads.of_ready(self.state, group, 0.0))
 
     def restart(self) -> None:
         """The successor's state is that of the buffer that died."""

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from services.buffer.rollout_writer import RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
 from shared.data.rollout_files import RolloutReader, RolloutRecord
-from shared.runtime.errors import PayloadMissing
+from shared.runtime.errors import DeadlineExceeded, PayloadMissing
 from shared.schema import sample
 from shared.schema.ledger import group_id
 from shared.schema.messages import Payload
@@ -156,17 +157,71 @@ class Log:
 
 
 class BlobStore:
-    """Payloads by key; reading waits for ``open``."""
+    """Payloads by key; reading waits for ``open``, or finds the store away as often as ``away`` says."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
         self.open = asyncio.Event()
+        self.away = 0
 
     async def read(self, payload: Payload, deadline: float) -> list[bytes]:
         await self.open.wait()
+        if self.away:
+            self.away -= 1
+            await asyncio.sleep(0)
+            raise DeadlineExceeded("a payload", "the store", deadline, "given up")
         if any(key not in self.blobs for key in payload.keys):
             raise PayloadMissing("a payload is gone")
         return [self.blobs[key] for key in payload.keys]
+
+
+async def never() -> None:
+    raise AssertionError("no end was asked for")
+
+
+def of_job(store: BlobStore, number: int, again: bool = False) -> EndedGroup:
+    """A group whose payload the store has."""
+    store.blobs[f"k{number}"] = job(number)[1][0]
+    return replace(ended(number, payload=Payload(keys=[f"k{number}"], bytes=10), rewards=(1.0,)), again=again)
+
+
+async def test_what_a_store_that_is_away_holds_is_kept_when_it_is_back_and_the_runs_end_waits_for_it(tmp_path: Path) -> None:
+    store, log, freed, done = BlobStore(), Log(), [], asyncio.Event()
+    service: Any = SimpleNamespace(config=run_config(tmp_path), store=store, log=log)
+
+    async def set_done() -> None:
+        done.set()
+
+    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), freed.extend, set_done)  # type: ignore[arg-type]
+    assert not keeper.delays_end
+    keeper.take([of_job(store, number) for number in range(3)])
+    keeper.release(["k0", "k1"])
+    store.away = 20
+    running = asyncio.create_task(keeper.run())
+    assert keeper.delays_end and freed == []
+    store.open.set()
+    await asyncio.wait_for(done.wait(), 30)
+    running.cancel()
+    assert not keeper.delays_end and not keeper.skipped
+    assert groups(service.config.run.root / rollout_files.DIRECTORY) == [0, 1, 2] and sorted(freed) == ["k0", "k1"]
+    assert [(line["event"], line["waiting"]) for line in log.lines] == [("rollouts_wait_for_store", 3)], "one line now and then"
+
+
+async def test_the_runs_end_does_not_wait_for_ever_and_too_much_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_keeper, "HELD_BYTES", 15)
+    store, freed = BlobStore(), []
+    service: Any = SimpleNamespace(config=run_config(tmp_path), store=store, log=Log())
+    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), freed.extend, never)  # type: ignore[arg-type]
+    keeper.take([of_job(store, 0), of_job(store, 1), of_job(store, 2, again=True)])
+    store.open.set()
+    store.away = 1 << 30
+    running = asyncio.create_task(keeper.run())
+    keeper.release(["k0", "k1", "k2"])
+    assert freed == ["k1", "k2"] and keeper.skipped == {rollout_keeper.BEHIND: 1}, "another buffer may have kept the third"
+    assert keeper.delays_end
+    monkeypatch.setattr(rollout_keeper, "END_SECONDS", 0.0)
+    assert keeper.is_late and not keeper.delays_end
+    running.cancel()
 
 
 async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +229,7 @@ async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp
     monkeypatch.setattr(rollout_keeper, "WAITING_GROUPS", 6)
     store, log, freed = BlobStore(), Log(), []
     service: Any = SimpleNamespace(config=run_config(tmp_path), store=store, log=log)
-    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), freed.extend)  # type: ignore[arg-type]
+    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), freed.extend, never)  # type: ignore[arg-type]
     for number in range(7):
         store.blobs[f"k{number}"] = job(number)[1][0]
         keeper.take([ended(number, payload=Payload(keys=[f"k{number}"], bytes=10), rewards=(1.0,))])
@@ -202,7 +257,7 @@ async def test_an_error_that_nobody_expects_of_the_writer_ends_the_keeper(tmp_pa
     service: Any = SimpleNamespace(config=run_config(tmp_path), store=BlobStore(), log=Log())
     service.store.open.set()
     service.store.blobs["k"] = job(0)[1][0]
-    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), lambda _: None)  # type: ignore[arg-type]
+    keeper = RolloutKeeper(service, SimpleNamespace(of_group=None), lambda _: None, never)  # type: ignore[arg-type]
     keeper.take([ended(0, payload=Payload(keys=["k"], bytes=10), rewards=(1.0,))])
     with pytest.raises(ZeroDivisionError, match="a mistake in the writer"):
         await asyncio.wait_for(keeper.run(), 30)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from services.buffer import amendment, policy
+from services.buffer import amendment, lost_payloads, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
 from shared.schema.attestation import attest_scored
@@ -211,7 +211,9 @@ class World:
             job = self.dice.choice(self.jobs)
             if self.dice.random() < 0.8:
                 self.jobs.remove(job)
-            self.decide(policy.failed(self.state, Failed(group=job.group, attempt=job.attempt, reason="died", by="r"), 0.0))
+            message = Failed(group=job.group, attempt=job.attempt, reason="died", by="r")
+            anew = lost_payloads.of_failed(self.state, message, 0.0) if self.dice.random() < 0.3 else []
+            self.decide(anew or policy.failed(self.state, message, 0.0))
 
     def fail_late(self) -> None:
         """A failure of a group that came back before."""
@@ -222,7 +224,7 @@ class World:
     def lose_payload(self) -> None:
         """The store has lost a group, ready or not."""
         names = [*self.state.ready, *self.state.groups, "g99999999"]
-        self.decide(policy.lost_payload(self.state, self.dice.choice(names), 0.0))
+        self.decide(lost_payloads.of_ready(self.state, self.dice.choice(names), 0.0))
 
     def ask(self) -> None:
         """The trainer asks for its next batch: a new one, or one that it had before it died."""
@@ -255,20 +257,25 @@ class World:
                 assert batch.mask_below == 0
 
     def refuse(self) -> None:
-        """The trainer, or its critic, cannot train a group of a batch, says so perhaps twice, and tries again at once or not."""
+        """The trainer, or its critic, cannot train a group of a batch, says so perhaps twice, and tries again at once or not.
+
+        It may be that the store has lost it.
+        """
         groups = [group for batch in self.state.batches.values() if batch.step >= self.step for group in batch.groups]
         if groups:
             group = self.dice.choice(groups)
-            assert group.step is not None
+            step = group.step
+            assert step is not None
+            lost = self.dice.random() < 0.5
             for _ in range(self.dice.randint(1, amendment.MOST_REFUSALS)):
                 self.refusals += 1
-                message = BatchRefused(step=group.step, group=group.id, sample=0, reason="no good", at=float(self.refusals))
+                message = BatchRefused(step=step, group=group.id, sample=0, reason="no good", at=float(self.refusals))
                 for _ in range(self.dice.randint(1, 2)):
-                    self.decide(amendment.refused(self.state, message, 0.0))
+                    self.decide(amendment.refused(self.state, message, 0.0, lost))
 
     def train(self) -> None:
         """The trainer trains the batch it has and reports it, perhaps twice."""
-        if self.step in self.state.batches and self.state.batches[self.step].dead:
+        if self.step in self.state.batches and self.state.batches[self.step].lost:
             return
         if self.step in self.batches and self.step < self.limits.rollout.num_rollout and self.step in self.state.batches:
             step, self.step = self.step, self.step + 1

@@ -7,6 +7,7 @@ import pytest
 
 from shared.schema.attestation import attest
 from shared.schema.ledger import (
+    PAYLOAD_LOST,
     BatchAmended,
     BatchFormed,
     BatchTrained,
@@ -188,6 +189,22 @@ def test_a_group_that_the_trainer_refuses_is_replaced() -> None:
     assert (report.admitted, report.trained, report.dead, report.amended, report.in_flight) == (3, 2, {"trainer": 1}, 1, 0)
 
 
+def requeued(number: int) -> GroupRequeued:
+    return GroupRequeued(group=group_id(number), attempt=1, reason=PAYLOAD_LOST, at=0.0)
+
+
+def test_a_group_that_the_store_has_lost_is_generated_anew_for_its_step() -> None:
+    beginning = [live(0), admitted(0, 2), scored(0, 1), formed(0, 0, 1)]
+    records = [*beginning, refused(0, 0), requeued(0), scored(0), amended(0, [0], [0]), trained(0)]
+    report = audit(records, BOUND, SIZE)
+    assert report.violations == []
+    assert (report.admitted, report.trained, report.dead, report.amended, report.in_flight) == (2, 2, {}, 1, 0)
+    del records[4]
+    assert "g00000000 was requeued while it is in a batch, and was not refused" in audit(records, BOUND, SIZE).violations
+    after = audit([*beginning, trained(0), refused(0, 0), requeued(0)], BOUND, SIZE)
+    assert "g00000000 was requeued but is not in flight" in after.violations, "what is trained is not generated again"
+
+
 def test_a_trained_group_that_is_refused_when_it_is_trained_again_ends_as_dead() -> None:
     records = [live(0), admitted(0, 2), scored(0, 1), formed(0, 0, 1), trained(0), refused(0, 0), dead(0), amended(0, [0], [])]
     report = audit([*records, durable(1)], BOUND, SIZE)
@@ -198,10 +215,10 @@ def test_a_trained_group_that_is_refused_when_it_is_trained_again_ends_as_dead()
 @pytest.mark.parametrize(
     ("change", "violation"),
     [
-        (remove(4), "step 0 was amended by removing ['g00000000']; of its groups [] were dead"),
-        (remove(5), "step 0 was amended by removing ['g00000000']; of its groups [] were dead"),
-        (replace(8, amended(0, [1], [2])), "step 0 was amended by removing ['g00000001']; of its groups ['g00000000'] were dead"),
-        (replace(8, amended(1, [0], [2])), "step 1 was amended by removing ['g00000000']; of its groups [] were dead"),
+        (remove(4), "step 0 was amended by removing ['g00000000']; of its groups [] had left it"),
+        (remove(5), "step 0 was amended by removing ['g00000000']; of its groups [] had left it"),
+        (replace(8, amended(0, [1], [2])), "step 0 was amended by removing ['g00000001']; of its groups ['g00000000'] had left it"),
+        (replace(8, amended(1, [0], [2])), "step 1 was amended by removing ['g00000000']; of its groups [] had left it"),
         (replace(8, amended(0, [0], [1])), "g00000001 is in two batches"),
         (replace(8, amended(0, [0], [0])), "g00000000 was batched for step 0 but is not in flight"),
         (remove(7), "g00000002 was batched for step 0 without a score"),

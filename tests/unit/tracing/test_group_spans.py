@@ -74,6 +74,23 @@ def test_a_dropped_group_is_no_failure() -> None:
     assert (root.trace, root.root, root.error, root.attributes["reason"], root.ended) == ("g00000001", True, "", "too old", 4)
 
 
+def test_a_group_that_left_its_batch_to_be_generated_anew_is_trained_with_another() -> None:
+    made = spans(
+        ledger.GroupsAdmitted(at=1, first=0, count=3, version=0),
+        SCORED,
+        ledger.GroupsScored(at=5, groups=[scored("g00000002", 2)]),
+        FORMED,
+        ledger.GroupRequeued(at=7, group="g00000001", attempt=1, reason="payload lost"),
+        ledger.BatchAmended(at=7, step=0, removed=["g00000001"], added=["g00000002"]),
+        TRAINED,
+        ledger.GroupsScored(at=11, groups=[scored("g00000001", 10, attempt=1)]),
+        ledger.BatchFormed(at=12, step=1, version=1, groups=["g00000001"]),
+        ledger.BatchTrained(at=15, step=1, version=1, started=13, ended=14),
+    )
+    ends = [(span.trace, span.attributes["step"], span.attributes["attempts"]) for span in made if span.root]
+    assert ends == [("g00000000", 0, 1), ("g00000002", 0, 1), ("g00000001", 1, 2)]
+
+
 def test_a_group_that_takes_anothers_place_is_trained_with_the_batch() -> None:
     made = spans(
         ledger.GroupsAdmitted(at=1, first=0, count=3, version=0),
