@@ -212,11 +212,7 @@ class Launch:
         view, show_at, disk = RunView.at_start(self._config, self._began), 0.0, self._disk
         while not self._signals:
             now = time.monotonic()
-            if disk.look(now, self._servers.full()):
-                self._servers.write_again(f"no space was left on the device at {self._directory.root}")
-            self._servers.tick(now)
-            if self._browser is not None:
-                self._browser.tick(now)
+            self._tick_servers(now, disk)
             held_back = any(status.held_back for status in self._statuses)
             if disk.text or held_back or not bus.connection.is_connected:
                 self._away = now
@@ -230,14 +226,25 @@ class Launch:
                 polling.result()
             if now >= show_at or done:
                 show_at = now + SHOW_SECONDS
-                instances, servers = supervisor.statuses(now), self._restarts()
-                wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
-                view = look(self._config, self._statuses, instances, servers, view, self._began, disk.text, wait)
+                view = self._seen(bus, supervisor.statuses(now), view, disk.text)
                 shown.show(view.finished(owed) if self._finished else view.stopped(self._failure), now)
             if done:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
+
+    def _tick_servers(self, now: float, disk: DiskWatch) -> None:
+        """Keeps embedded servers and the console alive; servers that found no room write again once there is some."""
+        if disk.look(now, self._servers.full()):
+            self._servers.write_again(f"no space was left on the device at {self._directory.root}")
+        self._servers.tick(now)
+        if self._browser is not None:
+            self._browser.tick(now)
+
+    def _seen(self, bus: Bus, instances: list[InstanceStatus], view: RunView, disk: str) -> RunView:
+        """Returns the view of the run now, behind ``view``."""
+        wait = self._waits.see(self._situation(bus, instances, disk), time.time())
+        return look(self._config, self._statuses, instances, self._restarts(), view, self._began, disk, wait)
 
     def _restarts(self) -> list[ServiceError]:
         """Returns the restarts of embedded servers and of the console."""
