@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,20 @@ from rich.text import Text
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import Display, panel
 from myxo.launch import exit_report
+from myxo.run.live_situation import live_situation
 from myxo.run.run_access import Access, reach
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.history.run_summary import collect
 from shared.live.run_view import RunView, look
-from shared.live.service_failures import read_failures, with_all_failures, with_newest_failures
-from shared.live.stall import NATS, Away, RunSituation, StallWatch, told_by
-from shared.live.stall_causes import run_stall
+from shared.live.service_failures import with_all_failures, with_newest_failures
+from shared.live.stall import NATS, Away, RunSituation, StallWatch
+from shared.live.stall_causes import run_stall, watched_stall
 from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import printable_line, say
-from shared.schema.service_messages import ServiceStatus
 
 POLL_INTERVAL_S = 0.5
 
@@ -66,7 +65,7 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         running = any(service.service != ENVIRONMENT for service in services)
         if running:
-            wait = run_stall(await _situation(access, services))
+            wait = run_stall(await live_situation(access, services))
             view = await with_all_failures(access.bus, look(access.config, services, wait=wait))
             found = _running(view, console, as_json)
         else:
@@ -128,13 +127,6 @@ async def watch(run: str, directory: Path, console: Console) -> int:
         return code
 
 
-async def _situation(access: Access, services: Sequence[ServiceStatus]) -> RunSituation:
-    """Returns the situation of a live run, with the wait that its launcher tells of."""
-    told = told_by(await Registry(access.bus, access.run).launcher())
-    errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
-    return RunSituation.of(access.config, services, told=told, errors=errors)
-
-
 async def _until_end(access: Access, console: Console) -> None:
     config, run, bus = access.config, access.run, access.bus
     began = await runs.trained_steps(bus, run)
@@ -145,15 +137,15 @@ async def _until_end(access: Access, console: Console) -> None:
         while True:
             try:
                 services = await registry.alive()
-                situation = await _situation(access, services)
-                wait = waits.see(run_stall(situation), time.time(), situation.steps)
+                wait = watched_stall(waits, await live_situation(access, services), time.time())
                 view = await with_newest_failures(bus, look(config, services, before=view, began=began, wait=wait))
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:
                 away = {NATS: Away(0.0, str(error) or type(error).__name__)}
-                wait, now = waits.see(run_stall(RunSituation.of(config, (), away=away)), time.time()), time.time()
+                now = time.time()
+                wait = watched_stall(waits, RunSituation.of(config, (), away=away), now)
                 view = replace(view, services=(), waiting_for=wait.words(now), waiting_since=wait.since, stalled=True)
             if phase == runs.FINISHED:
                 view = view.finished()

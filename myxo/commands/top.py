@@ -13,6 +13,7 @@ from rich.live import Live
 
 from myxo.commands.command_arguments import add_json, add_run, seconds
 from myxo.display.flow_panel import flow_panel
+from myxo.run.live_situation import live_situation
 from myxo.run.run_access import Access, reach
 from shared.bus import runs, stream_replay
 from shared.bus.bus_errors import BUS_ERRORS
@@ -23,9 +24,8 @@ from shared.live.flow_reader import FlowReader
 from shared.live.flow_view import WINDOWS, FlowView, flow_view
 from shared.live.health_view import symptoms
 from shared.live.room import disk_room, memory_room
-from shared.live.service_failures import read_failures
-from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by
-from shared.live.stall_causes import run_stall
+from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch
+from shared.live.stall_causes import watched_stall
 from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.schema.service_messages import ServiceStatus
@@ -79,10 +79,8 @@ class RunWaits:
         elif not statuses:
             return None
         else:
-            told = told_by(await Registry(access.bus, access.run).launcher())
-            errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
-            situation = RunSituation.of(access.config, statuses, told=told, errors=errors)
-        return self._watch.see(run_stall(situation), now, situation.steps)
+            situation = await live_situation(access, statuses)
+        return watched_stall(self._watch, situation, now)
 
 
 async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:

@@ -10,7 +10,7 @@ import structlog
 from shared.bus.registry import LAUNCHER
 from shared.live.service_failures import WENT_ON
 from shared.live.stall import TROUBLES, Cause, RunSituation, Stall, StallWatch, telling
-from shared.live.stall_causes import run_stall
+from shared.live.stall_causes import watched_stall
 from shared.live.text import duration
 from shared.runtime.own_address import own_address
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
@@ -39,7 +39,7 @@ class WaitReport:
 
     def see(self, situation: RunSituation, now: float) -> Stall:
         """Takes the situation at ``now`` (seconds since the epoch), and returns what the run waits for."""
-        found = self._watch.see(run_stall(situation), now, situation.steps)
+        found = watched_stall(self._watch, situation, now)
         if self._logged is not None and self._logged.key != found.key:
             self._went_on(self._logged, now)
             self._logged = None

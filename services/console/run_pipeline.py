@@ -17,7 +17,7 @@ from shared.live.flow_view import FlowView, flow_view
 from shared.live.health_view import HealthView, health_view, symptoms
 from shared.live.room import disk_room, memory_room
 from shared.live.stall import RunSituation, Stall, StallWatch
-from shared.live.stall_causes import run_stall
+from shared.live.stall_causes import watched_stall
 from shared.schema.service_messages import ServiceStatus
 
 SERVERS = {NATS, STORE}
@@ -86,7 +86,7 @@ class RunPipeline:
         errors = self._reader.history.failures.errors if self._reader is not None else {}
         told = source.told if source.connected else None
         situation = RunSituation.of(config, statuses, away=away, silent=silent, errors=errors, told=told)
-        return self._waits.see(run_stall(situation), now, situation.steps)
+        return watched_stall(self._waits, situation, now)
 
     async def _follow(self) -> Collection[str]:
         """Reads what is new; begins anew where the run did. Raises SourceAway."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from shared.bus.registry import NODE, STANDBY, WAITING
 from shared.live.live_services import needed, warm_start
-from shared.live.stall import NATS, STORE, Cause, RunSituation, Stall, named
+from shared.live.stall import NATS, STORE, Cause, RunSituation, Stall, StallWatch, named
 from shared.live.text import number, shortened_line
 from shared.runtime.activities import BATCH, LOOP, PUSH, WORK
 from shared.runtime.child_process import cause
@@ -26,6 +26,11 @@ UNTAKEN = (("queue_task", "rollout", "running_groups", "generate"), ("queue_gene
 NAMES_SHOWN = 4
 
 Look = Callable[[RunSituation], Stall | None]
+
+
+def watched_stall(watch: StallWatch, situation: RunSituation, now: float) -> Stall:
+    """Returns what the run waits for, with its beginning and that of the newest step. ``now``: seconds since the epoch."""
+    return watch.see(run_stall(situation), now, situation.steps)
 
 
 def run_stall(now: RunSituation) -> Stall:
