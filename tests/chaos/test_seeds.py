@@ -10,6 +10,8 @@ import pytest
 from shared.runtime.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
+JOBS = {"fast": 2, "real": 1}
+"""Runs at once: other tests run beside them, and their recoveries have limits."""
 
 
 @pytest.mark.timeout(1500)
@@ -18,7 +20,8 @@ def test_seeds(variant: str, seeds: str, tmp_path: Path):
     """Each is a whole run that is disturbed; fast ones are forked from one process that has all modules loaded."""
     first, _, end = seeds.partition(":")
     path = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "tests.chaos", f"--{variant}", "--seeds", seeds, "--json", str(path)]
+    jobs = JOBS[variant]
+    command = [sys.executable, "-m", "tests.chaos", f"--{variant}", "--seeds", seeds, "--jobs", str(jobs), "--json", str(path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     results = [json.loads(line) for line in path.read_text().splitlines()]
