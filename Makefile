@@ -88,10 +88,9 @@ agents: $(READY)
 		--num-rollout 24 --rollout-batch-size 16 --rollout-concurrency 128 --eval-interval 6 \
 		--eval-prompt-data 'runs/quickstart/data/heldout.jsonl@[0:64]'
 
-# three at a time: two with whole runs, one with light tests beside them, by tests/support/work_order.py; each worker more costs 40 CPU seconds
-# to collect the tests, and makes whole runs wait for each other
+# four at a time: two begin with whole runs and two with light tests, by tests/support/work_order.py, since whole runs wait for each other
 test: $(READY)
-	@$(BIN)/python -m pytest $(or $(AGAIN),-n 3 --dist loadfile --no-loadscope-reorder) -m "not gpu and not docker and not extra"
+	@$(BIN)/python -m pytest $(or $(AGAIN),-n 4 --dist loadfile --no-loadscope-reorder) -m "not gpu and not docker and not extra"
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra
