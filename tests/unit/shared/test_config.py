@@ -102,6 +102,7 @@ MUTABLE = {
     "reward_replicas",
     "eval_interval",
     "eval_timeout",
+    "save_at_start",
     "save_interval",
     "async_save",
     "keep_checkpoints",
