@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.trainer import slime_dumps
 from services.trainer.dumped_batches import DumpedBatches, dumped_steps
 from services.trainer.dumped_groups import DumpedGroup, batch_of, subsampled
 from services.trainer.dumps import write_batch
@@ -124,6 +125,16 @@ SLIMES: dict[str, Any] = {
 def slimes(path: Path, entries: list[dict[str, Any]]) -> Path:
     torch.save({"rollout_id": 0, "samples": [{**SLIMES, **entry} for entry in entries]}, path)
     return path
+
+
+def test_reading_leaves_what_others_may_load_as_it_was(tmp_path: Path) -> None:
+    """Megatron allows numpy's arrays for the random states of its checkpoints."""
+    torch.serialization.add_safe_globals([np.ndarray])
+    before = set(torch.serialization.get_safe_globals())
+    slime_dumps.write(tmp_path / "0.pt", {"samples": []})
+    with pytest.raises(BadMessage, match="holds no list of samples"):
+        slime_dumps.read(tmp_path / "0.pt")
+    assert set(torch.serialization.get_safe_globals()) == before
 
 
 def test_slimes_own_file_is_read(tmp_path: Path) -> None:
