@@ -147,9 +147,9 @@ class RolloutKeeper:
 
     async def _read(self, group: EndedGroup) -> _Payload | None:
         """Returns a group with its payload and lets go of that; None where it cannot be read or was given up."""
-        if group.payload is None:
-            return group, [], self._prompts.of_group(group.record.group)
         try:
+            if group.payload is None:
+                return group, [], self._prompts.of_group(group.record.group)
             while group.keys[0] in self._awaited:  # else it was given up
                 try:
                     return group, await self._store.read(group.payload, deadline=READ_SECONDS), None
