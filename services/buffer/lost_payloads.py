@@ -4,9 +4,9 @@ A store acknowledges what it has not written to its disk yet. What it loses with
 unless it happens to the same one again and again: then something removes payloads, and the run has to say so.
 """
 
+from services.buffer import policy
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import INFRASTRUCTURE
-from shared.schema import ledger
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord
 from shared.schema.messages import Failed, Outcome
 
@@ -17,14 +17,14 @@ MOST_LOST = 3
 def of_ready(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
     """Has a group generated anew that was scored, and is in no batch yet."""
     group = state.ready.get(name)
-    return [_anew(group, now)] if group else []
+    return [policy.requeue(group, PAYLOAD_LOST, now)] if group else []
 
 
 def of_batched(state: BufferState, group: GroupState, now: float) -> list[LedgerRecord]:
     """Has a group generated anew that the trainer was handed; none where its step was trained before: its batch goes on without it."""
     if group.step is None or group.step < state.trained_steps or group.lost >= MOST_LOST:
         return []
-    return [_anew(group, now)]
+    return [policy.requeue(group, PAYLOAD_LOST, now)]
 
 
 def of_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRecord]:
@@ -32,7 +32,7 @@ def of_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRe
     group = state.groups.get(message.group)
     if group is None or group.scored is not None or group.attempt != message.attempt or group.lost >= MOST_LOST:
         return []
-    return [_anew(group, now)]
+    return [policy.requeue(group, PAYLOAD_LOST, now)]
 
 
 def suspected(message: Outcome) -> list[str]:
@@ -40,7 +40,3 @@ def suspected(message: Outcome) -> list[str]:
     if not isinstance(message, Failed) or message.fault != INFRASTRUCTURE or message.payload is None:
         return []
     return message.payload.keys
-
-
-def _anew(group: GroupState, now: float) -> LedgerRecord:
-    return ledger.GroupRequeued(group=group.id, attempt=group.attempt + 1, reason=PAYLOAD_LOST, at=now)

@@ -174,9 +174,9 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
     if group is None or not _awaited(group, message):
         return []
     if message.stale:
-        return [_drop([group.id], now)] if limits.rollout.staleness_policy == "drop" else [_requeue(group, STALE, now)]
+        return [_drop([group.id], now)] if limits.rollout.staleness_policy == "drop" else [requeue(group, STALE, now)]
     has = message.payload or group.partial
-    return [_requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
+    return [requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 
 
 def discarded(state: BufferState, message: Discarded, now: float) -> list[LedgerRecord]:
@@ -236,7 +236,7 @@ def form_batch(
     for group in ready["requeue"]:
         kept = group.scored.payload if group.scored is not None and limits.rollout.staleness_policy == "continue" else None
         # only samples of the newest possible version are kept: others would be over the bound before the new ones are back
-        records.append(_requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
+        records.append(requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
     size = limits.rollout.rollout_batch_size
     if chosen is None:
         taken = batch_order.choose(limits.rollout.rollout_order, limits.window, size, state.groups.values(), ready["fits"])
@@ -397,7 +397,8 @@ def _drop(names: list[str], now: float) -> ledger.GroupsDropped:
     return ledger.GroupsDropped(groups=names, reason=STALE, at=now)
 
 
-def _requeue(group: GroupState, reason: str, now: float, partial: Payload | None = None, renew_below: int = 0) -> ledger.GroupRequeued:
+def requeue(group: GroupState, reason: str, now: float, partial: Payload | None = None, renew_below: int = 0) -> ledger.GroupRequeued:
+    """Has a group generated anew, from ``partial`` where it is given."""
     return ledger.GroupRequeued(
         group=group.id, attempt=group.attempt + 1, reason=reason, partial=partial, renew_below=max(0, renew_below), at=now
     )
