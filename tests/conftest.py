@@ -1,6 +1,8 @@
 """Fixtures of all suites: real servers, a tiny checkpoint."""
 
 import itertools
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.support.work_order import FewRunsAtOnce  # it needs xdist, which may be switched off
 
     return FewRunsAtOnce(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Writes a failure into the log when it happens: one that is cut off, by a deadline say, would end before its summary."""
+    if report.failed and not os.environ.get("PYTEST_XDIST_WORKER"):
+        print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(autouse=True)
