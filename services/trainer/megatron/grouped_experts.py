@@ -198,7 +198,9 @@ class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):
         return counts
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        # kept for its type; with its graph it would keep the layer alive, in a circle that nothing frees, and the layer its ranks' groups
+        self.probs = probs.detach()
+        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
         hidden = hidden_states.view(-1, self.hidden_shape[-1])
         self.tokens_per_expert = self.preprocess(routing_map)
         if self.shared_experts is not None:

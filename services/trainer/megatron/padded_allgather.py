@@ -33,6 +33,11 @@ class PaddedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
             hidden, probs = F.pad(hidden, (0, 0, 0, missing)), F.pad(probs, (0, 0, 0, missing))
         return hidden, probs
 
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        permuted, counts, own_probs = super().dispatch_postprocess(hidden_states, probs)
+        self.local_probs = own_probs.detach()  # kept for its type; its graph would keep the layer alive, in a circle that nothing frees
+        return permuted, counts, own_probs
+
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states[: self._own].view(self.hidden_shape)
 

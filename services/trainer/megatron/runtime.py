@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from numpy.typing import NDArray
 
 from services.trainer.megatron import DEVICE_TYPE
@@ -128,6 +130,8 @@ def leave_groups() -> None:
         if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     groups, group = [], None
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()  # its keys are the embeddings, which hold the ranks that share a sequence
     for _ in range(2):  # models are in reference cycles and hold their groups; objects that the first round frees hold more of them
         gc.collect()
 

@@ -17,6 +17,7 @@ import zmq
 from services.rollout.engine.curve_sockets import close_sockets
 close_sockets()
 socket = zmq.Context().socket(zmq.PULL)
+socket.rcvtimeo = 60_000
 print(socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)
 for _ in range(2):
     print(socket.recv().decode(), flush=True)
@@ -26,10 +27,12 @@ SENDER = """
 import sys, zmq
 from services.rollout.engine.curve_sockets import close_sockets
 close_sockets()
-socket = zmq.Context().socket(zmq.PUSH)
+context = zmq.Context()
+socket = context.socket(zmq.PUSH)
 socket.connect(f"tcp://127.0.0.1:{sys.argv[1]}")
 socket.send(sys.argv[2].encode())
 socket.close(linger=int(sys.argv[3]))
+context.term()  # else the process may end before the message is gone
 """
 
 
@@ -47,7 +50,7 @@ def test_a_stranger_is_not_heard(stranger: str) -> None:
     taking = subprocess.Popen([sys.executable, "-c", TAKER], env=with_secret("own"), stdout=subprocess.PIPE, text=True)
     with taking as taker, contextlib.ExitStack() as stack:
         assert taker.stdout is not None
-        stack.callback(taker.kill)  # a message that does not come must fail the test, not hold it up
+        stack.callback(taker.kill)
         port = taker.stdout.readline().strip()
         send("own", port, "first", 30_000)
         assert taker.stdout.readline().strip() == "first"
