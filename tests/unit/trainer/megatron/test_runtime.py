@@ -1,6 +1,8 @@
 """What ranks say to one another, and errors that name what was waited for."""
 
+import contextlib
 import re
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from services.trainer.megatron import runtime
 from shared.runtime.errors import DeadlineExceeded
 from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.test_dispatchers import ALLGATHER
 
 
 def test_a_rank_that_does_not_come_is_a_named_deadline(hf, fresh_world, tmp_path):
@@ -65,3 +68,21 @@ def test_leaving_and_joining_again(make_actor):
     make_actor("qwen3").close()
     assert not dist.is_initialized()
     assert rank_steps.steps(make_actor("qwen3"), 1)[0].skipped is None
+
+
+def polling_threads():
+    """The threads of gloo's, which wake up a hundred times a second: one for each group that something holds."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ends just now
+            names.append((task / "comm").read_text().strip())
+    return names.count("gloo_tcp_loop")
+
+
+@pytest.mark.parametrize("kind, config", [("qwen3", {}), ("qwen3_moe", {}), ("qwen3_moe", ALLGATHER), ("deepseek_v3", {})])
+def test_a_model_that_was_trained_leaves_no_group_behind(hf, kind, config):
+    for _ in range(2):
+        rank_steps.steps(rank_steps.actor(hf(kind), **config), 1)
+        assert polling_threads() > 5
+        runtime.stop()
+    assert polling_threads() <= 1
