@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from openai import DefaultAsyncHttpxClient
 
-from shared.runtime.cancellation import cancelled
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.own_address import LOOPBACK
 from shared.schema.messages import Sampling
@@ -40,12 +39,13 @@ class Crowd:
 
     Attributes:
         live: the newest version that is served. refused: how often a version was asked for that was not. asked: by the id of an answer,
-            the least version that it was asked of.
+            the least version that it was asked of. over: nobody plays any more.
     """
 
     live: int = 0
     refused: int = 0
     asked: dict[str, int] = field(default_factory=dict)
+    over: bool = False
 
     async def play(self, played: Played, url: str, number: int) -> int:
         """Plays a session's turns, each by a version that is served (one client in three: that is not served yet). Returns their number."""
@@ -64,8 +64,8 @@ class Crowd:
 
 
 async def pushing(room: Hall, crowd: Crowd, checkpoint: Checkpoints, seconds: float) -> None:
-    """Pushes two models in turn, one every so many seconds. Runs until cancelled."""
-    while True:
+    """Pushes two models in turn, one every so many seconds, until all is over: one that was broken off would leave the engine paused."""
+    while not crowd.over:
         await asyncio.sleep(seconds)
         await room.pushed(checkpoint(1 + crowd.live % 2).model, crowd.live + 1)
         crowd.live += 1
@@ -122,7 +122,8 @@ async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(
             room.processes[-1].kill()
             await room.start()
     results = await asyncio.gather(*playing, return_exceptions=True)
-    await cancelled([pusher])
+    crowd.over = True
+    await pusher
     failed = [one for one in results if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError)]
     assert not failed, failed[:3]
     assert crowd.refused and crowd.live >= 2, "versions were asked for that nobody served yet, and came"
