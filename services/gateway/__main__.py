@@ -1,7 +1,10 @@
 """``python -m services.gateway``: serves the API for the run named by MYXO_RUN."""
 
-from services.gateway.gateway_service import serve
-from shared.runtime.service_base import run
+from shared.runtime.quick_imports import quick_imports
+
+with quick_imports():
+    from services.gateway.gateway_service import serve
+    from shared.runtime.service_base import run
 
 if __name__ == "__main__":
     run("gateway", serve)

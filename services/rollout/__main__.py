@@ -1,8 +1,11 @@
 """``python -m services.rollout``: one rollout replica for the run named by MYXO_RUN, or a further node of its engine."""
 
-from services.rollout.engine_nodes.engine_follower import settle_node
-from services.rollout.rollout_service import serve
-from shared.runtime.service_base import run
+from shared.runtime.quick_imports import quick_imports
+
+with quick_imports():
+    from services.rollout.engine_nodes.engine_follower import settle_node
+    from services.rollout.rollout_service import serve
+    from shared.runtime.service_base import run
 
 if __name__ == "__main__":
     run("rollout", serve, settle_node)

@@ -13,6 +13,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import failures
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.quick_imports import quick_imports
 from shared.runtime.service_base import connect, exit_code
 from shared.runtime.telemetry import last_error
 
@@ -26,13 +27,14 @@ def main(role: str) -> None:
     Args:
         role: actor or critic.
     """
-    import torch
+    with quick_imports():
+        import torch
 
-    from services.trainer.actor_critic_exchange import ActorCriticExchange
-    from services.trainer.control_client import ControlClient
-    from services.trainer.critic import Critic
-    from services.trainer.loop import Trainer
-    from shared.store.payload_store import BlockingStore
+        from services.trainer.actor_critic_exchange import ActorCriticExchange
+        from services.trainer.control_client import ControlClient
+        from services.trainer.critic import Critic
+        from services.trainer.loop import Trainer
+        from shared.store.payload_store import BlockingStore
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         failures.arm(before_exit=end_all)

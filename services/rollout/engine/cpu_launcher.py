@@ -40,6 +40,7 @@ import torch
 from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+from shared.runtime.quick_imports import quick_imports
 from shared.transfer.bound_store import bind_stores
 
 
@@ -240,11 +241,12 @@ sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` 
 
 if __name__ == "__main__":
     fork_children()
-    from sglang.launch_server import run_server
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with quick_imports():
+        from sglang.launch_server import run_server
+        from sglang.srt.entrypoints import http_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
     leave_out_own_requests(http_server)
     load_plugins()

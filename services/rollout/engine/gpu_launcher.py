@@ -11,6 +11,7 @@ import sys
 
 from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+from shared.runtime.quick_imports import quick_imports
 from shared.transfer.bound_store import bind_stores
 
 serve_on_socket()
@@ -19,7 +20,8 @@ close_sockets()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's debug dumper imports it where it is installed, seconds for nothing
 
 if __name__ == "__main__":
-    from sglang.srt.entrypoints import http_server
+    with quick_imports():
+        from sglang.srt.entrypoints import http_server
 
     leave_out_own_requests(http_server)
     runpy.run_module("sglang.launch_server", run_name="__main__")
