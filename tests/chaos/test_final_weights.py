@@ -35,7 +35,7 @@ def prepared(directory: Path) -> tuple[FastVariant, Start]:
 
 
 @pytest.mark.timeout(3 * SECONDS)
-@pytest.mark.parametrize("held", ["hf", LAST])
+@pytest.mark.parametrize("held", [LAST, pytest.param("hf", marks=pytest.mark.extra)])
 async def test_a_trainer_that_is_killed_before_its_final_weights_are_there_writes_them_in_its_next_life(tmp_path: Path, held: str) -> None:
     """Before the run's end is recorded, or after."""
     variant, start = prepared(tmp_path)

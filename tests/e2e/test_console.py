@@ -42,8 +42,14 @@ async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> As
             yield console_of(run, browser)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    ("page", "scheme"),
+    [
+        *((page, "light") for page in PAGES),
+        ("run", "dark"),
+        *(pytest.param(page, "dark", marks=pytest.mark.extra) for page in PAGES if page != "run"),
+    ],
+)
 async def test_a_page_is_whole_for_everybody(live: LiveConsole, page: str, scheme: str) -> None:
     """One heading, landmarks, no fault that axe calls serious, on a laptop and on a phone, in light and dark; no error, nothing foreign."""
     async with live.page(page, scheme=scheme) as visit:
@@ -205,7 +211,12 @@ WEB = Path(__file__).parents[2] / "services" / "console" / "web"
 
 @pytest.mark.parametrize(
     ("program", "named"),
-    [("services.buffer", "buffer"), ("services.trainer", "trainer"), ("nats-server", "NATS"), ("valkey-server", "Redis")],
+    [
+        ("services.trainer", "trainer"),
+        ("nats-server", "NATS"),
+        pytest.param("services.buffer", "buffer", marks=pytest.mark.extra),
+        pytest.param("valkey-server", "Redis", marks=pytest.mark.extra),
+    ],
 )
 async def test_what_is_killed_is_named_and_comes_back(live: LiveConsole, program: str, named: str) -> None:
     """The launcher is held still meanwhile, so that what was killed stays away until the page has said so."""

@@ -21,7 +21,6 @@ FLAGS = (
 )
 
 
-@pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_a_fully_asynchronous_rollout_function_trains(small_run: Callable[..., Path], tmp_path: Path) -> None:
     config = small_run("pool", steps=3, staleness=1)
@@ -34,6 +33,7 @@ def test_a_fully_asynchronous_rollout_function_trains(small_run: Callable[..., P
     assert any("rollout_function_ended" in log.read_text() for log in (tmp_path / "runs" / "pool" / "logs").glob("rollout*.log"))
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(2 * RUN_SECONDS)
 def test_its_process_is_killed_and_no_group_is_lost(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """kill -9 of the function's process, twice, and of the whole rollout service, while the run trains."""

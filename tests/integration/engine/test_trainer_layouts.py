@@ -42,10 +42,10 @@ Then = Literal["disk", "peer"]
 LAYOUTS = [
     ("qwen3", {"tensor_model_parallel_size": 2}, "group", "disk"),
     ("qwen3", {"pipeline_model_parallel_size": 2}, "group", "disk"),
-    ("qwen3", {"tensor_model_parallel_size": 2}, "memory", "disk"),
+    pytest.param("qwen3", {"tensor_model_parallel_size": 2}, "memory", "disk", marks=pytest.mark.extra),
     pytest.param("qwen3_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "group", "disk", marks=pytest.mark.extra),
     ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "group", "disk"),
-    ("qwen3_moe", {"pipeline_model_parallel_size": 2}, "memory", "disk"),
+    pytest.param("qwen3_moe", {"pipeline_model_parallel_size": 2}, "memory", "disk", marks=pytest.mark.extra),
     ("qwen3_moe", {"expert_model_parallel_size": 2}, "memory", "disk"),
     ("qwen3_moe", {"expert_model_parallel_size": 2}, "group", "peer"),
 ]
