@@ -68,6 +68,9 @@ STEPS_BETWEEN = 2
 START_SECONDS, STEP_SECONDS = 900.0, 300.0
 NAMED_S = 15.0
 
+ON_ITS_WAY_S = 1.0
+"""A step that is told of so soon after its trainer's end was trained before."""
+
 FURTHER = ("trainer-0/other rank", "console")
 """Processes that the chaos suite has no name for."""
 
@@ -266,10 +269,11 @@ class DisturbedRun:
             outcome.ended_after = round(ended - began, 1)
             if fault.until == SERVING:
                 await self._until(lambda: self._serving(at), f"serving after {fault}", STEP_SECONDS)
+            earliest = ended + (ON_ITS_WAY_S if fault.target.startswith("trainer") else 0.0)
             await self._until(
-                lambda: any(then > ended for then in self._observer.trained_at.values()), f"a step after {fault}", STEP_SECONDS
+                lambda: any(then > earliest for then in self._observer.trained_at.values()), f"a step after {fault}", STEP_SECONDS
             )
-            first = min(then for then in self._observer.trained_at.values() if then > ended)
+            first = min(then for then in self._observer.trained_at.values() if then > earliest)
             outcome.seconds = round((self._served_at if fault.until == SERVING else first) - ended, 1)
         finally:
             watching.cancel()
