@@ -337,6 +337,7 @@ class Said:
     """What is said of one fault: in the progress, in the launcher's log, by the console."""
 
     def __init__(self, output: Path, root: Path, pattern: str) -> None:
+        self._root = str(root)
         self._paths = {"progress": output, "log": root / "logs" / "launcher.log"}
         self._begin = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
         self._pattern, self._directory = re.compile(rf"waiting.for[^\n]*{pattern}[^\n]*") if pattern else None, RunDirectory(root)
@@ -349,7 +350,7 @@ class Said:
             for name, path in self._paths.items():
                 if name not in self.seen and (found := self._pattern.search(self._new(name, path))):
                     self.seen[name] = round(time.monotonic() - began, 1)
-                    self.words = " ".join(found[0].split())[:300] if name == "progress" else self.words
+                    self.words = " ".join(found[0].split()).replace(self._root, "RUN")[:300] if name == "progress" else self.words
             if "console" not in self.seen and self._pattern.search(await asyncio.to_thread(self._console)):
                 self.seen["console"] = round(time.monotonic() - began, 1)
             await asyncio.sleep(0.2)
