@@ -270,11 +270,9 @@ class DisturbedRun:
             if fault.until == SERVING:
                 await self._until(lambda: self._serving(at), f"serving after {fault}", STEP_SECONDS)
             earliest = ended + (ON_ITS_WAY_S if fault.target.startswith("trainer") else 0.0)
-            await self._until(
-                lambda: any(then > earliest for then in self._observer.trained_at.values()), f"a step after {fault}", STEP_SECONDS
-            )
-            first = min(then for then in self._observer.trained_at.values() if then > earliest)
-            outcome.seconds = round((self._served_at if fault.until == SERVING else first) - ended, 1)
+            await self._until(lambda: self._trained_after(earliest), f"a step after {fault}", STEP_SECONDS)
+            over = self._served_at if fault.until == SERVING else min(self._trained_after(earliest))
+            outcome.seconds = round(over - ended, 1)
         finally:
             watching.cancel()
             outcome.named, outcome.words = said.seen, said.words
@@ -307,6 +305,10 @@ class DisturbedRun:
             return [pid for pid, line in lines.items() if b"services.console" in line]
         return self._processes.pids("trainer-0/rank")[1:]
 
+    def _trained_after(self, moment: float) -> list[float]:
+        """Returns when steps were trained after ``moment``, monotonic seconds."""
+        return [then for then in self._observer.trained_at.values() if then > moment]
+
     def _serving(self, since: float) -> bool:
         """Returns whether a replica serves that has begun to do so after ``since`` (seconds since the epoch)."""
         ready = [it for it in self._statuses if it.service == "rollout" and it.state == "ready" and it.version >= 0]
@@ -337,7 +339,6 @@ class Said:
     """What is said of one fault: in the progress, in the launcher's log, by the console."""
 
     def __init__(self, output: Path, root: Path, pattern: str) -> None:
-        self._root = str(root)
         self._paths = {"progress": output, "log": root / "logs" / "launcher.log"}
         self._begin = {name: path.stat().st_size if path.exists() else 0 for name, path in self._paths.items()}
         self._pattern, self._directory = re.compile(rf"waiting.for[^\n]*{pattern}[^\n]*") if pattern else None, RunDirectory(root)
@@ -350,7 +351,9 @@ class Said:
             for name, path in self._paths.items():
                 if name not in self.seen and (found := self._pattern.search(self._new(name, path))):
                     self.seen[name] = round(time.monotonic() - began, 1)
-                    self.words = " ".join(found[0].split()).replace(self._root, "RUN")[:300] if name == "progress" else self.words
+                    self.words = (
+                        " ".join(found[0].split()).replace(str(self._directory.root), "RUN")[:300] if name == "progress" else self.words
+                    )
             if "console" not in self.seen and self._pattern.search(await asyncio.to_thread(self._console)):
                 self.seen["console"] = round(time.monotonic() - began, 1)
             await asyncio.sleep(0.2)
