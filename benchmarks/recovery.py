@@ -351,9 +351,8 @@ class Said:
             for name, path in self._paths.items():
                 if name not in self.seen and (found := self._pattern.search(self._new(name, path))):
                     self.seen[name] = round(time.monotonic() - began, 1)
-                    self.words = (
-                        " ".join(found[0].split()).replace(str(self._directory.root), "RUN")[:300] if name == "progress" else self.words
-                    )
+                    if name == "progress":
+                        self.words = " ".join(found[0].split()).replace(str(self._directory.root), "RUN")[:300]
             if "console" not in self.seen and self._pattern.search(await asyncio.to_thread(self._console)):
                 self.seen["console"] = round(time.monotonic() - began, 1)
             await asyncio.sleep(0.2)
