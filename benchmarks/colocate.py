@@ -15,7 +15,6 @@ keeps in host memory. Seconds are medians.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -27,17 +26,15 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.model_shapes import config_of, write_checkpoint
 from benchmarks.end_to_end.whole_run import CONFIG
+from benchmarks.example_run import KERNEL_FLAGS, ROOT, SMALL_ENGINE_FLAGS, at, launch, lines, middle, prepare_example, stopped
 
-ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "colocate.json"
-EXAMPLE = ROOT / "examples" / "arithmetic"
 POLL_INTERVAL_S = 0.02
 TOLD_SECONDS = 15.0
 PROMPTS, PROMPT_TOKENS = 1024, 64
@@ -45,9 +42,6 @@ PROMPTS, PROMPT_TOKENS = 1024, 64
 
 SETTLED_SECONDS = 0.1
 """Of each turn's end that are looked at: by then everything has moved."""
-
-KERNEL_FLAGS = ["--sglang-attention-backend", "triton", "--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none"]
-SMALL_ENGINE_FLAGS = [*KERNEL_FLAGS, "--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs-decode", "32"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ def run(case: str, device: str, directory: Path, seconds: float, flags: list[str
     """Yields the case's figures so far every `TOLD_SECONDS`, and once more when the run has ended, with its exit code."""
     chosen, name = CASES[case], f"colocate-{case}"
     data, root = directory / f"{name}-data", directory / name
-    config = of_shape(chosen, data) if chosen.shape else of_example(chosen, data)
+    config = of_shape(chosen, data) if chosen.shape else prepare_example(data, chosen.prepared)
     shutil.rmtree(root, ignore_errors=True)
     words = [
         *(*config, "--fresh", "--colocate", "--name", name, "--dir", str(directory)),
@@ -143,27 +137,6 @@ def run(case: str, device: str, directory: Path, seconds: float, flags: list[str
         yield {"case": case, "device": device, "exit": code, **figures(root, samples)}
     if memory is not None:
         memory.stop()
-
-
-def launch(words: list[str]) -> list[str]:
-    """Returns the command of a run with these words."""
-    return [sys.executable, "-m", "myxo.main", "up", *words]
-
-
-def stopped(process: subprocess.Popen[bytes]) -> int:
-    """Ends a run whose time is over. Returns its exit code."""
-    process.terminate()
-    try:
-        return process.wait(60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
-
-
-def of_example(case: ColocatedCase, data: Path) -> list[str]:
-    """Makes the arithmetic example's model and data. Returns the run's file and the flags that name the data."""
-    subprocess.run([sys.executable, str(EXAMPLE / "prepare.py"), str(data), *case.prepared], check=True)
-    return [str(EXAMPLE / "quickstart.toml"), "--eval-prompt-data", str(data / "heldout.jsonl"), "--sft-data", str(data / "sft.jsonl")]
 
 
 def of_shape(case: ColocatedCase, data: Path) -> list[str]:
@@ -262,26 +235,6 @@ def used(samples: list[tuple[float, int]], spans: list[tuple[float, float]], pic
 
 def _next(times: list[float], after: float) -> list[float]:
     return [found for found in times if found > after][:1]
-
-
-def middle(values: Any) -> float | None:
-    held = list(values)
-    return round(statistics.median(held), 4) if held else None
-
-
-def lines(log: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a service's log; none where ranks have written into each other's."""
-    found = []
-    for line in log.read_text(errors="replace").splitlines() if log.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            if line.startswith("{"):
-                found.append(json.loads(line))
-    return found
-
-
-def at(line: dict[str, Any]) -> float:
-    """Seconds since the epoch."""
-    return datetime.fromisoformat(line["timestamp"]).timestamp()
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class WeightCatchUp:
                 await self._resume(client)
                 self._service.log.warning("peer_failed", replica=source, version=live.version, error=str(error))
                 return
-        figures = {"bytes": report.bytes, "seconds": round(time.monotonic() - started, 3)}
+        figures = {"bytes": report.bytes, "seconds": round(time.monotonic() - started, 3), "backend": offer.channels[0].backend}
         self._service.log.info("caught_up", source="peer", replica=source, version=offer.version, **figures)
         await self._service.tell("caught_up", f"version {offer.version} from {source} in {figures['seconds']:.1f} s")
 
