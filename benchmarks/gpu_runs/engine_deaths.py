@@ -23,9 +23,9 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import MyxoError
+from shared.runtime.process_watch import descendants
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsPushed, WeightsReceive
-from tests.chaos.variant import alive, children
 
 POLL_S = 0.2
 PUSHES_BEFORE = 3
@@ -173,15 +173,11 @@ class EngineDeaths:
 
 
 def engine_processes(log: Path) -> list[int]:
-    """Returns the living processes of a replica's newest engine, the schedulers first: they take the weights. Raises RunEnded for none."""
+    """Returns the processes of a replica's newest engine, those that others have started first. Raises RunEnded where it has none."""
     started = [line["pid"] for line in lines(log) if line["event"] == "engine_starting"]
-    found, below = list[int](), started[-1:]
-    while below:
-        found += (pid := [below.pop()])
-        below += children(pid[0])
-    if not (living := [pid for pid in reversed(found) if alive(pid)]):
-        raise RunEnded(f"{log.stem} has an engine")
-    return living
+    if not started or not (found := descendants(started[-1])):
+        raise RunEnded(f"{log.stem} had an engine to kill")
+    return [process.pid for process in reversed(found)]
 
 
 def serves_again(status: ServiceStatus, incarnation: str) -> bool:

@@ -26,7 +26,7 @@ class LayoutCase:
 
 LAYOUT_CASES: Mapping[str, LayoutCase] = {
     "ppo": LayoutCase(
-        "PPO: actor 1, critic 1, engine 1",
+        "actor, critic and engine on a GPU each",
         3,
         (
             *("--advantage-estimator", "ppo", "--critic-lr", "1e-3", "--kl-coef", "0.01"),
@@ -35,7 +35,7 @@ LAYOUT_CASES: Mapping[str, LayoutCase] = {
         critic=True,
     ),
     "lora": LayoutCase(
-        "LoRA: trainer 1, engine 1",
+        "trainer 1, engine 1; adapters alone are pushed",
         2,
         # adapters take larger steps than all weights, and a scale above 1 makes up for B, which begins at zero
         ("--lora-rank", "16", "--lora-alpha", "32", "--target-modules", "all-linear", "--lr", "1e-3"),

@@ -13,6 +13,9 @@ from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, LayoutCase
 LARGEST_DIFFERENCE = 5e-3
 """Of engine's and trainer's log-probs at equal versions, in the mean; both compute in float32, by other kernels."""
 
+SEEN_LATE_S = 0.5
+"""A replica's log may tell of its weights so much later than its status: well before it dies again."""
+
 INTERRUPTED = 130
 """The exit code of a run that was told to end (SIGINT)."""
 
@@ -96,7 +99,8 @@ def death_figures(death: EngineDeath, victim: str, trainer: Sequence[dict[str, A
     times = {who: min((at(line) for line in told if at(line) >= death.at), default=None) for who, told in named.items()}
     first = min(((when, who) for who, when in times.items() if when is not None), default=(None, None))
     began = [at(line) for line in replica if line["event"] == "engine_starting" and at(line) > death.at]
-    joined = [line for line in catch_ups({victim: list(replica)}) if line["at"] > death.at][:1]
+    until = death.at + (0.0 if death.back_after is None else death.back_after + SEEN_LATE_S)
+    joined = [line for line in catch_ups({victim: list(replica)}) if death.at < line["at"] <= until][:1]
     own = [part for part in death.push.replicas if part.replica == victim] if death.push is not None else []
     return {
         **{name: value for name, value in asdict(death).items() if name != "push"},

@@ -143,6 +143,9 @@ class WeightsReceiver:
                     self._begin(request)
                 report = await self._received(client, request, marks, again=again)
             except MyxoError as error:
+                if served.target != request.version:  # the engine died meanwhile: its replica is fenced already
+                    self._end()
+                    raise
                 # an engine that did not answer may hold some of the failed push; one that was never asked still holds its earlier weights
                 served.touched |= not isinstance(error, ReceiverError | DeadlineExceeded) or getattr(error, "touched", False)
                 if isinstance(error, DeadlineExceeded):  # the others wait for this answer, and its engine may answer to nothing
