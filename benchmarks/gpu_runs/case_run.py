@@ -21,6 +21,8 @@ from benchmarks.gpu_runs.layout_figures import death_figures, problems, run_figu
 TOLD_SECONDS = 10.0
 POLL_INTERVAL_S = 0.2
 SUMMARY_SECONDS = 120.0
+WARM_START_ALONE = ("--num-rollout", "0", "--debug-train-only")
+
 LEAVE_SECONDS = 20.0
 """Of the time of a run with deaths, kept for its end."""
 
@@ -45,10 +47,8 @@ def run_case(name: str, gpus: str, options: CaseOptions) -> Iterator[dict[str, A
         gpus: its ``CUDA_VISIBLE_DEVICES``.
     """
     case, root, began = LAYOUT_CASES[name], options.directory.absolute() / f"gpu-runs-{name}", time.monotonic()
-    process = _started(case, root, gpus, options)
-    end = time.monotonic() + options.seconds
-    deaths = _killing(case, root, options.kills, process, end)
-    code, told, asked_to_end = None, time.monotonic(), False
+    code: int | None = None
+    deaths: EngineDeaths | None = None
 
     def row() -> dict[str, Any]:
         head = {"case": name, "device": options.device, "gpus": case.gpus, "steps_asked": options.steps, "exit": code}
@@ -60,6 +60,15 @@ def run_case(name: str, gpus: str, options: CaseOptions) -> Iterator[dict[str, A
             "problems": [],
         }
 
+    try:
+        process = _started(case, root, gpus, options)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        code = 1
+        yield {**row(), "problems": [f"it was not started: {error}"]}
+        return
+    end = time.monotonic() + options.seconds
+    deaths = _killing(case, root, options.kills, process, end)
+    told, asked_to_end = time.monotonic(), False
     while code is None:
         try:
             code = process.wait(POLL_INTERVAL_S)
@@ -81,29 +90,57 @@ def run_case(name: str, gpus: str, options: CaseOptions) -> Iterator[dict[str, A
 
 def run_words(case: LayoutCase, root: Path, config: list[str], options: CaseOptions) -> list[str]:
     """Returns the words of the run after ``myxo up``. Args: root: its directory. config: its file, and the flags that name its data."""
-    data, on_gpus = root.with_name(f"{root.name}-data"), options.device == "cuda"
+    on_gpus = options.device == "cuda"
+    model = root.with_name(f"{root.name}-warm") / "hf" if case.adapters else _data(root) / "model"
     return [
-        *(*config, "--fresh", "--no-console", "--name", root.name, "--dir", str(root.parent)),
-        *("--hf-checkpoint", str(data / "model"), "--prompt-data", str(data / "train.jsonl")),
-        *("--rollout-device", options.device, "--train-device", options.device),
+        *_common(root, model, config, options),
         *("--num-rollout", str(options.steps), "--eval-interval", "1000000"),  # the first and the last evaluation remain
-        *(SMALL_ENGINE_FLAGS if on_gpus else SMALL_RUN),
+        *(SMALL_ENGINE_FLAGS if on_gpus else ()),
         *case.flags,
         *(case.on_gpus if on_gpus else ()),
         *options.flags,
     ]
 
 
+def warm_words(root: Path, config: list[str], options: CaseOptions) -> list[str]:
+    """Returns the words of a run that trains the whole model on the demonstrations, and nothing else: as `run_words`."""
+    return [*_common(root.with_name(f"{root.name}-warm"), _data(root) / "model", config, options, data=_data(root)), *WARM_START_ALONE]
+
+
+def _common(root: Path, model: Path, config: list[str], options: CaseOptions, data: Path | None = None) -> list[str]:
+    return [
+        *(*config, "--fresh", "--no-console", "--name", root.name, "--dir", str(root.parent)),
+        *("--hf-checkpoint", str(model), "--prompt-data", str((data or _data(root)) / "train.jsonl")),
+        *("--rollout-device", options.device, "--train-device", options.device),
+        *(SMALL_RUN if options.device == "cpu" else ()),
+    ]
+
+
+def _data(root: Path) -> Path:
+    return root.with_name(f"{root.name}-data")
+
+
 def _started(case: LayoutCase, root: Path, gpus: str, options: CaseOptions) -> subprocess.Popen[bytes]:
-    """Makes model and data, and starts the run; what it prints goes to a file beside its directory."""
+    """Makes model and data, and starts the run; what it prints goes to a file beside its directory. Raises what subprocess raises."""
     shutil.rmtree(root, ignore_errors=True)
     root.parent.mkdir(parents=True, exist_ok=True)
     on_gpus = options.device == "cuda"
-    config = prepare_example(root.with_name(f"{root.name}-data"), case.prepared if on_gpus else SMALL_DATA)
+    config = prepare_example(_data(root), case.prepared if on_gpus else SMALL_DATA)
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus} if on_gpus else {"OMP_NUM_THREADS": "1"})}
     with root.with_suffix(".out").open("wb") as file:
-        command = launch(run_words(case, root, config, options))
-        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+
+        def process(words: list[str]) -> subprocess.Popen[bytes]:
+            return subprocess.Popen(launch(words), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+
+        if case.adapters:
+            warming = process(words := warm_words(root, config, options))
+            try:
+                if code := warming.wait(options.seconds):
+                    raise subprocess.CalledProcessError(code, launch(words))
+            except subprocess.TimeoutExpired:
+                stopped(warming)
+                raise
+        return process(run_words(case, root, config, options))
 
 
 def _killing(case: LayoutCase, root: Path, kills: int, process: subprocess.Popen[bytes], end: float) -> EngineDeaths | None:

@@ -11,7 +11,8 @@ class LayoutCase:
     Args:
         words: the layout, as the table has it. gpus: that it takes. flags: of the run. prepared, on_gpus: options of the example's
             ``prepare.py`` and further flags of the run where it has GPUs. killed: an engine that is killed inside pushes, by its service's
-            instance. adapters: pushes carry adapters alone. critic: a critic trains beside the actor.
+            instance. adapters: adapters alone train, beside a model that a run of its own has trained on the demonstrations, and pushes
+            carry nothing else. critic: a critic trains beside the actor.
     """
 
     words: str
@@ -23,6 +24,9 @@ class LayoutCase:
     adapters: bool = False
     critic: bool = False
 
+
+NO_WARM_START = ("--sft-steps", "1", "--sft-lr", "1e-9")
+"""The least that there is, for a model that has had one."""
 
 LAYOUT_CASES: Mapping[str, LayoutCase] = {
     "ppo": LayoutCase(
@@ -37,8 +41,7 @@ LAYOUT_CASES: Mapping[str, LayoutCase] = {
     "lora": LayoutCase(
         "trainer 1, engine 1; adapters alone are pushed",
         2,
-        # adapters take larger steps than all weights, and a scale above 1 makes up for B, which begins at zero
-        ("--lora-rank", "16", "--lora-alpha", "32", "--target-modules", "all-linear", "--lr", "1e-3"),
+        ("--lora-rank", "16", "--lora-alpha", "32", "--target-modules", "all-linear", "--lr", "1e-3", *NO_WARM_START),
         adapters=True,
     ),
     "tp2": LayoutCase(
