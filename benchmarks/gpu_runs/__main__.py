@@ -37,7 +37,7 @@ from shared.runtime.devices import visible_gpus
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_runs.json"
 PAGE = ROOT / "docs" / "layouts.md"
-CPU_CASES_GPUS = 4
+CPU_CASES_GPUS = 8
 """On a CPU cases are run as if there were so many GPUs."""
 
 

@@ -17,6 +17,7 @@ from benchmarks.example_run import ROOT, SMALL_ENGINE_FLAGS, launch, lines, prep
 from benchmarks.gpu_runs.engine_deaths import EngineDeaths
 from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, SMALL_DATA, SMALL_RUN, LayoutCase
 from benchmarks.gpu_runs.layout_figures import death_figures, problems, run_figures
+from shared.runtime.child_process import die_with_parent
 
 TOLD_SECONDS = 10.0
 POLL_INTERVAL_S = 0.2
@@ -130,7 +131,8 @@ def _started(case: LayoutCase, root: Path, gpus: str, options: CaseOptions) -> s
     with root.with_suffix(".out").open("wb") as file:
 
         def process(words: list[str]) -> subprocess.Popen[bytes]:
-            return subprocess.Popen(launch(words), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+            command, none = launch(words), subprocess.DEVNULL
+            return subprocess.Popen(command, cwd=ROOT, stdin=none, stdout=file, stderr=file, env=environment, preexec_fn=die_with_parent)
 
         if case.adapters:
             warming = process(words := warm_words(root, config, options))

@@ -13,6 +13,9 @@ from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, LayoutCase
 LARGEST_DIFFERENCE = 5e-3
 """Of engine's and trainer's log-probs at equal versions, in the mean; both compute in float32, by other kernels."""
 
+LEARNS_WITHIN = 15
+"""Steps after which a run on GPUs answers better than before; on a CPU its model has seen too few demonstrations."""
+
 SEEN_LATE_S = 0.5
 """A replica's log may tell of its weights so much later than its status: well before it dies again."""
 
@@ -118,7 +121,8 @@ def death_figures(death: EngineDeath, victim: str, trainer: Sequence[dict[str, A
 
 def problems(case: LayoutCase, row: dict[str, Any]) -> list[str]:
     """Returns what is wrong with a case's run that has ended, in words. Args: row: its figures, with ``steps_asked`` and ``deaths``."""
-    pushes, difference = row["pushes"], row["mean_abs_logprob_diff"]
+    pushes, difference, before, after = row["pushes"], row["mean_abs_logprob_diff"], row["accuracy_before"], row["accuracy_after"]
+    learns = row["device"] == "cuda" and row["steps_asked"] >= LEARNS_WITHIN and not case.killed
     expected = INTERRUPTED if case.killed else 0
     found = {
         f"it ended with {row['exit']}, not {expected}": row["exit"] != expected,
@@ -129,6 +133,7 @@ def problems(case: LayoutCase, row: dict[str, Any]) -> list[str]:
         f"a push failed: {pushes['failed']}": bool(pushes["failed"]) and not case.killed,
         f"pushes of {pushes['bytes']} bytes, adapters have {row['adapter_bytes']}": case.adapters
         and pushes["bytes"] != row["adapter_bytes"],
+        f"it has not learned: {before} of the held-out answers were right, then {after}": learns and not (after or 0.0) > (before or 0.0),
         "its critic has saved nothing": case.critic and not row["critic_checkpoints"],
     }
     return [words for words, holds in found.items() if holds] + (_death_problems(row) if case.killed else [])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_runs.case_run import CaseOptions, run_words
+from benchmarks.gpu_runs.case_run import CaseOptions, run_words, warm_words
 from benchmarks.gpu_runs.engine_deaths import EngineDeath, EngineDeaths, RunEnded, engine_processes, serves_again
 from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, shares, waves
 from benchmarks.gpu_runs.layout_figures import death_figures, problems, push_figures, run_figures, table
@@ -95,6 +95,7 @@ def test_a_death_that_came_too_late_and_one_whose_weights_were_pushed() -> None:
         ("tp2", {"mean_abs_logprob_diff": 0.1}, "differ by 0.1"),
         ("tp2", {"pushes": push_figures([pushed(0, "x"), pushed(1, "x")])}, "the same weights"),
         ("tp2", {"pushes": push_figures([pushed(0, "x"), pushed(1, "y"), FAILED])}, "a push failed"),
+        ("tp2", {"steps_asked": 20, "steps": 20, "accuracy_before": 0.75}, "it has not learned"),
         ("lora", {"adapter_bytes": 4}, "pushes of 8 bytes, adapters have 4"),
         ("ppo", {}, "critic has saved nothing"),
         ("death", {"exit": 130}, "no engine was killed"),
@@ -124,6 +125,7 @@ def test_what_is_wrong_with_a_death_is_said(fields: dict[str, Any], words: str) 
 
 def test_a_good_run_has_no_problems() -> None:
     assert problems(LAYOUT_CASES["tp2"], a_row()) == []
+    assert problems(LAYOUT_CASES["tp2"], a_row(steps_asked=20, steps=20, accuracy_before=0.25)) == []
     assert problems(LAYOUT_CASES["lora"], a_row("lora", adapter_bytes=8)) == []
     assert problems(LAYOUT_CASES["ppo"], a_row("ppo", critic_checkpoints=1)) == []
 
@@ -162,6 +164,15 @@ def test_a_case_takes_the_gpus_that_it_says(case: str, device: str, tmp_path: Pa
     trainer = last("--actor-num-gpus-per-node", 1) * (1 + LAYOUT_CASES[case].critic)
     assert trainer + last("--rollout-replicas", 1) * last("--rollout-num-gpus-per-engine", 1) == LAYOUT_CASES[case].gpus
     assert words[-2:] == ["--lr", "1e-9"] and ("--sglang-attention-backend" in words) == (device == "cuda")
+
+
+def test_adapters_train_beside_a_model_that_was_trained_first(tmp_path: Path) -> None:
+    options, case = CaseOptions("cuda", tmp_path, steps=3, kills=1, seconds=1.0), LAYOUT_CASES["lora"]
+    first = warm_words(tmp_path / "lora", ["quickstart.toml"], options)
+    then = run_words(case, tmp_path / "lora", ["quickstart.toml"], options)
+    name, directory = (first[first.index(flag) + 1] for flag in ("--name", "--dir"))
+    assert then[then.index("--hf-checkpoint") + 1] == str(Path(directory) / name / "hf")
+    assert "--lora-rank" in then and "--lora-rank" not in first and name != then[then.index("--name") + 1]
 
 
 def test_an_engine_that_is_not_there_is_not_killed(tmp_path: Path) -> None:
