@@ -87,7 +87,9 @@ def scaled_table(found: Mapping[str, Any]) -> str:
         scaled = run["scaled"]
         before, after = scaled["samples_before"], scaled["samples_after"]
         lines.append(_scaled_line(run["bound"], str(found["engines"]), run, before))
-        lines.append(_scaled_line(run["bound"], f"{scaled['engines']}, from step {scaled['after_steps']} on", scaled["after"], after))
+        settled = scaled["settled_after_steps"]
+        engines = str(scaled["engines"]) + ("" if settled is None else f", after {settled} steps")
+        lines.append(_scaled_line(run["bound"], engines, scaled["after"], after))
     return "\n".join(lines) + "\n\n" + "\n\n".join(_joined(run) for run in runs)
 
 

@@ -97,6 +97,7 @@ class ScaleRecord:
             "engines": engines,
             "gpus": gpus,
             "after_steps": first,
+            "settled_after_steps": settled,
             "joiners": [_told(instance, replica) for instance, replica in self.replicas.items()],
             "longest_step_before": max(own, default=None),
             "joining": {

@@ -53,7 +53,7 @@ def test_a_run_is_measured_before_and_after_a_replica_joins(tmp_path: Path, monk
     assert joiner["serves_after_s"] > 0 and joiner["version"] > 0 and joiner["weights_from"] in ("rollout-0", "disk", "push")
     assert scaled["after"]["steps"] >= 5 and scaled["after"]["trained_tokens_per_s"] > 0
     assert scaled["samples_after"]["rollout-1"] > 0 and scaled["joining"]["longest_step"] > 0
-    assert f"| 1 | 2, from step {scaled['after_steps']} on | {scaled['after']['step_seconds']:.2f} s |" in done.stdout
+    assert f"| 1 | 2, after {scaled['settled_after_steps']} steps | {scaled['after']['step_seconds']:.2f} s |" in done.stdout
     assert marked(str(tmp_path)) == [], "nothing is left of run and joiner"
 
 

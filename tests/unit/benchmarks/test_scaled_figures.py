@@ -119,7 +119,7 @@ def test_the_table_of_a_scaled_run_has_a_line_before_and_one_after() -> None:
     found = scaled_run({"ok": True, "violations": []})
     assert report.misses(found) == []
     text = report.scaled_table(found)
-    assert "| 1 | 1 | 10.00 s |" in text and "| 1 | 3, from step 5 on | 4.00 s |" in text
+    assert "| 1 | 1 | 10.00 s |" in text and "| 1 | 3, after 8 steps | 4.00 s |" in text
     assert "| rollout-0 6, rollout-2 6 |" in text
     assert "rollout-1 served 24.0 s after its start, version 5, which it had from rollout-0 in 0.7 s." in text
     assert "rollout-2 served 30.5 s after its start, version 6, which it had from a push." in text
