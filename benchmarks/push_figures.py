@@ -114,4 +114,27 @@ def page_rows(rows: Sequence[Mapping[str, Any]]) -> str:
     heads += ["pause, transfer, check, activate", "gap in generation: p50, p99", "push then: median, p99", "stall", "slime's way"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    if died := [row for row in rows if "death" in row]:
+        lines += ["", *death_rows(died)]
     return "\n".join(lines)
+
+
+def death_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines of a table of what followed deaths inside a push; see `benchmarks.push_death`."""
+    heads = [
+        "an engine killed inside a push of",
+        "it is named",
+        "the other serves",
+        "its successor is up",
+        "and serves",
+        "taken from the other",
+    ]
+
+    def cells(row: Mapping[str, Any]) -> Iterator[str]:
+        death = row["death"]
+        yield f"{row['bytes'] / 1e9:.2f} GB, {row['layout']}"
+        for name in ("named", "served", "engine_up", "joined"):
+            yield f"{death[name]:.1f} s"
+        yield f"{death['peer_bytes'] / 1e9:.2f} GB in {death['peer_seconds']:.2f} s"
+
+    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *("| " + " | ".join(cells(row)) + " |" for row in rows)]

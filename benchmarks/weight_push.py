@@ -2,15 +2,17 @@
 
 ``python -m benchmarks.weight_push [--gpus N] [--shape 4b] [--pushes N] [--rounds N] [--json FILE]`` pushes a model of Qwen3-4B's shape in
 bfloat16, 8.04 GB of random weights (or of Qwen3-0.6B's, 1.19 GB), from Megatron-Core through the real pusher, bus and rollout services.
-Two GPUs: one trainer rank, one engine; four: tensor parallelism of 2 and two engines. ``--device cpu``, on a small model, shows that the
-command works, nothing about speed. FILE is written after each part, so that a run that is cut off leaves the figures that it has.
+Two GPUs: one trainer rank, one engine. Four: the layouts `LAYOUTS` of two trainer ranks, one after the other. ``--device cpu``, on a small
+model, shows that the command works, nothing about speed. FILE is written after each part, so that a run that is cut off leaves the figures
+that it has.
 
 Milliseconds. ``raw``: the bytes at the speed of NCCL broadcasts of 1 GiB between the same GPUs. ``push``: from the first bucket's export
 until the trainer knows that every engine has loaded all of it and has the right digest. ``engine's part``: as the slowest engine counts
 it, from the paused scheduler's first wait for a bucket. Phases, medians: ``pause``: from the request until the engine is told to pause,
 while the transfer begins; ``transfer``: until all have loaded; ``check``: comparing digests; ``activate``: the commit. ``gap``: 32
 generations run while ``--pushes`` pushes are made; of each push the longest time between two tokens of a generation. ``stall``: that a
-training step, begun with the push, waits for it before its optimizer may change the weights. ``slime's way``: see `benchmarks.slime_push`,
+training step, begun with the push, waits for it before its optimizer may change the weights. ``death``, where there are two engines: see
+`benchmarks.push_death`. ``slime's way``: see `benchmarks.slime_push`,
 with ``slime_way_bytes`` of the weights, where not all have room twice. A part that fails is named in ``not_measured`` of FILE.
 
 A second table, for each part, says what was reached when on the way from the trainer's request to its end: all clocks are one machine's.
@@ -31,11 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.page_table import put_table
+from benchmarks.push_death import death_in_a_push
 from benchmarks.push_figures import figures_of, page_rows, percentile, trace_table
+from benchmarks.push_stage import LAYOUTS, SHAPES, push_engines, write_push_model
 from benchmarks.raw_broadcast import TORCHRUN, raw_gb_per_s
 from benchmarks.slime_push import SLIME_BUCKET, slime_way
 from benchmarks.token_stream import gaps_of
-from benchmarks.trainer_mfu import SHAPE, micro_batch
+from benchmarks.trainer_mfu import micro_batch
 from shared.runtime.errors import MyxoError
 
 RESULTS = Path(__file__).parent / "results" / "weight_push.json"
@@ -54,36 +58,17 @@ SPARE_BYTES = 2**30
 """Of the GPU's memory that copies of the weights leave free: NCCL's channels, and the next bucket of the export."""
 
 START_SECONDS = 600
+PUSH_SECONDS = 120.0
 DIRECTORY = "WEIGHT_PUSH_DIRECTORY"
 RAW = "WEIGHT_PUSH_RAW"
 """The variable with what the bare wire does, measured before anything else uses the GPUs."""
-
-SMALL = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-SHAPES = {"4b": {}, "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}}
-"""What differs from Qwen3-4B's shape."""
-
-ENGINE_FLAGS = {
-    "load-format": "dummy",
-    "attention-backend": "triton",
-    "sampling-backend": "pytorch",
-    "grammar-backend": "none",
-    "mem-fraction-static": 0.4,
-    "cuda-graph-max-bs-decode": 32,
-    "disable-prefill-cuda-graph": True,
-}
 
 
 def main() -> int:
     """The command line; as a rank under torchrun, the work itself."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
+    parser.add_argument("--gpus", type=int, choices=tuple(LAYOUTS), default=2)
+    parser.add_argument("--layout", choices=[name for of_gpus in LAYOUTS.values() for name in of_gpus], help="this one only")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
@@ -100,19 +85,34 @@ def main() -> int:
     if "RANK" in os.environ:
         Bench(arguments).run()
         return 0
+    layouts = LAYOUTS[arguments.gpus]
+    if arguments.layout is not None and arguments.layout not in layouts:
+        parser.error(f"--layout {arguments.layout} is none of --gpus {arguments.gpus}, which has {', '.join(layouts)}")
+    return measured_layouts([arguments.layout] if arguments.layout else list(layouts), arguments)
+
+
+def measured_layouts(names: list[str], arguments: argparse.Namespace) -> int:
+    """Measures layouts one after the other, each by ranks under torchrun. Returns the exit code: of the last that failed, else 0."""
     from services.trainer.torchrun import run_ranks
 
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory(prefix="weight-push-") as directory:
-        os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1", DIRECTORY: directory}
-        try:
-            os.environ[RAW] = f"{raw_gb_per_s(arguments.gpus // 2, arguments.device):.1f}"
-            log(f"the bare wire: {os.environ[RAW]} GB/s")
-        except RuntimeError as error:
-            log(f"the bare wire was not measured: {error}")
-        run_ranks(arguments.gpus // 2, "benchmarks.weight_push", *sys.argv[1:])
-    return 0
+    os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1"}
+    code = 0
+    try:
+        os.environ[RAW] = f"{raw_gb_per_s(arguments.gpus // 2, arguments.device):.1f}"
+        log(f"the bare wire: {os.environ[RAW]} GB/s")
+    except RuntimeError as error:
+        log(f"the bare wire was not measured: {error}")
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="weight-push-") as directory:
+            os.environ[DIRECTORY] = directory
+            try:
+                run_ranks(LAYOUTS[arguments.gpus][name].ranks, "benchmarks.weight_push", *sys.argv[1:], "--layout", name)
+            except SystemExit as failed:
+                log(f"{LAYOUTS[arguments.gpus][name].words}: failed with exit code {failed.code}")
+                code = int(failed.code or 1)
+    return code
 
 
 class Bench:
@@ -120,24 +120,23 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.rank = arguments, int(os.environ["RANK"])
-        self.ranks = self.engines = arguments.gpus // 2
+        self.layout = LAYOUTS[arguments.gpus][arguments.layout]
         self.on_gpu = arguments.device == "cuda"
         model = {"shape": arguments.shape} if self.on_gpu else {"shape": "small"}
-        layout = f"TP{self.ranks}, {self.engines} engine{'s' if self.engines > 1 else ''}"
-        self.figures: dict[str, Any] = {"gpus": arguments.gpus, "layout": layout, **model}
+        self.figures: dict[str, Any] = {"gpus": arguments.gpus, "layout": self.layout.words, **model}
         self.figures |= {"raw_gb_per_s": float(os.environ[RAW])} if RAW in os.environ else {}
         self._traces: list[str] = []
         self._version = 0
-        self.steps = not self.on_gpu or arguments.shape != "4b" or arguments.step
+        self.steps = not self.on_gpu or self.layout.ranks > 1 or arguments.shape != "4b" or arguments.step
 
     def run(self) -> None:
         directory = Path(os.environ[DIRECTORY])
         model = directory / f"model-{self.rank}"
-        self._write_model(model)
+        write_push_model(model, self.arguments.shape if self.on_gpu else "small")
         if self.rank:
             self._with_trainer(model, None)
             return
-        stage = self._stage(directory, model)
+        stage = push_engines(directory / "run", model, self.layout, self.arguments.device)
         own = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(TORCHRUN)}  # not for the engines
         with stage:
             os.environ |= own
@@ -155,7 +154,7 @@ class Bench:
 
         weights = WeightsSection(update_weight_buffer_size=self.arguments.bucket_mib * 2**20, push_timeout=60)
         self.figures["bucket_bytes"] = weights.update_weight_buffer_size
-        trainer = TrainerSection(lr=1e-6, tensor_model_parallel_size=self.ranks, collective_timeout=300)
+        trainer = TrainerSection(lr=1e-6, collective_timeout=300, **self.layout.parallel)
         actor = Actor.create(TrainerSettings(trainer), model, random=True)
         pusher = Pusher(stage.link if stage is not None else None, actor.model, weights)
         channel = CommandBroadcast(600)
@@ -164,8 +163,8 @@ class Bench:
                 self._begin(actor, pusher, order)
                 pusher.wait()
             return
-        stage.until("every engine", lambda cards: len(cards) == self.engines, START_SECONDS)
-        log(f"{self.engines} engines are up")
+        stage.until("every engine", lambda cards: len(cards) == self.layout.engines, START_SECONDS)
+        log(f"engines that are up: {self.layout.engines}")
         self._bench = actor, pusher, channel
         self._push()  # makes the channels, traces how the engines load
         self._push()
@@ -176,10 +175,12 @@ class Bench:
             self._part("stepping", self._stepping)
         if self.arguments.trace is not None and self.on_gpu:
             self._part("profile", self._profiled)
+        if self.layout.engines > 1:
+            self._part("death", lambda: self._death(stage))
         pusher.wait()
         channel.send(Leave(done=True))
         pusher.close()
-        if self.on_gpu and self.ranks == 1:  # without the gathering over ranks, which it does first
+        if self.on_gpu and self.layout.ranks == 1:  # without the gathering over ranks, which it does first
             self._part("slime's way", lambda: self._slime_way(actor, engine))
         self._tell()
 
@@ -247,24 +248,34 @@ class Bench:
             during |= {"gap_max": round(max(gaps), 5), "gaps": len(gaps), "token_seconds": round(statistics.median(usual), 5)}
         self._measured("generating", results, during)
 
+    def _death(self, stage: Any) -> None:
+        pusher, version = self._bench[1], self._version
+        self._version += 1
+        self.figures["death"] = death_in_a_push(stage, pusher, lambda: self._pushed(version))
+        self._measured("after a death", [self._push()])
+
     def _push(self) -> Any:
         """Makes one push, of the next version."""
-        actor, pusher, channel = self._bench
         version, self._version = self._version, self._version + 1
-        end = time.monotonic() + 120
-        while (push := pusher.due(version)) is None:
-            if time.monotonic() > end:
-                raise SystemExit(f"no replica took version {version} within 120 s")
-            time.sleep(0.05)
-        channel.send(push)
-        self._begin(actor, pusher, push)
-        pusher.wait()
-        results = pusher.results()
-        if not results or len(results[-1].replicas) != self.engines:
+        results = self._pushed(version)
+        if not results or len(results[-1].replicas) != self.layout.engines:
             raise SystemExit(f"the push of version {version} failed: {results}")
         last = results[-1]
         log(f"version {version}: {last.seconds:.4f} s, wire {last.wire_seconds:.4f}, engine {last.engine_seconds:.4f}")
         return last
+
+    def _pushed(self, version: int) -> list[Any]:
+        """Pushes a version to the replicas that are behind. Returns the push's result, if it succeeded for some."""
+        actor, pusher, channel = self._bench
+        end = time.monotonic() + PUSH_SECONDS
+        while (push := pusher.due(version)) is None:
+            if time.monotonic() > end:
+                raise SystemExit(f"no replica took version {version} within {PUSH_SECONDS:g} s")
+            time.sleep(0.05)
+        channel.send(push)
+        self._begin(actor, pusher, push)
+        pusher.wait()
+        return list(pusher.results())
 
     def _begin(self, actor: Any, pusher: Any, push: Any) -> None:
         """The optimizer's update of the step before is over: a push waits for it on the device."""
@@ -290,31 +301,6 @@ class Bench:
             self._push()
         print(profiled.key_averages().table(sort_by="cuda_time_total", row_limit=15, max_name_column_width=60), flush=True)
         profiled.export_chrome_trace(str(self.arguments.trace))
-
-    # --- what it takes
-
-    def _stage(self, directory: Path, model: Path) -> Any:
-        from tests.support.pushing import Replicated
-
-        device = {"rollout_device": self.arguments.device}
-        flags = ENGINE_FLAGS if self.on_gpu else {"load-format": "dummy"}
-        return Replicated(
-            directory / "run",
-            model,
-            replicas=self.engines,
-            environment=lambda number: {"CUDA_VISIBLE_DEVICES": str(self.ranks + number)} if self.on_gpu else {},
-            rollout={**device, "sglang": flags, "max_staleness": 1},
-            trainer={"train_device": self.arguments.device},
-        )
-
-    def _write_model(self, model: Path) -> None:
-        from tests.support.tiny_model import character_tokenizer
-
-        model.mkdir()
-        character_tokenizer().save_pretrained(model)
-        own = SHAPES[self.arguments.shape] if self.on_gpu else SMALL
-        shape = {**SHAPE, **own, "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
-        (model / "config.json").write_text(json.dumps(shape))
 
     def _tell(self) -> None:
         """Prints what there is so far, and writes it."""

@@ -6,20 +6,31 @@ On two GPUs, one for the trainer and one for the engine::
     python -m benchmarks.end_to_end --shape 0.6b --device cuda --lengths geometric:656 --bounds 0 1 2 4 --steps 16 --seconds 90 \
         --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json benchmarks/results/end_to_end.json
 
+On four, an engine that two others join while the run trains::
+
+    python -m benchmarks.end_to_end --bounds 2 --engines 1 --scale-to 3 --steps 20 --seconds 300 \
+        --json benchmarks/results/end_to_end_scaled.json
+
 Weights are random, rewards too; what is measured is time. First one run under ``myxo up`` for each bound, until it has made ``--steps`` or
 its ``--seconds`` are over; then the engine alone, by this process: with several numbers of requests at once, each followed by another when
 it ends, and with a batch's requests that begin together and are not followed. The trainer alone is the run
 at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the table of
-`RESULTS` into docs/performance.md.
+`RESULTS` into docs/performance.md, and of `SCALED`.
 
-Figures. g: seconds in which the engine alone draws a step's tokens, at its best; h: seconds from a batch's arrival to its last optimizer
-step. *limit*: max(g, h), or g + h where they share one GPU; U_sync = (g + h) / (GPUs x synchronous step). Exit code 1 where a bound from 2
-on misses the goal of the limit, or a bound above 0 is slower than 0.
+With ``--scale-to`` replicas join a run once it has made its warm-up and half of its other steps: each is
+``python -m services.rollout`` with the bus's address, the run's name and a GPU of its own. The run goes on until it has made the other
+half, counted from ``bound`` + 1 steps after all of them serve. ``myxo audit`` then checks its whole ledger.
+
+Figures. g: seconds in which the engine alone draws a step's tokens, at its best; with N engines a Nth of them. h: seconds from a batch's
+arrival to its last optimizer step. *limit*: max(g, h), or g + h where they share one GPU; U_sync = (N g + h) / (GPUs x synchronous step).
+Exit code 1 where a bound from 2 on misses the goal of the limit, a bound above 0 is slower than 0, or a run that was to be scaled was not
+measured after it or has no clean audit.
 """
 
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -36,9 +47,12 @@ from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
 from services.buffer.batch_order import Order
 from services.rollout.slot_limit import MOST
+from shared.runtime import devices, exit_codes
 from shared.runtime.telemetry import silence_logs
 
 RESULTS = Path(__file__).parents[1] / "results" / "end_to_end.json"
+SCALED = RESULTS.with_name("end_to_end_scaled.json")
+"""Of a run to which engines were added while it trained; the page has it if it is there."""
 
 PROMPTS = 8192
 
@@ -50,14 +64,35 @@ def main() -> int:
     """The command line. Returns the exit code."""
     options = _parser().parse_args()
     if options.write:
-        report.write_page(json.loads(RESULTS.read_text()))
+        report.write_page([json.loads(path.read_text()) for path in (RESULTS, SCALED) if path.exists()])
         return 0
+    if problem := refused(options):
+        print(problem, file=sys.stderr)
+        return exit_codes.BAD_INPUT
     silence_logs()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs here is ended on the way out
     found = measure(options)
-    print(report.table(found))
+    print("\n\n".join(text for text in (report.table(found), report.scaled_table(found)) if text))
     for missed in (misses := report.misses(found)):
         print(f"missed: {missed}", file=sys.stderr)
     return int(bool(misses))
+
+
+def refused(options: argparse.Namespace) -> str:
+    """Returns why there is no such measurement; nothing where there is."""
+    if options.engines < 1 or (options.scale_to is not None and options.scale_to <= options.engines):
+        return "--engines is 1 at least, --scale-to more than that"
+    if options.colocate and (options.engines > 1 or options.scale_to is not None):
+        return "--colocate has one engine, on the trainer's GPU: neither --engines nor --scale-to"
+    needed, there = len_devices(options), len(devices.visible_gpus())
+    if options.device == "cuda" and needed > there:
+        return f"trainer and engines need {needed} GPUs; there are {there}"
+    return ""
+
+
+def len_devices(options: argparse.Namespace) -> int:
+    """Returns how many devices trainer and engines have, those that join included."""
+    return 1 if options.colocate else 1 + (options.scale_to or options.engines)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4], metavar="S", help="on staleness (default 0 1 2 4)")
     parser.add_argument("--order", choices=get_args(Order), default="completion", help="of the batches (default completion)")
     parser.add_argument("--colocate", action="store_true", help="trainer and engine take turns on one GPU")
+    parser.add_argument("--engines", type=int, default=1, metavar="N", help="that a run begins with (default 1)")
+    parser.add_argument("--scale-to", type=int, metavar="N", help="engines from the middle of a run on: others join while it trains")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="of a run, the warm-up included (default 16)")
     parser.add_argument(
         "--warm-up", type=int, default=5, metavar="N", help="steps that are left out, at most one more than the bound (default 5)"
@@ -111,10 +148,22 @@ class Measurement:
         self.found: dict[str, Any] = {
             **{
                 name: getattr(options, name)
-                for name in ("shape", "device", "lengths", "cap", "prompt_tokens", "batch", "samples", "order", "colocate")
+                for name in (
+                    "shape",
+                    "device",
+                    "lengths",
+                    "cap",
+                    "prompt_tokens",
+                    "batch",
+                    "samples",
+                    "order",
+                    "colocate",
+                    "engines",
+                    "scale_to",
+                )
             },
             "dtype": self._dtype,
-            "gpus": 1 if options.colocate or not self._on_gpu else 2,
+            "gpus": 1 if options.colocate or not self._on_gpu else 1 + options.engines,
             "capped_mean": round(self._lengths.capped_mean, 1),
             "flags": {**dict(options.sglang), "myxo": options.flags},
             "alone": [],
@@ -141,9 +190,12 @@ class Measurement:
             start_s=options.start_seconds,
             run_s=options.seconds,
             gpus=self.found["gpus"],
+            devices=tuple(devices.visible_gpus()[: len_devices(options)]) if self._on_gpu else (),
+            engines=options.engines,
+            scale_to=options.scale_to,
         )
         for bound in options.bounds:
-            self.found["runs"].append(measured(plan, f"bound-{bound}", bound, on_gpus=self._on_gpu))
+            self.found["runs"].append(measured(plan, f"bound-{bound}", bound))
             self.found["runs"].sort(key=lambda run: run["bound"])
             self._keep(f"bound {bound}")
         if options.alone != [] and "alone_batch" not in self.found:
@@ -180,7 +232,7 @@ class Measurement:
             *("--rollout-max-response-len", str(options.cap), "--rollout-order", options.order),
             *ends,
             *(word for name, value in engine.items() for word in (f"--sglang-{name}", value)),
-            *(["--colocate"] if options.colocate else []),
+            *(["--colocate"] if options.colocate else ["--rollout-replicas", str(options.engines)]),
             *(["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"] if options.shape in OFFLOADED and self._on_gpu else []),
             *options.flags,
         ]
@@ -192,21 +244,27 @@ class Measurement:
             return
         synchronous = min(runs, key=lambda run: run["bound"])
         g = synchronous["step_response_tokens"] / max(one["tokens_per_s"] for one in self.found["alone"])
-        h = synchronous["train_seconds"]
-        self.found["split"] = report.split(
-            g, h, synchronous["step_seconds"], self.found["gpus"], self._options.colocate or not self._on_gpu
-        )
-        for run in runs:
-            run["of_limit"] = round(self.found["split"]["limit_seconds"] / run["step_seconds"], 4)
-        if not self._options.colocate and "alone_batch" in self.found:
-            options, speeds = self._options, [(one["running"], one["tokens_per_s"]) for one in self.found["alone"] if one["running"] >= 1]
-            push, batch = runs[-1].get("push_seconds") or 0.0, options.batch * options.samples
-            engine = MeasuredEngine.of(tuple(self.found["alone_batch"]["decode_seconds"]), speeds, self._lengths.capped_mean)
-            self.found["prefill_seconds"] = round(engine.prefill, 5)
-            slots = {run["bound"]: round(run.get("request_slots") or MOST) for run in runs}
-            told = predicted(self._lengths, engine, batch, options.samples, h, push, slots, options.order)
-            for run in runs:
-                run["predicted_seconds"] = told[run["bound"]]
+        h, shared, engines = synchronous["train_seconds"], self._options.colocate or not self._on_gpu, self._options.engines
+        self.found["split"] = report.split(g, h, synchronous["step_seconds"], self.found["gpus"], shared, engines)
+        self._compare({run["bound"]: run for run in runs}, engines, report.limit(g, h, shared, engines), h)
+        if (more := self._options.scale_to) is not None:
+            after = {run["bound"]: run["scaled"]["after"] for run in runs if "step_seconds" in run.get("scaled", {}).get("after", {})}
+            self._compare(after, more, report.limit(g, h, shared, more), h)
+
+    def _compare(self, runs: dict[int, dict[str, Any]], engines: int, limit: float, h: float) -> None:
+        """Adds to each figures, by bound, their share of the limit and what the simulation predicts for so many engines."""
+        for run in runs.values():
+            run["of_limit"] = round(limit / run["step_seconds"], 4)
+        if self._options.colocate or "alone_batch" not in self.found or not runs:
+            return
+        options, speeds = self._options, [(one["running"], one["tokens_per_s"]) for one in self.found["alone"] if one["running"] >= 1]
+        push, batch = list(runs.values())[-1].get("push_seconds") or 0.0, options.batch * options.samples
+        engine = MeasuredEngine.of(tuple(self.found["alone_batch"]["decode_seconds"]), speeds, self._lengths.capped_mean)
+        self.found["prefill_seconds"] = round(engine.prefill, 5)
+        slots = {bound: max(1, round((run.get("request_slots") or MOST * engines) / engines)) for bound, run in runs.items()}
+        told = predicted(self._lengths, engine, batch, options.samples, h, push, slots, options.order, engines)
+        for bound, run in runs.items():
+            run["predicted_seconds"] = told[bound]
 
     def _keep(self, part: str) -> None:
         print(f"measured: {part}", file=sys.stderr, flush=True)

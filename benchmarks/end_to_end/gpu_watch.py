@@ -3,26 +3,35 @@
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 
 POLL_INTERVAL_S = 0.1
 
 
 class GpuWatch:
-    """The share of time in which each GPU was busy. Without a GPU it reads nothing."""
+    """The share of time in which each GPU was busy. Without a GPU it reads nothing.
 
-    def __init__(self) -> None:
+    Args:
+        devices: to be read, as CUDA_VISIBLE_DEVICES names them.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._names = tuple(devices)
         self._samples: list[tuple[float, list[float], list[int]]] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> "GpuWatch":
-        """Begins to read; without NVML's binding there is nothing to read, and the figures lack it."""
+        """Begins to read; without GPUs or NVML's binding there is nothing to read, and the figures lack it."""
+        if not self._names:
+            return self
         try:
             import pynvml
         except ImportError:
             return self
         pynvml.nvmlInit()
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        devices = [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in self._names]
 
         def look() -> None:
             while not self._over.wait(POLL_INTERVAL_S):

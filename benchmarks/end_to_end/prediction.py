@@ -108,18 +108,19 @@ def predicted(
     push_s: float,
     slots: Mapping[int, int],
     order: Order = "completion",
+    engines: int = 1,
 ) -> dict[int, float]:
-    """Returns the predicted seconds of a step at each bound, one GPU generating and one training.
+    """Returns the predicted seconds of a step at each bound, one GPU training and the others generating.
 
     Args:
-        train_s: seconds of training a step. push_s: that a push stops generation and training. slots: of the engine, by the bound.
-        order: of the batches.
+        train_s: seconds of training a step. push_s: that a push stops generation and training. slots: of an engine, by the bound.
+        order: of the batches. engines: of one GPU each.
     """
     found = {}
     for bound, places in slots.items():
         model = MeasuredWorkload(
-            gpus=2,
-            rollout_gpus=1,
+            gpus=1 + engines,
+            rollout_gpus=engines,
             batch=batch,
             samples=samples,
             mean_tokens=distribution.capped_mean,

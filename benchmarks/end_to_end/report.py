@@ -1,6 +1,6 @@
 """What the figures of `benchmarks.end_to_end` come to: the limit, what misses its goal, and the table of docs/performance.md."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,24 @@ GOAL, GOAL_BOUND = 0.95, 2
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
-def split(g: float, h: float, synchronous: float, gpus: int, shared: bool) -> dict[str, float]:
+def split(g: float, h: float, synchronous: float, gpus: int, shared: bool, engines: int = 1) -> dict[str, float]:
     """Returns the limit of a step, and the share of the GPUs' time that the synchronous run uses.
 
     Args:
-        g, h: seconds of generation and of training a step. synchronous: seconds of its step. shared: both take turns on the same device.
+        g, h: seconds of one engine's generation and of training a step. synchronous: seconds of its step. shared: both take turns on the
+            same device. engines: that generate at the same time, each on a device of its own.
     """
-    limit = g + h if shared else max(g, h)
     return {
-        "generation_seconds": round(g, 4),
+        "generation_seconds": round(g if shared else g / engines, 4),
         "training_seconds": round(h, 4),
-        "limit_seconds": round(limit, 4),
+        "limit_seconds": round(limit(g, h, shared, engines), 4),
         "synchronous_use": round((g + h) / (gpus * synchronous), 4),
     }
+
+
+def limit(g: float, h: float, shared: bool, engines: int) -> float:
+    """Returns the seconds of a step that nothing can be faster than; arguments as of `split`."""
+    return g + h if shared else max(g / engines, h)
 
 
 def misses(found: Mapping[str, Any]) -> list[str]:
@@ -37,7 +42,15 @@ def misses(found: Mapping[str, Any]) -> list[str]:
             missed.append(f"bound {bound}: {run['of_limit']:.0%} of the limit; the goal is {GOAL:.0%}")
         if 0 in known and run["step_seconds"] > known[0]["step_seconds"]:
             missed.append(f"bound {bound}: slower than the synchronous run")
-    return missed
+    return missed + [f"bound {run['bound']}: {what}" for run in runs if "scaled" in run for what in _scaling_misses(run)]
+
+
+def _scaling_misses(run: Mapping[str, Any]) -> Iterator[str]:
+    after, audit = run["scaled"]["after"], run.get("audit", {"ok": True})
+    if "step_seconds" not in after:
+        yield f"not measured after it was scaled: {after['problem']}; {run.get('stopped', '')}"
+    if not audit["ok"]:
+        yield f"its audit: {audit.get('violations') or audit.get('problem')}"
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -60,6 +73,56 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def scaled_table(found: Mapping[str, Any]) -> str:
+    """Returns the table of the runs that were scaled, and a sentence about each; nothing where there are none."""
+    runs = [run for run in found["runs"] if "scaled" in run]
+    if not runs:
+        return ""
+    lines = [
+        "| bound | engines | step | of the limit | predicted | trained tokens/s | a GPU | generated tokens/s | GPUs busy "
+        "| requests that run | trained samples by replica |",
+        "|---" * 11 + "|",
+    ]
+    for run in runs:
+        scaled = run["scaled"]
+        before, after = scaled["samples_before"], scaled["samples_after"]
+        lines.append(_scaled_line(run["bound"], str(found["engines"]), run, before))
+        settled = scaled["settled_after_steps"]
+        engines = str(scaled["engines"]) + ("" if settled is None else f", after {settled} steps")
+        lines.append(_scaled_line(run["bound"], engines, scaled["after"], after))
+    return "\n".join(lines) + "\n\n" + "\n\n".join(_joined(run) for run in runs)
+
+
+def _scaled_line(bound: int, engines: str, figures: Mapping[str, Any], samples: Mapping[str, int]) -> str:
+    if "step_seconds" not in figures:
+        return f"| {bound} | {engines} | {figures.get('problem', '')} |" + " |" * 8
+    return (
+        f"| {bound} | {engines} | {figures['step_seconds']:.2f} s | {_share(figures.get('of_limit'))} "
+        f"| {_seconds(figures.get('predicted_seconds'))} | {figures['trained_tokens_per_s']:,.0f} "
+        f"| {figures['trained_tokens_per_s_per_gpu']:,.0f} | {figures['generated_tokens_per_s']:,.0f} "
+        f"| {', '.join(_share(busy) for busy in figures.get('gpu_busy', [])) or '—'} | {_number(figures.get('running_requests'))} "
+        f"| {', '.join(f'{replica} {count:,}' for replica, count in samples.items()) or '—'} |"
+    )
+
+
+def _joined(run: Mapping[str, Any]) -> str:
+    """Returns how replicas joined a run, in sentences."""
+    scaled, parts = run["scaled"], []
+    for joiner in scaled["joiners"]:
+        if joiner["serves_after_s"] is None:
+            parts.append(f"{joiner['instance']} did not come to serve.")
+            continue
+        took = "" if joiner["weights_seconds"] is None else f" in {joiner['weights_seconds']:.1f} s"
+        origin = "a push" if joiner["weights_from"] == "push" else joiner["weights_from"]
+        served = f"served {joiner['serves_after_s']:.1f} s after its start, version {joiner['version']}"
+        parts.append(f"{joiner['instance']} {served}, which it had from {origin}{took}.")
+    longest, before = scaled["joining"]["longest_step"], scaled["longest_step_before"]
+    parts.append(f"The longest step meanwhile took {_seconds(longest)}, before {_seconds(before)}.")
+    if "audit" in run:
+        parts.append(f"The audit of the whole run: {'ok' if run['audit']['ok'] else 'not ok'}.")
+    return f"Bound {run['bound']}: " + " ".join(parts)
+
+
 def alone(found: Mapping[str, Any]) -> str:
     """Returns the sentence about engine and trainer alone."""
     if "split" not in found:
@@ -68,9 +131,14 @@ def alone(found: Mapping[str, Any]) -> str:
     share = found["split"]
     return (
         f"Alone, the engine draws {best['tokens_per_s']:,.0f} tokens a second with {best['running']:.0f} requests running: "
-        f"g = {share['generation_seconds']:.2f} s a step; training takes h = {share['training_seconds']:.2f} s. "
+        f"g = {share['generation_seconds']:.2f} s a step{_shared_by(found)}; training takes h = {share['training_seconds']:.2f} s. "
         f"Limit {share['limit_seconds']:.2f} s a step, U_sync = {share['synchronous_use']:.2f}."
     )
+
+
+def _shared_by(found: Mapping[str, Any]) -> str:
+    engines = found.get("engines", 1)
+    return f" of {engines} such engines" if engines > 1 and found["gpus"] > 1 else ""
 
 
 def write_page(measurements: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
@@ -81,7 +149,8 @@ def write_page(measurements: Sequence[Mapping[str, Any]] | Mapping[str, Any]) ->
         what = f"{work}, {found['gpus']} GPU"
         order = f", {found['order']} order" if found.get("order", "completion") != "completion" else ""
         plural, shared = "s" if found["gpus"] > 1 else "", ", colocated" if found["colocate"] else ""
-        parts.append(f"**{what}{plural}{order}{shared}**\n\n{table(found)}\n\n{alone(found)}")
+        texts = (f"**{what}{plural}{order}{shared}**", table(found), scaled_table(found), alone(found))
+        parts.append("\n\n".join(text for text in texts if text))
     put_table(PAGE, "end_to_end", "\n\n".join(parts))
 
 

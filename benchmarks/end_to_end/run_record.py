@@ -1,12 +1,13 @@
 """What a run tells while it goes on: its steps, its groups' ends and its replicas' gauges, and the figures that come of them."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shared.schema.ledger import GroupsDropped, GroupsScored
+from shared.schema.ledger import BatchFormed, GroupsDropped, GroupsScored
 from shared.schema.messages import Trained
 from shared.schema.service_messages import MetricsWritten
 
@@ -15,13 +16,16 @@ GAUGES = ("running_requests", "queued_requests", "kv_usage", "request_slots", "u
 
 @dataclass
 class RunRecord:
-    """The record of one run. ``metrics``: of each step; ``gauges``: of all replicas together, by when they were read."""
+    """The record of one run. ``metrics``: of each step; ``gauges``: of all replicas together, by when they were read; ``origins``: of a
+    group, the replica that generated it and how many samples it has; ``batches``: the groups of each step."""
 
     steps: list[Trained] = field(default_factory=list)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     dropped: list[tuple[float, int]] = field(default_factory=list)
     gauges: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    origins: dict[str, tuple[str, int]] = field(default_factory=dict)
+    batches: dict[int, list[str]] = field(default_factory=dict)
 
     def written(self, message: MetricsWritten) -> None:
         """Notes metrics of a step; they come in several messages."""
@@ -31,23 +35,39 @@ class RunRecord:
         """Notes the tokens of groups that have come back."""
         for group in record.groups:
             self.tokens[group.group] = sum(sample.tokens for sample in group.samples)
+            self.origins[group.group] = (group.replica, len(group.samples))
+
+    def formed(self, record: BatchFormed) -> None:
+        """Notes which groups a step trains."""
+        self.batches[record.step] = record.groups
 
     def ended(self, record: GroupsDropped) -> None:
         """Notes groups that were dropped; those that were stopped while they were generated have no tokens here."""
         self.dropped.append((record.at, sum(self.tokens.get(group, 0) for group in record.groups)))
 
-    def window(self, warm_up: int) -> tuple[float, float] | None:
-        """Returns when the steps after the warm-up began and ended, seconds since the epoch; None where there are under two."""
-        if len(self.steps) < warm_up + 2:
-            return None
-        return self.steps[warm_up].ended, self.steps[-1].ended
+    def window(self, warm_up: int, end: int | None = None) -> tuple[float, float] | None:
+        """Returns when the steps after the warm-up began and ended, seconds since the epoch; None where there are under two.
 
-    def figures(self, warm_up: int, gpus: int) -> dict[str, Any]:
-        """Returns the figures of the steps after the warm-up. Seconds, tokens, and tokens a second."""
-        if (window := self.window(warm_up)) is None:
-            return {"steps": len(self.steps), "problem": f"no two steps after the {warm_up} of the warm-up"}
+        Args:
+            end: the step before which it is over; None: it is that of all steps.
+        """
+        steps = self.steps[:end]
+        return (steps[warm_up].ended, steps[-1].ended) if len(steps) >= warm_up + 2 else None
+
+    def samples_by_replica(self, begin: int, end: int | None = None) -> dict[str, int]:
+        """Returns how many samples of the steps from ``begin`` to before ``end`` each replica generated, as far as it was heard of."""
+        groups = (group for step in self.steps[begin:end] for group in self.batches.get(step.step, ()))
+        found: Counter[str] = Counter()
+        for replica, samples in (self.origins[group] for group in groups if group in self.origins):
+            found[replica] += samples
+        return dict(sorted(found.items()))
+
+    def figures(self, warm_up: int, gpus: int, last: int | None = None) -> dict[str, Any]:
+        """Returns the figures of the steps after the warm-up. Seconds, tokens, and tokens a second. ``last``: as ``end`` of `window`."""
+        if (window := self.window(warm_up, last)) is None:
+            return {"steps": len(self.steps[:last]), "problem": f"no two steps after the {warm_up} of the warm-up"}
         begin, end = window
-        measured, seconds = self.steps[warm_up + 1 :], end - begin
+        measured, seconds = self.steps[warm_up + 1 : last], end - begin
         ends = [begin, *(step.ended for step in measured)]
         metrics = [found for step in measured if (found := self.metrics.get(step.step))]
         step_tokens = mean(metrics, "rollout/response_tokens") or 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.data.event_files import EventDirectory
-from shared.runtime.devices import VISIBLE
+from shared.runtime.devices import VISIBLE, visible_gpus
 
 HERE = Path(__file__).parent
 
@@ -89,11 +89,12 @@ def planned(example: str, device: str, bounds: Sequence[int], seeds: int, object
 
 def environment(slot: int, device: str, gpus: int) -> dict[str, str]:
     """Returns the environment of the run in a slot. On GPUs the trainer of each slot lies on the next one, the engine on the one after
-    it: so they share all GPUs alike."""
+    it: so they share all GPUs alike. These are the first that `VISIBLE` names, where it is set."""
     if device != "cuda":
         return dict(os.environ)
-    order = [(slot + index) % gpus for index in range(gpus)]
-    return os.environ | {VISIBLE: ",".join(map(str, order[:GPUS_OF_A_RUN]))}
+    shared = visible_gpus()[:gpus] if VISIBLE in os.environ else [str(index) for index in range(gpus)]
+    order = [shared[(slot + index) % len(shared)] for index in range(GPUS_OF_A_RUN)]
+    return os.environ | {VISIBLE: ",".join(order)}
 
 
 def curve(root: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ tensor's digest is the xxh3 of 64 bits of its leaves', little-endian. Leaves of 
 `shared.transfer.digest_kernel`. A version's digest is the xxh3 of 128 bits over all names, dtypes, shapes and tensors' digests.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -72,11 +73,14 @@ def of_bytes(data: Any) -> int:
 
 def version_digest(known: Mapping[str, TensorDigest]) -> str:
     """Returns a version's digest, 32 hexadecimal digits."""
-    whole = xxhash.xxh3_128()
-    for name in sorted(known):
-        tensor = known[name]
-        whole.update(f"{name}\0{tensor.dtype}\0{','.join(map(str, tensor.shape))}\0{tensor.digest:016x}\n".encode())
-    return whole.hexdigest()
+    lines = [b"%b%016x\n" % (_head(name, tensor.dtype, tensor.shape), tensor.digest) for name, tensor in sorted(known.items())]
+    return xxhash.xxh3_128_hexdigest(b"".join(lines))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Returns what a version's digest covers of a tensor beside its bytes: the same at every push."""
+    return f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode()
 
 
 def _table(extents: Iterable[tuple[int, int]]) -> NDArray[np.int64]:

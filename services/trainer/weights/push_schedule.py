@@ -204,10 +204,10 @@ def culprits_of(
 
 
 def lost_members(members: Iterable[Target], statuses: Iterable[ServiceStatus]) -> dict[str, str]:
-    """Returns instance → why it counts as gone, by the registry."""
+    """Returns instance → why it counts as gone, by the registry. ``statuses``: of the replicas whose engines are up."""
     incarnations = {status.instance: status.incarnation for status in statuses}
     return {
-        target.instance: "its engine has lost its weights" if target.instance in incarnations else "its heartbeat has stopped"
+        target.instance: "its engine has lost its weights" if target.instance in incarnations else "its engine or its heartbeat has stopped"
         for target in members
         if incarnations.get(target.instance) != target.incarnation
     }

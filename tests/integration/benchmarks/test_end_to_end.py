@@ -1,5 +1,6 @@
 """The benchmarks of whole runs measure what they say, with a real engine and a real trainer on a CPU."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -36,6 +37,34 @@ def test_a_run_is_measured_beside_its_engine_alone(tmp_path: Path) -> None:
     assert 0 < run["logprob_diff"] < 0.01, "engine and trainer have the same weights"
     assert run["of_limit"] > 0 and run["predicted_seconds"] > 0 and found["split"]["limit_seconds"] > 0
     assert f"| 1 | {run['step_seconds']:.2f} s |" in done.stdout
+
+
+@pytest.mark.extra
+def test_a_run_is_measured_before_and_after_a_replica_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARK_MARK", str(tmp_path))  # all that the benchmark starts has it in its environment
+    load = ["--shape", "tiny", "--lengths", "geometric:24", "--cap", "64", "--batch", "4", "--steps", "12"]
+    found, done = measured("end_to_end", tmp_path, *load, "--bounds", "1", "--scale-to", "2", "--seconds", "600", "--alone")
+    [run] = found["runs"]
+    scaled = run["scaled"]
+    assert done.returncode == 0 and run["audit"]["ok"], (run, done.stderr)
+    assert run["steps"] >= 2 and run["step_seconds"] > 0 and scaled["after_steps"] >= 7
+    assert set(scaled["samples_before"]) == {"rollout-0"}
+    [joiner] = scaled["joiners"]
+    assert joiner["serves_after_s"] > 0 and joiner["version"] > 0 and joiner["weights_from"] in ("rollout-0", "disk", "push")
+    assert scaled["after"]["steps"] >= 5 and scaled["after"]["trained_tokens_per_s"] > 0
+    assert scaled["samples_after"]["rollout-1"] > 0 and scaled["joining"]["longest_step"] > 0
+    assert f"| 1 | 2, after {scaled['settled_after_steps']} steps | {scaled['after']['step_seconds']:.2f} s |" in done.stdout
+    assert marked(str(tmp_path)) == [], "nothing is left of run and joiner"
+
+
+def marked(text: str) -> list[str]:
+    """The command lines of the processes that were started with this text in their environment."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"BENCHMARK_MARK={text}\0".encode() in environment.read_bytes():
+                found.append(environment.with_name("cmdline").read_text())
+    return found
 
 
 def test_the_engine_is_driven_directly_and_through_the_service(tmp_path: Path) -> None:

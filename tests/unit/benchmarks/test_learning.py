@@ -41,10 +41,13 @@ def test_commands_are_what_a_run_takes(example: str, device: str) -> None:
     assert ("cuda-graph-bs-decode" in config.rollout.sglang) == (device == "cuda")
 
 
-def test_trainers_and_engines_share_all_gpus_alike() -> None:
+def test_trainers_and_engines_share_all_gpus_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     visible = [environment(slot, "cuda", 2)["CUDA_VISIBLE_DEVICES"] for slot in range(4)]
     assert visible == ["0,1", "1,0", "0,1", "1,0"]
     assert [environment(slot, "cuda", 4)["CUDA_VISIBLE_DEVICES"] for slot in (0, 3)] == ["0,1", "3,0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert [environment(slot, "cuda", 2)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["2,3", "3,2"]
 
 
 def line(event: str, seconds: float, **fields: Any) -> str:

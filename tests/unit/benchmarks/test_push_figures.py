@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.push_figures import MARKS, figures_of, page_rows, percentile, trace_table
+from benchmarks.push_figures import MARKS, death_rows, figures_of, page_rows, percentile, trace_table
 from benchmarks.token_stream import gaps_of
 from benchmarks.weight_push import Bench, copied
 from services.trainer.weights.push_schedule import PushResult
@@ -73,7 +73,7 @@ def test_as_many_weights_are_copied_as_have_room() -> None:
 )
 def test_a_part_that_fails_costs_nothing_of_what_was_measured(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    bench = Bench(argparse.Namespace(gpus=2, device="cpu", shape="4b", step=False))
+    bench = Bench(argparse.Namespace(gpus=2, layout="tp1", device="cpu", shape="4b", step=False))
     bench.figures["seconds"] = 0.03
 
     def failing() -> None:
@@ -84,3 +84,10 @@ def test_a_part_that_fails_costs_nothing_of_what_was_measured(error: BaseExcepti
     told = bench.figures["not_measured"]
     assert list(told) == ["slime's way"] and told["slime's way"].startswith(type(error).__name__) and "and more" not in told["slime's way"]
     assert bench.figures["seconds"] == 0.03
+
+
+def test_a_death_has_a_table_of_its_own() -> None:
+    death = {"named": 2.348, "served": 2.453, "engine_up": 16.4, "joined": 17.0, "peer_bytes": 8_044_936_192, "peer_seconds": 0.09}
+    head, _, line = death_rows([{"bytes": 8_044_936_192, "layout": "TP2, 2 engines", "death": death}])
+    assert head.count("|") == line.count("|")
+    assert line == "| 8.04 GB, TP2, 2 engines | 2.3 s | 2.5 s | 16.4 s | 17.0 s | 8.04 GB in 0.09 s |"
