@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240, help="for one run (default 240)")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs", help="where the runs lie")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"write the figures there; the repository's are in {RESULTS.relative_to(ROOT)}"
+        "--json", type=Path, metavar="FILE", help="write the figures there; the repository's are benchmarks/results/gpu_runs.json"
     )
     parser.add_argument("--write", action="store_true", help="put the repository's figures into the docs; measures nothing")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of each run")
