@@ -7,9 +7,9 @@ what it has.
 
 - *ppo*: actor, critic and engine on a GPU each. *lora*: pushes carry adapters alone. *tp2*: a trainer over two GPUs, two engines.
   *pp2-tp2*: a trainer in two stages, an engine over two GPUs.
-- *death*: a trainer and two engines, of which one is killed, up to ``--kills`` times, as soon as it has been asked to receive a push. Its
-  replica starts another, which takes its weights from the other replica. The run trains on until then, and is told to end (its exit code is
-  130); its model is larger (0.1 GB), so that a push takes longer than the kill.
+- *death*: a trainer and two engines, of which one is killed, up to ``--kills`` times, 0 to 6 ms after it has been asked to receive a push.
+  Its replica starts another, which takes its weights from the other replica. The run trains on until then, and is told to end (its exit
+  code is 130); its model is larger (0.1 GB), so that a push takes longer than the kill.
 
 Exit code 1 where a run has not ended well, its audit found something, engine and trainer differ in their log-probs, or what the case is for
 did not happen: pushes of adapters alone, a death inside a push, weights from a peer (over NCCL on GPUs). ``problems`` says what.

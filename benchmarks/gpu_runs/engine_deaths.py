@@ -1,7 +1,8 @@
 """Kills one engine of a run inside pushes, again and again, and notes what the bus says of each of them.
 
-It watches the requests that the trainer makes of the engine's replica over the bus. When the one to receive weights passes, every process
-of the engine gets SIGKILL; the replica itself lives on, starts another engine, and gets that one's weights as it is configured to.
+It watches the requests that the trainer makes of the engine's replica over the bus. When the one to receive weights passes, at once or a
+few milliseconds later (`INTO_PUSH_S`), every process of the engine gets SIGKILL; the replica itself lives on, starts another engine, and
+gets that one's weights as it is configured to.
 """
 
 import asyncio
@@ -30,6 +31,9 @@ from shared.schema.weight_messages import WeightsPushed, WeightsReceive
 POLL_S = 0.2
 PUSHES_BEFORE = 3
 """Pushes that end well, to all replicas, before the next death."""
+
+INTO_PUSH_S = (0.003, 0.0, 0.006)
+"""From the request to the kill, of one death after another: while buckets come, and before any has."""
 
 REPORT_SECONDS = 60.0
 """Until the trainer must have told what came of the push with the death; its own deadline is `weights.push_timeout`."""
@@ -159,6 +163,7 @@ class EngineDeaths:
         if armed is None:
             return
         self._armed = None
+        await asyncio.sleep(INTO_PUSH_S[len(self.deaths) % len(INTO_PUSH_S)])
         at, killed = time.time(), 0
         for pid in armed.pids:
             with contextlib.suppress(ProcessLookupError):

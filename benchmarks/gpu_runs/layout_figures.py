@@ -169,8 +169,11 @@ def table(found: dict[str, Any]) -> str:
     lines += [_line(row) for row in found["cases"]]
     deaths = [death for row in found["cases"] for death in row["deaths"]]
     if deaths:
-        lines += ["", "| killed in the push of version | the push, to it | named after | serves again after | its weights came from |"]
-        lines += ["|---" * 5 + "|", *map(_death_line, deaths)]
+        lines += [
+            "",
+            "| killed in the push of version | after | the push, to it | named after | serves again after | its weights came from |",
+        ]
+        lines += ["|---" * 6 + "|", *map(_death_line, deaths)]
     return "\n".join([*lines, "", f"Measured on: {found['machine']}."])
 
 
@@ -197,7 +200,7 @@ def _death_line(death: dict[str, Any]) -> str:
     took = f" ({join['version']}, {join['backend']}, {join['bytes'] / 1e6:.1f} MB in {join['seconds']:.2f} s)" if join else ""
     came = f"{death['source']}{' ' + join['replica'] if join else ''}{took}"
     named = f"{_number(death['named_after'])} s, by {death['named_by']}"
-    return f"| {death['version']} | {death['push']} | {named} | {_number(back, '.0f')} s | {came} |"
+    return f"| {death['version']} | {death['killed_after_ms']:.1f} ms | {death['push']} | {named} | {_number(back, '.0f')} s | {came} |"
 
 
 def _number(value: float | None, form: str = ".2f") -> str:

@@ -138,7 +138,7 @@ def test_the_table_shows_runs_and_deaths() -> None:
         "| tp2: trainer TP2, two engines of 1 | 3 | 0.25 → 0.50 | – → 0.75 | 1.0e-04 | 1 (2) | 2, 250 ms, 0.00 MB | 0 | 0 | 60 | ok |"
         in found
     )
-    assert "| 7 | failed | 1.50 s, by trainer-0 | 30 s | peer rollout-0 (9, nccl, 0.0 MB in 0.50 s) |" in found
+    assert "| 7 | 0.2 ms | failed | 1.50 s, by trainer-0 | 30 s | peer rollout-0 (9, nccl, 0.0 MB in 0.50 s) |" in found
     assert "a \\| b" in found and found.endswith("Measured on: 4 x GPU.")
 
 
