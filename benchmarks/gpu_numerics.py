@@ -48,7 +48,7 @@ TINY = {
     "max_position_embeddings": 512,
 }
 LENGTHS = {"cuda": (2048, 1531, 700, 257, 64, 5), "cpu": (61, 40, 17, 5)}
-"""Tokens of the sequences of a micro-batch, by device; two micro-batches make a step, and one is scored."""
+"""Tokens of the sequences of a micro-batch, by device; one is scored, and `step_batches` of them make a step."""
 
 ROUTED = {"num_experts_per_tok": 4, "moe_intermediate_size": 512, "norm_topk_prob": True}
 MODELS: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ def measured_rows(device: str, gpus: int) -> Iterator[dict[str, Any]]:
     from tests.unit.trainer.megatron.world import World
 
     one, several = World(1, "spawn"), World(gpus, "spawn")
-    lengths = LENGTHS[device]
+    lengths, batches = LENGTHS[device], step_batches(gpus)
     try:
         with tempfile.TemporaryDirectory() as directory:
             for model, shape in MODELS.items():
@@ -130,7 +130,7 @@ def measured_rows(device: str, gpus: int) -> Iterator[dict[str, Any]]:
                 write_checkpoint(shape if device == "cuda" else shape | SMALLER[model], checkpoint)
 
                 def run(world: World, config: dict[str, Any], dtype: str, checkpoint: Path = checkpoint) -> dict[str, Any]:
-                    return dict(world.run(rank_numerics, checkpoint, {**config, "train_dtype": dtype}, lengths)[0])
+                    return dict(world.run(rank_numerics, checkpoint, {**config, "train_dtype": dtype}, lengths, batches)[0])
 
                 exact, rounded = run(one, {}, "float32"), run(one, {}, "bfloat16")
                 own = numerics_row(model, 1, "one GPU", "bfloat16", rounded, exact)
@@ -176,8 +176,13 @@ def drawn(lengths: tuple[int, ...], vocabulary: int, seed: int) -> list[Any]:
     return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
 
 
-def rank_numerics(checkpoint: Path, config: dict[str, Any], lengths: tuple[int, ...]) -> dict[str, Any]:
-    """What one rank computes: log-probs of trained labels before a step, the step's loss and gradient norm."""
+def step_batches(gpus: int) -> int:
+    """Returns the micro-batches of a step: one at least for every rank, also where experts alone are shared."""
+    return max(2, gpus)
+
+
+def rank_numerics(checkpoint: Path, config: dict[str, Any], lengths: tuple[int, ...], step: int) -> dict[str, Any]:
+    """What one rank computes: log-probs of trained labels before a step, and loss and gradient norm of a step of so many micro-batches."""
     import torch
 
     from services.trainer.packing import PackedBatch
@@ -189,17 +194,17 @@ def rank_numerics(checkpoint: Path, config: dict[str, Any], lengths: tuple[int, 
     vocabulary = actor.architecture.vocab_size
     scored = pack(drawn(lengths, vocabulary, 0))
     (log_probs,) = actor.log_probs([scored])
-    batches = [pack(drawn(lengths, vocabulary, seed)) for seed in (1, 2)]
+    batches = [pack(drawn(lengths, vocabulary, seed)) for seed in range(1, 1 + step)]
     trained = sum(float(batch.loss_mask.sum()) for batch in batches)
 
     def mean_loss(log_probs: torch.Tensor, _: Any, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return -(batch.loss_mask * log_probs).sum() / trained, {}
 
-    step = actor.train_step(batches[actor.data_parallel_rank :: actor.data_parallel_size], mean_loss)
-    assert step.skipped is None, step.skipped
+    result = actor.train_step(batches[actor.data_parallel_rank :: actor.data_parallel_size], mean_loss)
+    assert result.skipped is None, result.skipped
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     found = log_probs.cpu()[scored.loss_mask.bool()].tolist()
-    return {"log_probs": found, "loss": step.loss, "grad_norm": step.grad_norm, "device": device}
+    return {"log_probs": found, "loss": result.loss, "grad_norm": result.grad_norm, "device": device}
 
 
 def transformers_numerics(checkpoint: Path, lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Time from ``myxo up`` to the first generated tokens, by phases.
 
 ``python -m benchmarks.start_up [--device cuda|cpu] [--runs 2] [--json FILE] [--write] [--flags ...]`` makes a model with random weights
-(0.6 billion parameters on GPUs), and starts runs of one step, one after the other, with one directory for what is cached
+(0.6 billion parameters on GPUs), and starts runs, one after the other, with one directory for what is cached
 (``MYXO_CACHE``): it is new and empty for the first, and the later ones find what the earlier ones have compiled. Each run is ended once
 its engine has drawn tokens. Trainer and engine start side by side, so that phases of theirs do not add up. The engine's own log
 tells whole seconds. ``--write`` puts the table into docs/deployment.md.
@@ -39,7 +39,17 @@ ON_GPUS = [
     *("--sglang-sampling-backend", "pytorch", "--sglang-grammar-backend", "none"),
 ]
 
-BOTH = ["--num-rollout", "1", "--skip-eval-before-train", "--sft-steps", "1", "--sft-batch-size", "8", "--no-console", "--no-save-final-hf"]
+BOTH = [
+    "--num-rollout",
+    "100",
+    "--skip-eval-before-train",
+    "--sft-steps",
+    "1",
+    "--sft-batch-size",
+    "8",
+    "--no-console",
+    "--no-save-final-hf",
+]
 
 
 def main() -> int:

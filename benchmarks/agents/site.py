@@ -19,6 +19,7 @@ from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.runtime.child_process import ChildProcess
+from shared.runtime.devices import VISIBLE, visible_gpus
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
@@ -50,8 +51,11 @@ class Machine:
     sglang: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self, replica: int) -> dict[str, str]:
-        """Returns the variables of a replica's process."""
-        return {"CUDA_VISIBLE_DEVICES": str(replica % self.gpus)} if self.device == "cuda" else {}
+        """Returns the variables of a replica's process: its share of the first GPUs that this process sees."""
+        if self.device != "cuda":
+            return {}
+        own = visible_gpus()[: self.gpus] if VISIBLE in os.environ else [str(number) for number in range(self.gpus)]
+        return {VISIBLE: own[replica % len(own)]}
 
     def flags(self, replicas: int, prefixes: bool) -> dict[str, Any]:
         """Returns the engines' flags."""

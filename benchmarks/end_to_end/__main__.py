@@ -41,7 +41,7 @@ from benchmarks.command_line import write
 from benchmarks.end_to_end import report
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.model_shapes import SIZES, config_of, write_checkpoint
-from benchmarks.end_to_end.prediction import MeasuredEngine, decoding, predicted
+from benchmarks.end_to_end.prediction import MeasuredEngine, at_context, decoding, predicted
 from benchmarks.end_to_end.whole_run import RunPlan, measured
 from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
@@ -218,7 +218,8 @@ class Measurement:
                 self.found["alone"].append({"at_once": at_once, **figures.as_json()})
                 self._keep(f"the engine alone, {at_once} requests at once")
             lengths, ends = await bench.one_batch(batch)
-            self.found["alone_batch"] = {"requests": batch, "seconds": round(max(ends), 4), "decode_seconds": decoding(lengths, ends)}
+            decode = decoding(lengths, ends, options.prompt_tokens)
+            self.found["alone_batch"] = {"requests": batch, "seconds": round(max(ends), 4), "decode_seconds": decode}
             self._keep("the engine alone, a batch that begins at once")
 
     def _flags(self) -> list[str]:
@@ -259,7 +260,8 @@ class Measurement:
             return
         options, speeds = self._options, [(one["running"], one["tokens_per_s"]) for one in self.found["alone"] if one["running"] >= 1]
         push, batch = list(runs.values())[-1].get("push_seconds") or 0.0, options.batch * options.samples
-        engine = MeasuredEngine.of(tuple(self.found["alone_batch"]["decode_seconds"]), speeds, self._lengths.capped_mean)
+        decode = at_context(self.found["alone_batch"]["decode_seconds"], self._lengths.mean_context(options.prompt_tokens))
+        engine = MeasuredEngine.of(decode, speeds, self._lengths.capped_mean)
         self.found["prefill_seconds"] = round(engine.prefill, 5)
         slots = {bound: max(1, round((run.get("request_slots") or MOST * engines) / engines)) for bound, run in runs.items()}
         told = predicted(self._lengths, engine, batch, options.samples, h, push, slots, options.order, engines)

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 Lengths = NDArray[np.int64]
 
+DRAWN = 100_000
+"""Lengths that are drawn for what has no formula here."""
+
 
 @dataclass(frozen=True)
 class LengthDistribution:
@@ -73,6 +76,11 @@ class LengthDistribution:
             return float(np.minimum(self.recorded, self.cap).mean())
         above = (math.log(self.cap / self.mean) + self.sigma**2 / 2) / self.sigma
         return self.mean * _below(above - self.sigma) + self.cap * (1 - _below(above))
+
+    def mean_context(self, prompt_tokens: int) -> float:
+        """Returns how many tokens the context of a request that runs has in the mean, over all of its decoding steps."""
+        drawn = self.draw(np.random.default_rng(0), DRAWN).astype(np.float64)
+        return prompt_tokens + float((drawn**2).mean() / (2 * drawn.mean()))
 
 
 def _below(deviations: float) -> float:

@@ -2,6 +2,9 @@
 
 An engine is the slower the more requests begin one by one: each prefill stops all that run. So its decoding is measured apart, with
 requests that all begin at once, and what it is slower where each one's end is followed by a new one is put down to the prefills.
+
+A decoding step costs something by itself, something for each request, and something for each token of their contexts, which attention
+reads. The simulation knows how many requests run, so each of them has the mean context here.
 """
 
 import math
@@ -13,15 +16,13 @@ from functools import cached_property
 import numpy as np
 from numpy.random import Generator
 
-from benchmarks.end_to_end.length_distribution import LengthDistribution
+from benchmarks.end_to_end.length_distribution import DRAWN, LengthDistribution
 from services.buffer.batch_order import Order
 from services.buffer.simulation.simulation_run import Setting, SimulationPlan
 from services.buffer.simulation.workload_model import DECILES, Floats, WorkloadModel
 from services.rollout.slot_queue import lot
 
 STEPS, WARM_UP = 40, 10
-DRAWN = 100_000
-"""Lengths that are drawn for the deciles."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,35 @@ def _prefill(decode: tuple[float, float], running: float, arrivals: float, speed
     return (step - decode[0] - decode[1] * running) / -math.expm1(-arrivals * step)
 
 
-def decoding(lengths: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
-    """Returns the seconds of a decoding step with no request, and with each one more, by least squares over the steps between two ends.
+def decoding(lengths: Sequence[int], ends: Sequence[float], prompt_tokens: int) -> tuple[float, float, float]:
+    """Returns the seconds of a decoding step by itself, for each request, and for each token of its context.
+
+    By least squares over the steps between two ends, with as many of the three as are not negative.
 
     Args:
-        lengths: tokens of requests that began at the same time. ends: when each ended, seconds.
+        lengths: tokens of requests that began at the same time. ends: when each ended, seconds. prompt_tokens: of each.
     """
     order = np.lexsort((np.asarray(ends), np.asarray(lengths)))
     steps, times = np.asarray(lengths, np.float64)[order], np.maximum.accumulate(np.asarray(ends)[order])
     taken, seconds, running = np.diff(steps), np.diff(times), np.arange(len(steps) - 1, 0, -1)
-    base, each = np.linalg.lstsq(np.stack([taken, taken * running], axis=1), seconds, rcond=None)[0]
-    if each < 0 or base < 0:  # noise: too few requests to tell them apart
-        return float(seconds.sum() / max(1.0, taken.sum())), 0.0
-    return float(base), float(each)
+    context = prompt_tokens + (steps[1:] + steps[:-1]) / 2
+    parts = np.stack([taken, taken * running, taken * running * context], axis=1)
+    for count in (3, 2, 1):  # noise: too few requests to tell them apart
+        found = np.linalg.lstsq(parts[:, :count], seconds, rcond=None)[0]
+        if count == 1 or (found >= 0).all():
+            break
+    base, each, token = (*map(float, found), 0.0, 0.0)[:3]
+    return base, each, token
+
+
+def at_context(decode: Sequence[float], context: float) -> tuple[float, float]:
+    """Returns the seconds of a decoding step by itself and for each request, whose context has so many tokens.
+
+    Args:
+        decode: of `decoding`; without a third number, contexts cost nothing.
+    """
+    base, each, *token = decode
+    return base, each + sum(token) * context
 
 
 def predicted(

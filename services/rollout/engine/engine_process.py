@@ -87,8 +87,12 @@ class EngineProcess(ChildProcess):
             found = process_watch.descendants(self.pid)
             server = [one for one in found if one.parent == self.pid][:1]  # the others are orphans, which the watchdog takes in
             self._watch.add([*server, *(one for one in found if one.name.startswith(TITLE))])
-        fault = self._watch.fault(process_watch.seen(self._watch.pids), now)
-        return f"{fault}, after {raised}" if fault and (raised := raised_in(self.last_lines())) else fault
+        if not (fault := self._watch.fault(process_watch.seen(self._watch.pids), now)):
+            return ""
+        lines = self.last_lines()
+        if missed := missed_in(lines):  # SGLang has found out first, and ends what is left: the first that is gone may not be the cause
+            return f"is ending: {missed}"
+        return f"{fault}, after {raised}" if (raised := raised_in(lines)) else fault
 
     def last_words(self) -> str:
         """Returns why an engine has ended, by its log: the last exception, or which of its processes SGLang has missed."""
@@ -108,11 +112,16 @@ class EngineProcess(ChildProcess):
 def engine_end(lines: Sequence[str]) -> str:
     """Returns why an engine has ended, by the last lines of its log: which of its processes SGLang has missed and what was raised before,
     not what comes of it; else its last exception or line."""
+    return missed_in(lines) or failure_summary.of_log(lines)
+
+
+def missed_in(lines: Sequence[str]) -> str:
+    """Returns which of its processes SGLang has missed, and what was raised before; empty where it says nothing of that."""
     for index, line in enumerate(lines):
         if found := _MISSED.search(line):
             before = raised_in(lines[:index])
             return failure_summary.short(f"{found[0]}, after {before}") if before else found[0]
-    return failure_summary.of_log(lines)
+    return ""
 
 
 def raised_in(lines: Sequence[str]) -> str:

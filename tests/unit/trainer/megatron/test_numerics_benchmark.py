@@ -14,9 +14,9 @@ def checkpoint(tmp_path):
 
 
 def test_a_layout_is_as_far_from_float32_as_one_process(alone, checkpoint, two_ranks):
-    exact, rounded = (gpu_numerics.rank_numerics(checkpoint, {"train_dtype": dtype}, LENGTHS) for dtype in ("float32", "bfloat16"))
+    exact, rounded = (gpu_numerics.rank_numerics(checkpoint, {"train_dtype": dtype}, LENGTHS, 2) for dtype in ("float32", "bfloat16"))
     config = {"context_parallel_size": 2, "train_dtype": "bfloat16"}
-    shared = two_ranks.run(gpu_numerics.rank_numerics, checkpoint, config, LENGTHS)[0]
+    shared = two_ranks.run(gpu_numerics.rank_numerics, checkpoint, config, LENGTHS, 2)[0]
     theirs = {**exact, **gpu_numerics.transformers_numerics(checkpoint, LENGTHS)}
     rows = [gpu_numerics.numerics_row("dense", 1, name, "", found, exact) for name, found in (("", rounded), ("", shared), ("", theirs))]
     assert len(exact["log_probs"]) == sum(LENGTHS) - len(LENGTHS)
@@ -37,3 +37,8 @@ def test_a_row_says_when_a_layout_rounds_more_than_one_gpu():
     assert gpu_numerics.numerics_line(row | {"ratio": 1.3}).endswith("TOO FAR")
     table = gpu_numerics.numerics_table([row | {"ratio": 1.3}])
     assert "| 1.30 |" in table and "Measured on: CPU." in table
+
+
+def test_every_rank_has_a_micro_batch_of_a_step():
+    """Also where experts alone are shared: the ranks are copies of everything else, and one without a batch would be waited for."""
+    assert [gpu_numerics.step_batches(gpus) for gpus in (1, 2, 4)] == [2, 2, 4]
