@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 
@@ -11,6 +12,7 @@ from shared.bus.subjects import Subjects
 from shared.schema.ledger import CheckpointDurable
 from shared.schema.service_messages import ServiceStatus
 from tests.integration.console.conftest import RUN, TOKEN, ServedConsole
+from tests.support.waiting import until
 
 SECONDS = 60
 
@@ -27,7 +29,11 @@ async def test_a_server_that_is_killed_is_named_and_comes_back(served: ServedCon
     for server, name in ((served.nats, "NATS"), (served.valkey, "Redis")):
         crash(server)
         await served.until_away(name)
-        waiting = (await served.overview())["waiting"]
+
+        async def waits() -> Any:
+            return (await served.overview())["waiting"]
+
+        waiting = await until(waits, f"what waits for {name}", SECONDS)
         assert waiting["trouble"] and f"{name}, which is away" in waiting["awaited"] and waiting["since"] > 0, waiting
         assert (await served.get("/")).status_code == 200
         for page in ("run", "flow", "weights", "samples", "health"):

@@ -98,14 +98,14 @@ async def test_two_pushes_into_one_sample(client: EngineClient, pusher: Pusher, 
 
 
 async def test_a_source_that_dies_between_two_buckets(client: EngineClient, checkpoint: Checkpoints) -> None:
-    """The engine says so at once, has some of the weights, and takes the whole over other channels."""
+    """The engine says so at once, and whether it has some of the weights by then; it takes the whole over other channels."""
+    before = (await weights_state(client)).digest
     everything = parameters(checkpoint(1).model)
     async with Pusher.over(client, names=[name()]) as pusher, generating(client, 2) as running:
         await client.pause("in_place")
         with pytest.raises(ReceiverError, match=r"rank 0: .*channel-\d+ at 127.0.0.1:\d+") as broken:
             await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.die)
-        assert broken.value.touched
-        assert (await weights_state(client)).digest == ""
+        assert (await weights_state(client)).digest == ("" if broken.value.touched else before)
         await client.resume()
         await running.task  # the engine goes on with what it has: what it draws is discarded where the replica is fenced
     async with Pusher.over(client, names=[name()]) as pusher:
