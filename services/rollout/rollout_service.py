@@ -349,8 +349,8 @@ class Rollout:
         drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
         while True:
             tokens = await drawn.read(self.replica.client, self.tokens)
-            if tokens != self._drawn[0] or not self.running:
-                if self.running and not self._generated:
+            if (drew := tokens != self._drawn[0]) or not self.running:
+                if drew and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
                     self._generated = True
                     self._service.log.info("first_tokens", tokens=tokens)
                 self._drawn = (tokens, time.time())
