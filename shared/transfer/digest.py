@@ -77,7 +77,7 @@ def version_digest(known: Mapping[str, TensorDigest]) -> str:
     return xxhash.xxh3_128_hexdigest(b"".join(lines))
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=1 << 18)
 def _head(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     """Returns what a version's digest covers of a tensor beside its bytes: the same at every push."""
     return f"{name}\0{dtype}\0{','.join(map(str, shape))}\0".encode()
