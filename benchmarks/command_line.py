@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shared.runtime.devices import VISIBLE, visible_gpus
+
 
 def parsed(about: str | None, **numbers: tuple[int, str]) -> argparse.Namespace:
     """Returns the options of the command line. ``numbers``: the default of each and what it says; beside them there is ``--json FILE``."""
@@ -22,6 +24,11 @@ def write(path: Path | None, figures: dict[str, Any]) -> None:
     if path is not None:
         head = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
         path.write_text(json.dumps({**head, **figures}, indent=2) + "\n")
+
+
+def first_gpus(count: int) -> list[str]:
+    """Returns so many GPUs, as `VISIBLE` names them: the first that it lists, where it is set."""
+    return visible_gpus()[:count] if VISIBLE in os.environ else [str(number) for number in range(count)]
 
 
 def machine() -> str:

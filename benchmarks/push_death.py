@@ -6,18 +6,18 @@ other replica served that version, by a push over channels of its own. ``engine_
 ``peer_seconds``, from the offer to the resumed engine.
 """
 
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from benchmarks.example_run import lines
 from services.trainer.weights.push_record import RECEIVE
 from shared.bus import stream_replay
+from shared.runtime.process_watch import descendants
 from shared.schema.weight_messages import WeightsPushed
 
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ def death_in_a_push(stage: "Replicated", pusher: "Pusher", push: Callable[[], Se
     before = stage.cards()[VICTIM]
     killer = Killer(stage.replicas[VICTIM].process.pid, pusher)
     killer.start()
+    end = time.monotonic() + SECONDS
     while not (ended := [result for result in push() if SURVIVOR in result.replicas]):
-        pass
+        if time.monotonic() > end:
+            raise SystemExit(f"{SURVIVOR} took no push within {SECONDS:g} s, {VICTIM}'s engine being dead")
     if VICTIM in ended[-1].replicas or killer.at is None:
         raise SystemExit(f"{VICTIM}'s engine did not die inside the push of version {ended[-1].version}")
     version, figures = ended[-1].version, {"served": round(time.monotonic() - killer.at, 3), **_named(stage.link, killer.at_epoch)}
@@ -56,7 +58,7 @@ def death_in_a_push(stage: "Replicated", pusher: "Pusher", push: Callable[[], Se
 
     figures["engine_up"] = until("the killed engine's successor", lambda card: card.incarnation != before.incarnation)
     figures["joined"] = until("its weights", lambda card: card.version == version)
-    return figures | _peer_transfer(stage.replicas[VICTIM].words())
+    return figures | _peer_transfer(stage.replicas[VICTIM].log)
 
 
 class Killer(threading.Thread):
@@ -68,7 +70,7 @@ class Killer(threading.Thread):
 
     def __init__(self, service: int, pusher: "Pusher") -> None:
         super().__init__(daemon=True)
-        self._pusher, self._engine = pusher, [child.pid for child in psutil.Process(service).children(recursive=True)]
+        self._pusher, self._engine = pusher, [one.pid for one in descendants(service) if one.pid != service]
         self.at: float | None = None
         self.at_epoch = 0.0
 
@@ -99,9 +101,9 @@ def _named(link: "ControlClient", killed: float) -> dict[str, Any]:
     raise SystemExit(f"no push has told why {VICTIM} does not serve its version")
 
 
-def _peer_transfer(log: str) -> dict[str, Any]:
+def _peer_transfer(log: Path) -> dict[str, Any]:
     """What the replica's newest catching up, by its log, came to."""
-    told = [json.loads(line) for line in log.splitlines() if line.startswith("{") and '"caught_up"' in line]
+    told = [line for line in lines(log) if line["event"] == "caught_up"]
     if not told or told[-1]["source"] != "peer":
         raise SystemExit(f"{VICTIM} has its weights from elsewhere than {SURVIVOR}: {told[-1:]}")
     return {"peer_bytes": told[-1]["bytes"], "peer_seconds": told[-1]["seconds"]}

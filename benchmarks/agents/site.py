@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.command_line import first_gpus
 from services.rollout.engine.engine_client import EngineClient
 from shared.bus import runs
 from shared.bus.connection import Bus
@@ -19,7 +20,7 @@ from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.runtime.child_process import ChildProcess
-from shared.runtime.devices import VISIBLE, visible_gpus
+from shared.runtime.devices import VISIBLE
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
@@ -54,7 +55,7 @@ class Machine:
         """Returns the variables of a replica's process: its share of the first GPUs that this process sees."""
         if self.device != "cuda":
             return {}
-        own = visible_gpus()[: self.gpus] if VISIBLE in os.environ else [str(number) for number in range(self.gpus)]
+        own = first_gpus(self.gpus)
         return {VISIBLE: own[replica % len(own)]}
 
     def flags(self, replicas: int, prefixes: bool) -> dict[str, Any]:

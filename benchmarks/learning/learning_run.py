@@ -9,8 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import first_gpus
 from shared.data.event_files import EventDirectory
-from shared.runtime.devices import VISIBLE, visible_gpus
+from shared.runtime.devices import VISIBLE
 
 HERE = Path(__file__).parent
 
@@ -92,7 +93,7 @@ def environment(slot: int, device: str, gpus: int) -> dict[str, str]:
     it: so they share all GPUs alike. These are the first that `VISIBLE` names, where it is set."""
     if device != "cuda":
         return dict(os.environ)
-    shared = visible_gpus()[:gpus] if VISIBLE in os.environ else [str(index) for index in range(gpus)]
+    shared = first_gpus(gpus)
     order = [shared[(slot + index) % len(shared)] for index in range(GPUS_OF_A_RUN)]
     return os.environ | {VISIBLE: ",".join(order)}
 
