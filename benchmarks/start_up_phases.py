@@ -52,7 +52,7 @@ _STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 
 
 def milestones(logs: Path, start: float, offset: float) -> dict[str, float]:
-    """Returns when each milestone was reached, in seconds since ``start`` (seconds since the epoch).
+    """Returns when each milestone was reached, in seconds since ``start`` (seconds since the epoch). What was logged before is another run's.
 
     Args:
         offset: of the engine's clock, seconds to be taken from its local time to have UTC. Its lines tell whole seconds.
@@ -60,8 +60,9 @@ def milestones(logs: Path, start: float, offset: float) -> dict[str, float]:
     found: dict[str, float] = {"start": 0.0}
     for name, wanted in EVENTS.items():
         for event in _events(logs / name):
-            if (milestone := wanted.get(event.get("event", ""))) is not None:
-                found.setdefault(milestone, datetime.fromisoformat(event["timestamp"]).timestamp() - start)
+            milestone, at = wanted.get(event.get("event", "")), datetime.fromisoformat(event["timestamp"]).timestamp() - start
+            if milestone is not None and at >= 0:
+                found.setdefault(milestone, at)
     found |= {name: seconds for name, seconds in engine_milestones(_lines(logs / "rollout-0-engine.log"), start + offset).items()}
     if {"engine", "trainer"} <= found.keys():
         found["engine and trainer"] = max(found["engine"], found["trainer"])
@@ -74,7 +75,8 @@ def engine_milestones(lines: Iterator[str], start: float) -> dict[str, float]:
     for line in lines:
         if (stamp := _STAMP.match(line)) is None:
             continue
-        at = datetime.fromisoformat(f"{stamp[1]}+00:00").timestamp() - start
+        if (at := datetime.fromisoformat(f"{stamp[1]}+00:00").timestamp() - start) < -1:
+            continue
         for name, sign in ENGINE_LINES.items():
             if sign.search(line) and (name not in found or name in LAST):
                 found[name] = at

@@ -5,13 +5,15 @@ nonces, that they know the secret, which travels over the bus alone (`WeightChan
 `PROOF_SECONDS` at most, and nothing that it sends is interpreted. What follows is neither encrypted nor signed: whoever sits on the way
 between two machines is not kept out, here no more than by NCCL or gloo.
 
-Each request is a MessagePack list ``[verb, key, value]`` behind its length, each answer a value behind its length.
+Each request is a MessagePack list ``[verb, key, value]`` behind its length, each answer a value behind its length. A connection that asks
+to ``follow`` is from then on sent what the source has to say (`StoreServer.tell`), in the same form.
 """
 
 import contextlib
 import datetime
 import hmac
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -61,6 +63,7 @@ class StoreServer:
         self._values, self._secret = values, bytes.fromhex(secret)
         self._strangers = threading.BoundedSemaphore(STRANGERS)
         self._connections: set[socket.socket] = set()
+        self._followers: set[socket.socket] = set()
         try:
             self._listener = socket.create_server((host, 0))
         except OSError as error:
@@ -76,6 +79,22 @@ class StoreServer:
         for one in [self._listener, *self._connections.copy()]:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+
+    def tell(self, said: Any) -> None:
+        """Sends something to all followers, without waiting: one that has not taken what came before is cut off.
+
+        Args:
+            said: what MessagePack can hold, a few bytes.
+        """
+        content = msgpack.packb(said)
+        for follower in self._followers.copy():
+            try:
+                if follower.send(_framed(content), socket.MSG_DONTWAIT) < _LENGTH.size + len(content):
+                    raise BlockingIOError
+            except OSError:
+                self._followers.discard(follower)
+                with contextlib.suppress(OSError):
+                    follower.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with self._listener:
@@ -99,7 +118,11 @@ class StoreServer:
                 self._strangers.release()
             while known and not self._closed:
                 verb, key, value = msgpack.unpackb(_receive(connection))
+                if verb == "follow":
+                    self._followers.add(connection)
+                    continue
                 _send(connection, msgpack.packb(self._answer(verb, key, value)))
+        self._followers.discard(connection)
         self._connections.discard(connection)
 
     def _proved(self, connection: socket.socket) -> bool:
@@ -228,6 +251,34 @@ class RemoteStore(Store):
             raise RuntimeError(f"{self._name} does not answer: {error}") from error
 
 
+class StoreFollower:
+    """A reader's connection over which the source speaks. The constructor raises RuntimeError, as `RemoteStore`."""
+
+    def __init__(self, host: str, port: int, secret: str, seconds: float) -> None:
+        try:
+            self._connection = _connected(host, port, bytes.fromhex(secret), time.monotonic() + seconds)
+            _send(self._connection, msgpack.packb(["follow", None, None]))
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        except (OSError, EOFError, ValueError) as error:
+            raise RuntimeError(f"the store at {host}:{port} cannot be followed: {error}") from error
+
+    def heard(self, seconds: float | None) -> Any:
+        """Returns what the source says next; None once one of the two has hung up. Raises TimeoutError after ``seconds``; None: never."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        if not poll.poll(None if seconds is None else seconds * 1000):
+            raise TimeoutError
+        try:
+            return msgpack.unpackb(_receive(self._connection))
+        except (OSError, EOFError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """Hangs up; `heard` returns."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
 def _connected(host: str, port: int, secret: bytes, end: float) -> socket.socket:
     """Returns a connection over which both ends have proved that they know the secret."""
     connection = socket.create_connection((host, port), timeout=max(RETRY_S, end - time.monotonic()))
@@ -249,7 +300,11 @@ def _proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
 
 
 def _send(connection: socket.socket, content: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(content)) + content)
+    connection.sendall(_framed(content))
+
+
+def _framed(content: bytes) -> bytes:
+    return _LENGTH.pack(len(content)) + content
 
 
 def _receive(connection: socket.socket) -> bytes:

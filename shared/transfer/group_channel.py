@@ -25,6 +25,7 @@ from shared.runtime.own_address import address_towards
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BUFFERS, BucketRing
 from shared.transfer.manifest import Manifest
+from shared.transfer.push_follower import PushFollower
 from shared.transfer.weight_channel import (
     POLL_INTERVAL_S,
     ChannelBroken,
@@ -214,11 +215,21 @@ class GroupReceiver(ChannelReceiver):
     """A reader's end. NCCL's broadcasts are issued on a stream of their own; each waits, on the GPU, until its buffer has been read.
 
     Args:
-        ring: buffers of an earlier channel, to go on with.
+        ring: buffers of an earlier channel, to go on with. undisturbed: pushes after the first begin when their source announces them, each
+            in this context; None: when `manifest` is called.
     """
 
-    def __init__(self, address: WeightChannelAddress, rank: int, device: torch.device, ring: BucketRing | None = None) -> None:
+    def __init__(
+        self,
+        address: WeightChannelAddress,
+        rank: int,
+        device: torch.device,
+        ring: BucketRing | None = None,
+        undisturbed: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> None:
         super().__init__(address, rank, device)
+        self._undisturbed = undisturbed
+        self._follower: PushFollower | None = None
         self._ring = ring or BucketRing(device)
         self._group: BroadcastGroup | None = None
         self._works: dict[int, Any] = {}
@@ -239,18 +250,42 @@ class GroupReceiver(ChannelReceiver):
         self.awaited_from = self.source
         self.read(f"{self.name}/here/0", f"the joining of channel {self.name}", deadline)
         self._group = BroadcastGroup.form(self, self.store, self.rank, deadline)
+        if self._undisturbed is not None:
+            with breaking(f"{self.source} is gone"):
+                self._follower = PushFollower(self.address, self._begin_early, self._give_up, deadline.left)
         if self.broken is not None:
             self.close()
             self.raise_if_broken()
 
     def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
+        if self._follower is not None and self._follower.claim(push) and self._manifest is not None:
+            self._deadline, self._asked_at = deadline, time.monotonic()
+            return self._manifest
         manifest = super().manifest(push, deadline, known)
+        self._begin(manifest, deadline)
+        return manifest
+
+    def _begin_early(self, manifest: str, seconds: float) -> bool:
+        """Issues a push's first broadcasts where its manifest is the one that came last. Returns whether it did."""
+        if self._manifest is None or self._manifest.id != manifest or self._undisturbed is None:
+            return False
+        if self._stream is not None:
+            torch.cuda.set_device(self.device)  # of this thread
+        with self._undisturbed():
+            self._begin(self._manifest, TransferDeadline(seconds))
+        return True
+
+    def _give_up(self, reason: str) -> None:
+        self.broken = self.broken or reason
+        self.close()
+
+    def _begin(self, manifest: Manifest, deadline: TransferDeadline) -> None:
+        """Issues a push's first broadcasts."""
         self._ring.reserve(manifest)
         self._works, self._arrived, self._free, self._posted, self._deadline = {}, {}, {}, 0, deadline
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._post(BUFFERS)
-        return manifest
 
     def take(self, index: int, nbytes: int, deadline: TransferDeadline) -> Tensor:
         self._post(index + BUFFERS)
@@ -291,6 +326,8 @@ class GroupReceiver(ChannelReceiver):
 
     def close(self) -> None:
         super().close()
+        if self._follower is not None:
+            self._follower.close()
         group, self._group = self._group, None
         if group is not None:
             group.end(lambda: self._stream is None or self._stream.query())

@@ -165,6 +165,7 @@ class ChannelSender(abc.ABC):
         self._deadline = TransferDeadline(seconds)
         repeated = manifest.id == self._announced
         self.note(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)
+        self._server.tell([push, manifest.id, seconds])
         self._announced = manifest.id
 
     def note(self, key: str, value: str | bytes) -> None:
@@ -205,6 +206,7 @@ class ChannelSender(abc.ABC):
             self.broken = reason
             with contextlib.suppress(RuntimeError):
                 self.store.set("aborted", reason)
+            self._server.tell(None)
 
     def close(self) -> None:
         """Releases all resources. The readers' requests fail from now on."""

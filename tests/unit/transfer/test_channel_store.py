@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from shared.runtime.errors import ConfigError
 from shared.transfer import channel_store
-from shared.transfer.channel_store import RemoteStore, StoreServer
+from shared.transfer.channel_store import RemoteStore, StoreFollower, StoreServer
 from tests.support.listening_sockets import listening_sockets
 
 HOST = "127.0.0.3"
@@ -155,3 +155,33 @@ def test_a_process_group_is_formed_over_it(server: StoreServer, values: HashStor
         assert PrefixStore("unique", other).get("id") == values.get("unique/id") == b"\x00\xff"
         groups = [pool.submit(form, rank, store) for rank, store in enumerate([values, one, other])]
         assert [group.result(SECONDS).size() for group in groups] == [3, 3, 3]
+
+
+def test_followers_hear_what_the_source_says(server: StoreServer, values: HashStore) -> None:
+    with contextlib.closing(StoreFollower(HOST, server.port, SECRET, SECONDS)) as one, reader(server) as another:
+        with pytest.raises(TimeoutError):
+            one.heard(0.05)
+        said: list[object] = [7, "manifest", 2.5]
+        while not server._followers:
+            another.check(["absent"], 0.01)
+        server.tell(said)
+        server.tell(None)
+        assert one.heard(SECONDS) == said and another.add("taken", 1) == 1, "the others have their answers"
+        assert one.heard(SECONDS) is None
+        server.close()
+        assert one.heard(SECONDS) is None
+
+
+def test_a_follower_that_does_not_listen_is_cut_off(server: StoreServer) -> None:
+    with contextlib.closing(StoreFollower(HOST, server.port, SECRET, SECONDS)), reader(server) as another:
+        while not server._followers:
+            another.check(["absent"], 0.01)
+        begun = time.monotonic()
+        while server._followers and time.monotonic() < begun + SECONDS:
+            server.tell("x" * 60_000)
+        assert not server._followers
+
+
+def test_a_stranger_follows_nothing(server: StoreServer) -> None:
+    with pytest.raises(RuntimeError, match="cannot be followed"):
+        StoreFollower(HOST, server.port, ANOTHER, SECONDS)

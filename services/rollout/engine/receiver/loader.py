@@ -38,7 +38,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             failures.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
             scheduler, gate = calling_scheduler(), SchedulerGate()
-            receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler))
+            receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):
                 log.warning("an aborted request is handed out as aborted although its last token may have ended it")

@@ -49,7 +49,7 @@ class Receiver:
     Args:
         model: any module with ``load_weights(names and tensors)``. rank: in the engine's tensor parallelism. model_path: the checkpoint
             that adapters are laid over, where there are any. engine_streams: returns the streams on which the engine computes; None: they
-            are not known.
+            are not known. undisturbed: a context in which the engine leaves the interpreter to other threads.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class Receiver:
         device: torch.device | str,
         model_path: str | None = None,
         engine_streams: Callable[[], Sequence[torch.cuda.Stream]] | None = None,
+        undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
-        self.engine_streams = engine_streams
+        self.engine_streams, self._undisturbed = engine_streams, undisturbed
         self.known: dict[str, TensorDigest] = {}
         self.version = -1
         self.before_change: set[Callable[[str], None]] = set()  # callbacks of threads that read parameters; called with the reason to stop
@@ -114,10 +115,15 @@ class Receiver:
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
         rank = first_rank + self.rank
-        channels: list[ChannelReceiver] = [
-            MemoryReceiver(address, rank, self.device) if address.kind == "memory" else GroupReceiver(address, rank, self.device, ring)
-            for address, ring in zip(addresses, self._rings, strict=False)
-        ]
+        # of several channels the broadcasts must begin in the same order on all engines
+        early = self._undisturbed if len(addresses) == 1 and self._streams_known else None
+
+        def channel(address: WeightChannelAddress, ring: BucketRing) -> ChannelReceiver:
+            if address.kind == "memory":
+                return MemoryReceiver(address, rank, self.device)
+            return GroupReceiver(address, rank, self.device, ring, early)
+
+        channels = [channel(address, ring) for address, ring in zip(addresses, self._rings, strict=False)]
         self._channels = _JoinedChannels(channels, TransferDeadline(seconds, "the channels are given up"))
 
     def leave(self, *, free: bool = False) -> None:
@@ -203,9 +209,12 @@ class Receiver:
         for channel in reception.channels if reception.begun else ():  # not by `leave`: others may have been joined meanwhile
             channel.close()
 
+    @property
+    def _streams_known(self) -> bool:
+        return self.device.type != "cuda" or self.engine_streams is not None
+
     def _begins_early(self, reception: Reception) -> bool:
-        known = self.device.type != "cuda" or self.engine_streams is not None
-        return known and all(isinstance(channel, GroupReceiver) for channel in reception.channels)
+        return self._streams_known and all(isinstance(channel, GroupReceiver) for channel in reception.channels)
 
     def _failure(self, error: Exception, push: int, version: int, touched: bool) -> ReceiveError:
         if not isinstance(error, MyxoError):

@@ -17,22 +17,28 @@ CLOSED_SECONDS = 0.005
 
 
 class SchedulerGate:
-    """One scheduler's gate; `closed` may be used by one thread at a time."""
+    """One scheduler's gate. Any thread may close it; it opens once nobody keeps it closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
         self._until = 0.0
+        self._closing, self._closed_by = threading.Lock(), 0
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Keeps the gate closed in the body, or for `CLOSED_SECONDS`."""
-        self._until = time.monotonic() + CLOSED_SECONDS
-        self._open.clear()
+        with self._closing:
+            self._closed_by += 1
+            self._until = time.monotonic() + CLOSED_SECONDS
+            self._open.clear()
         try:
             yield
         finally:
-            self._open.set()
+            with self._closing:
+                self._closed_by -= 1
+                if not self._closed_by:
+                    self._open.set()
 
     def wait(self) -> None:
         """Returns once the gate is open; on the scheduler's thread."""
