@@ -52,7 +52,7 @@ _STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 
 
 def milestones(logs: Path, start: float, offset: float) -> dict[str, float]:
-    """Returns when each milestone was reached, in seconds since ``start`` (seconds since the epoch). What was logged before is another run's.
+    """Returns when each milestone was reached, in seconds since ``start`` (seconds since the epoch). Earlier lines are another run's.
 
     Args:
         offset: of the engine's clock, seconds to be taken from its local time to have UTC. Its lines tell whole seconds.

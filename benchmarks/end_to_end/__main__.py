@@ -13,9 +13,9 @@ On four, an engine that two others join while the run trains::
 
 Weights are random, rewards too; what is measured is time. First one run under ``myxo up`` for each bound, until it has made ``--steps`` or
 its ``--seconds`` are over; then the engine alone, by this process: with several numbers of requests at once, each followed by another when
-it ends, and with a batch's requests that begin together and are not followed. The trainer alone is the run
-at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part; ``--write`` puts the table of
-`RESULTS` into docs/performance.md, and of `SCALED`.
+it ends, or some together by as many, as the service replaces them; and with a batch's requests that begin together and are not followed.
+The trainer alone is the run at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part;
+``--write`` puts the tables of all `RESULTS` into docs/performance.md.
 
 With ``--scale-to`` replicas join a run once it has made its warm-up and half of its other steps: each is
 ``python -m services.rollout`` with the bus's address, the run's name and a GPU of its own. The run goes on until it has made the other
@@ -47,12 +47,12 @@ from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
 from services.buffer.batch_order import Order
 from services.rollout.slot_limit import MOST
+from services.rollout.slot_queue import lot
 from shared.runtime import devices, exit_codes
 from shared.runtime.telemetry import silence_logs
 
-RESULTS = Path(__file__).parents[1] / "results" / "end_to_end.json"
-SCALED = RESULTS.with_name("end_to_end_scaled.json")
-"""Of a run to which engines were added while it trained; the page has it if it is there."""
+RESULTS = sorted((Path(__file__).parents[1] / "results").glob("end_to_end*.json"))
+"""The figures that the page has: of several shapes, colocated, and of a run to which engines were added while it trained."""
 
 PROMPTS = 8192
 
@@ -64,7 +64,7 @@ def main() -> int:
     """The command line. Returns the exit code."""
     options = _parser().parse_args()
     if options.write:
-        report.write_page([json.loads(path.read_text()) for path in (RESULTS, SCALED) if path.exists()])
+        report.write_page([json.loads(path.read_text()) for path in RESULTS])
         return 0
     if problem := refused(options):
         print(problem, file=sys.stderr)
@@ -107,7 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="groups of a step (default 32)")
     parser.add_argument("--samples", type=int, default=8, metavar="N", help="samples of a group (default 8)")
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4], metavar="S", help="on staleness (default 0 1 2 4)")
-    parser.add_argument("--order", choices=get_args(Order), default="completion", help="of the batches (default completion)")
+    parser.add_argument(
+        "--orders",
+        nargs="+",
+        choices=get_args(Order),
+        default=["completion"],
+        help="of the batches, each at all bounds (default completion)",
+    )
     parser.add_argument("--colocate", action="store_true", help="trainer and engine take turns on one GPU")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="that a run begins with (default 1)")
     parser.add_argument("--scale-to", type=int, metavar="N", help="engines from the middle of a run on: others join while it trains")
@@ -156,7 +162,7 @@ class Measurement:
                     "prompt_tokens",
                     "batch",
                     "samples",
-                    "order",
+                    "orders",
                     "colocate",
                     "engines",
                     "scale_to",
@@ -172,7 +178,8 @@ class Measurement:
         if options.go_on and options.json is not None and options.json.exists():
             before = json.loads(options.json.read_text())
             self.found |= {name: before[name] for name in ("alone", "alone_batch") if name in before}
-            self.found |= {"runs": [run for run in before["runs"] if run["bound"] not in options.bounds]}
+            anew = {(bound, order) for bound in options.bounds for order in options.orders}
+            self.found |= {"runs": [run for run in before["runs"] if (run["bound"], run["order"]) not in anew]}
 
     def made(self) -> dict[str, Any]:
         """Measures. Returns the figures."""
@@ -194,10 +201,11 @@ class Measurement:
             engines=options.engines,
             scale_to=options.scale_to,
         )
-        for bound in options.bounds:
-            self.found["runs"].append(measured(plan, f"bound-{bound}", bound))
-            self.found["runs"].sort(key=lambda run: run["bound"])
-            self._keep(f"bound {bound}")
+        for bound, order in ((bound, order) for bound in options.bounds for order in options.orders):
+            name = f"bound-{bound}" if order == "completion" else f"bound-{bound}-{order.replace('_', '-')}"
+            self.found["runs"].append({"order": order, **measured(plan, name, bound, ["--rollout-order", order])})
+            self.found["runs"].sort(key=lambda run: (run["bound"], get_args(Order).index(run["order"])))
+            self._keep(f"bound {bound}, {order} order")
         if options.alone != [] and "alone_batch" not in self.found:
             asyncio.run(self._engine_alone(model))
         self._predict()
@@ -213,10 +221,10 @@ class Measurement:
         levels = options.alone or sorted({max(1, batch * share // 4) for share in (1, 2, 4, 8)})
         self.found["alone"] = []
         async with engine_bench(self._directory / "e", model, machine, prompts, max(levels)) as bench:
-            for at_once in levels:
-                figures = await bench.direct(at_once)
-                self.found["alone"].append({"at_once": at_once, **figures.as_json()})
-                self._keep(f"the engine alone, {at_once} requests at once")
+            for at_once, together in ((level, size) for level in levels for size in sorted({1, lot(level)})):
+                figures = await bench.direct(at_once, together)
+                self.found["alone"].append({"at_once": at_once, "together": together, **figures.as_json()})
+                self._keep(f"the engine alone, {at_once} requests at once, {together} replaced together")
             lengths, ends = await bench.one_batch(batch)
             decode = decoding(lengths, ends, options.prompt_tokens)
             self.found["alone_batch"] = {"requests": batch, "seconds": round(max(ends), 4), "decode_seconds": decode}
@@ -230,7 +238,7 @@ class Measurement:
         return [
             *("--rollout-device", options.device, "--train-device", options.device, "--train-dtype", self._dtype),
             *("--rollout-batch-size", str(options.batch), "--n-samples-per-prompt", str(options.samples)),
-            *("--rollout-max-response-len", str(options.cap), "--rollout-order", options.order),
+            *("--rollout-max-response-len", str(options.cap)),
             *ends,
             *(word for name, value in engine.items() for word in (f"--sglang-{name}", value)),
             *(["--colocate"] if options.colocate else ["--rollout-replicas", str(options.engines)]),
@@ -247,26 +255,27 @@ class Measurement:
         g = synchronous["step_response_tokens"] / max(one["tokens_per_s"] for one in self.found["alone"])
         h, shared, engines = synchronous["train_seconds"], self._options.colocate or not self._on_gpu, self._options.engines
         self.found["split"] = report.split(g, h, synchronous["step_seconds"], self.found["gpus"], shared, engines)
-        self._compare({run["bound"]: run for run in runs}, engines, report.limit(g, h, shared, engines), h)
+        self._compare(runs, runs, engines, report.limit(g, h, shared, engines), h)
         if (more := self._options.scale_to) is not None:
-            after = {run["bound"]: run["scaled"]["after"] for run in runs if "step_seconds" in run.get("scaled", {}).get("after", {})}
-            self._compare(after, more, report.limit(g, h, shared, more), h)
+            scaled = [run for run in runs if "step_seconds" in run.get("scaled", {}).get("after", {})]
+            self._compare(scaled, [run["scaled"]["after"] for run in scaled], more, report.limit(g, h, shared, more), h)
 
-    def _compare(self, runs: dict[int, dict[str, Any]], engines: int, limit: float, h: float) -> None:
-        """Adds to each figures, by bound, their share of the limit and what the simulation predicts for so many engines."""
-        for run in runs.values():
-            run["of_limit"] = round(limit / run["step_seconds"], 4)
-        if self._options.colocate or "alone_batch" not in self.found or not runs:
+    def _compare(self, runs: list[dict[str, Any]], figures: list[dict[str, Any]], engines: int, limit: float, h: float) -> None:
+        """Adds to the figures of each run their share of the limit and what the simulation predicts for so many engines."""
+        for each in figures:
+            each["of_limit"] = round(limit / each["step_seconds"], 4)
+        if self._options.colocate or "alone_batch" not in self.found or not figures:
             return
-        options, speeds = self._options, [(one["running"], one["tokens_per_s"]) for one in self.found["alone"] if one["running"] >= 1]
-        push, batch = list(runs.values())[-1].get("push_seconds") or 0.0, options.batch * options.samples
+        options, one_by_one = self._options, [one for one in self.found["alone"] if one["running"] >= 1 and one["together"] == 1]
+        speeds = [(one["running"], one["tokens_per_s"]) for one in one_by_one]
+        push, batch = figures[-1].get("push_seconds") or 0.0, options.batch * options.samples
         decode = at_context(self.found["alone_batch"]["decode_seconds"], self._lengths.mean_context(options.prompt_tokens))
         engine = MeasuredEngine.of(decode, speeds, self._lengths.capped_mean)
         self.found["prefill_seconds"] = round(engine.prefill, 5)
-        slots = {bound: max(1, round((run.get("request_slots") or MOST * engines) / engines)) for bound, run in runs.items()}
-        told = predicted(self._lengths, engine, batch, options.samples, h, push, slots, options.order, engines)
-        for bound, run in runs.items():
-            run["predicted_seconds"] = told[bound]
+        for run, each in zip(runs, figures, strict=True):
+            slots = {run["bound"]: max(1, round((each.get("request_slots") or MOST * engines) / engines))}
+            told = predicted(self._lengths, engine, batch, options.samples, h, push, slots, run["order"], engines)
+            each["predicted_seconds"] = told[run["bound"]]
 
     def _keep(self, part: str) -> None:
         print(f"measured: {part}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from benchmarks.agents.site import Machine, Site, site
 from benchmarks.end_to_end.length_distribution import LengthDistribution
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
+from services.rollout.slot_queue import lot
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import WorkQueue
@@ -68,9 +69,14 @@ class EngineBench:
         self._rng = np.random.default_rng(0)
         self._groups = itertools.count()
 
-    async def direct(self, at_once: int) -> EngineFigures:
-        """Returns the figures while this process keeps ``at_once`` requests in the engine."""
-        workers = [asyncio.create_task(self._draw()) for _ in range(at_once)]
+    async def direct(self, at_once: int, together: int | None = None) -> EngineFigures:
+        """Returns the figures while this process keeps ``at_once`` requests in the engine.
+
+        Args:
+            together: of those that have ended, so many are replaced at once; None: as many as the service replaces.
+        """
+        filling = _Filling(lot(at_once) if together is None else together)
+        workers = [asyncio.create_task(self._draw(filling)) for _ in range(at_once)]
         try:
             return await self._figures(workers)
         finally:
@@ -126,10 +132,11 @@ class EngineBench:
         assert drawn is not None  # the engine was launched with its metrics
         return drawn
 
-    async def _draw(self) -> None:
+    async def _draw(self, filling: "_Filling") -> None:
         sampling = self._plan.sampling()
         while True:
             await self._client.generate_group([self._request()], sampling)
+            await filling.turn()
 
     def _request(self) -> GenerationRequest:
         lengths = self._plan.lengths
@@ -174,6 +181,22 @@ class EngineBench:
             calm = calm + 1 if await self._drawn() == before else 0
             if loop.time() > end:
                 raise DeadlineExceeded("an idle engine", "its requests", DRAIN_SECONDS, "the measurement ends")
+
+
+class _Filling:
+    """Lets those that wait go on once ``together`` of them do."""
+
+    def __init__(self, together: int) -> None:
+        self._together, self._waiting = together, list[asyncio.Event]()
+
+    async def turn(self) -> None:
+        """Returns once there are enough to go on with."""
+        self._waiting.append(going := asyncio.Event())
+        if len(self._waiting) >= self._together:
+            for each in self._waiting:
+                each.set()
+            self._waiting = []
+        await going.wait()
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """What the end-to-end benchmark computes: lengths, the figures of a record, the limit, the simulation's prediction."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ from benchmarks.end_to_end import report
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.prediction import MeasuredEngine, at_context, decoding, predicted
 from benchmarks.end_to_end.run_record import RunRecord, summed
+from benchmarks.rollout_overhead.engine_bench import _Filling
 from shared.schema.ledger import GroupsDropped
 from shared.schema.messages import Trained
 from shared.schema.service_messages import MetricsWritten
@@ -111,6 +113,25 @@ def test_a_goal_that_is_missed_is_told() -> None:
     assert any("slower" in missed for missed in report.misses(found(0.99, 11.0)))
     table = report.table(found(0.96, 7.0))
     assert "| 7.00 s | 96% |" in table and "| 90%, 50% |" in table and "no two steps" in table
+
+
+def test_an_order_is_told_where_it_is_not_the_usual_one() -> None:
+    runs = [{"bound": 2, "order": order, "problem": "none"} for order in ("completion", "fifo")]
+    assert [line[:11] for line in report.table({"runs": runs}).splitlines()[2:]] == ["| 2 | none ", "| 2, fifo |"]
+
+
+async def test_requests_that_have_ended_are_replaced_together() -> None:
+    filling, gone = _Filling(3), list[int]()
+
+    async def ended(number: int) -> None:
+        await filling.turn()
+        gone.append(number)
+
+    waiting = [asyncio.create_task(ended(number)) for number in range(5)]
+    await asyncio.wait(waiting, timeout=0.2)
+    assert sorted(gone) == [0, 1, 2]
+    await asyncio.gather(ended(5), *waiting)
+    assert sorted(gone) == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_simulation_predicts_between_the_limit_and_the_synchronous_step() -> None:

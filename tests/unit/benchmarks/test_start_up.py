@@ -23,11 +23,12 @@ def engine_line(text: str, seconds: float) -> str:
 def test_phases_lie_between_milestones_and_the_first_push_waits_for_both(tmp_path: Path) -> None:
     services = [line("launch_begun", 2), line("servers_started", 3), line("service_started", 3.5), line("service_started", 9)]
     (tmp_path / "launcher.log").write_text("".join(services))
-    rollout = [line("engine_starting", 6), line("engine_ready", 40), line("first_tokens", 55)]
+    rollout = [line("first_tokens", -20), line("engine_starting", 6), line("engine_ready", 40), line("first_tokens", 55)]
     (tmp_path / "rollout-0.log").write_text("".join(rollout))
     trainer = [line("model_loading", 20), line("model_loaded", 50), line("weights_pushed", 52), line("weights_pushed", 70)]
     (tmp_path / "trainer-0.log").write_text("a warning\n" + "".join(trainer) + '{"event": "weights_pu')
     engine = [
+        ("server_args={'model_path': 'of an earlier run'}", -30),
         ("server_args={'model_path': 'x'}", 14),
         ("Init torch distributed begin.", 22),
         ("Init torch distributed ends. elapsed=0.1 s", 23),
