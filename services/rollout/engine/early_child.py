@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import pickle
+import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,8 @@ class Descriptor:
 def wait_for_work(handle: int, tracker: int, module: str) -> NoReturn:
     """Runs this process, which inherits the descriptors of its end of the sockets and of multiprocessing's resource tracker.
 
-    Two messages come: what spawned children are prepared with; then the changed variables, that preparation as it is by now, the process.
+    Two messages come: what spawned children are prepared with; then the variables that have changed, the limits, that preparation as it is
+    by now, and the process.
     """
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
     channel = socket.socket(fileno=handle)
@@ -62,6 +64,8 @@ def wait_for_work(handle: int, tracker: int, module: str) -> NoReturn:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    for limit, bounds in pickle.load(work).items():
+        resource.setrlimit(limit, bounds)
     with _being_spawned():
         spawn.prepare(pickle.load(work))
         process_object = pickle.load(work)

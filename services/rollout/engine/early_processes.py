@@ -13,6 +13,7 @@ import io
 import logging
 import multiprocessing
 import os
+import resource
 import socket
 import subprocess
 import time
@@ -24,6 +25,9 @@ from services.rollout.engine import early_child
 
 HAND_OVER_SECONDS = 60.0
 """The deadline for an early process to take its work. It reads when its imports have ended; a small message need not wait for that."""
+
+LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+"""The limits of a process, as for open files, which children inherit: SGLang raises some before it starts them."""
 
 _logger = logging.getLogger(__name__)
 
@@ -74,8 +78,8 @@ class EarlyPopen(popen_spawn_posix.Popen):
 
     def _launch(self, process_object: Any) -> None:
         early = self._early
-        changed = changed_variables(early.environment, os.environ)
-        early.send(_pickled(self, changed, spawn.get_preparation_data(process_object.name), process_object), self._fds)
+        changed = changed_variables(early.environment, os.environ), {limit: resource.getrlimit(limit) for limit in LIMITS}
+        early.send(_pickled(self, *changed, spawn.get_preparation_data(process_object.name), process_object), self._fds)
         self.pid, self.sentinel = early.child.pid, early.channel.detach()
         self.finalizer = util.Finalize(self, util.close_fds, [self.sentinel])  # type: ignore[attr-defined]
 
