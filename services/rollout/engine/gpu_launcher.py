@@ -3,16 +3,24 @@
     PYTHONPATH=MYXO python gpu_launcher.py --model-path MODEL ...    (sglang.launch_server's flags)
 
 The store is where an engine's schedulers meet (`shared.transfer.bound_store`); they trust what they find there, and unpickle what they then
-send to each other. They are spawned, and a child that is spawned imports this file again, as ``__mp_main__``.
+send to each other. They are spawned, and a child that is spawned imports this file again, as ``__mp_main__``. They are begun at once, so
+that they import SGLang beside this process, not after it (`services.rollout.engine.early_processes`).
 """
 
 import runpy
 import sys
 
-from services.rollout.engine.curve_sockets import close_sockets
-from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+from services.rollout.engine.early_processes import EarlyProcesses
+from services.rollout.engine.early_schedulers import EXPECTED_VARIABLES, LATE_VARIABLES, early_modules
 from shared.runtime.quick_imports import quick_imports
-from shared.transfer.bound_store import bind_stores
+
+if __name__ == "__main__":
+    early_processes = EarlyProcesses(early_modules(sys.argv[1:]), EXPECTED_VARIABLES, LATE_VARIABLES)
+
+with quick_imports():
+    from services.rollout.engine.curve_sockets import close_sockets
+    from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+    from shared.transfer.bound_store import bind_stores
 
 serve_on_socket()
 bind_stores()
@@ -23,5 +31,6 @@ if __name__ == "__main__":
     with quick_imports():
         from sglang.srt.entrypoints import http_server
 
+    early_processes.note_imported()
     leave_out_own_requests(http_server)
     runpy.run_module("sglang.launch_server", run_name="__main__")

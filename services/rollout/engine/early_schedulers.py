@@ -1,0 +1,83 @@
+"""Which processes an SGLang engine will start, and with which variables: so that they can be begun before SGLang is imported.
+
+A guess that is wrong costs time, not correctness: what does not fit is found when SGLang starts the process
+(`services.rollout.engine.early_processes`).
+"""
+
+import argparse
+from collections.abc import Sequence
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
+
+EXPECTED_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "CUTE_DSL_LOG_LEVEL": "30",
+    "CUTE_DSL_LOG_TO_CONSOLE": "1",
+    "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "0",
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0",
+    "SGLANG_ENABLE_TORCH_COMPILE": "0",
+    "SGLANG_USE_CUDA_IPC_TRANSPORT": "0",
+    "TRTLLM_ENABLE_PDL": "1",
+}
+"""What SGLang sets for its processes, unless flags ask for something else. Some are read while its modules are imported."""
+
+LATE_VARIABLES = frozenset(
+    {
+        "CUDA_MODULE_LOADING",  # "AUTO" from SGLang 0.5.16, "LAZY" from torch: the same since CUDA 12.2
+        "NCCL_ALGO",
+        "NCCL_CUMEM_ENABLE",
+        "NCCL_GRAPH_MIXING_SUPPORT",
+        "NCCL_GRAPH_REGISTER",
+        "NCCL_MAX_NCHANNELS",
+        "NCCL_MIN_NCHANNELS",
+        "NCCL_NVLS_ENABLE",
+        "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2",
+        "SGLANG_RUN_ID",
+    }
+)
+"""What SGLang sets only after it has read its flags, and reads, or lets NCCL read, only when an engine's process runs."""
+
+SIZES = (
+    ("--tp-size", "--tp", "--tensor-parallel-size"),
+    ("--pp-size", "--pp", "--pipeline-parallel-size"),
+    ("--dp-size", "--dp", "--data-parallel-size"),
+    ("--nnodes",),
+    ("--detokenizer-worker-num",),
+)
+"""The flags, with their other names, that tell how many processes there will be."""
+
+OTHERWISE = frozenset(
+    {
+        "--config",  # a file that may say anything
+        "--elastic-ep-join-mode",  # a controller starts the schedulers, as with data parallelism
+        "--enable-memory-saver",  # it must be loaded before anything else
+        "--encoder-only",
+        "--grpc-mode",
+        "--numa-node",  # another executable binds memory to the node
+        "--smg-grpc-mode",
+        "--use-ray",
+    }
+)
+"""The flags with which no process can be begun early."""
+
+
+def early_modules(arguments: Sequence[str]) -> list[str]:
+    """Returns the modules of the processes that SGLang will start on this node, in their order; none where that is not known.
+
+    Args:
+        arguments: the flags of ``sglang.launch_server``.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in SIZES:
+        parser.add_argument(*names, type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    try:
+        given, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        return []  # SGLang will tell
+    if OTHERWISE & {argument.partition("=")[0] for argument in others} or given.dp_size > 1 or given.nnodes < 1:
+        return []
+    schedulers = max(given.tp_size * given.pp_size // given.nnodes, 1)
+    detokenizers = [DETOKENIZER] if given.node_rank == 0 and given.detokenizer_worker_num == 1 else []
+    return [SCHEDULER] * schedulers + detokenizers
