@@ -10,6 +10,7 @@ import runpy
 import sys
 
 from services.rollout.engine.curve_sockets import close_sockets
+from services.rollout.engine.kernel_builds import begin_kernel_builds
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
 from shared.transfer.bound_store import bind_stores
@@ -20,6 +21,7 @@ close_sockets()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's debug dumper imports it where it is installed, seconds for nothing
 
 if __name__ == "__main__":
+    begin_kernel_builds(sys.argv[1:])
     with quick_imports():
         from sglang.srt.entrypoints import http_server
 
