@@ -3,17 +3,23 @@
     PYTHONPATH=MYXO python gpu_launcher.py --model-path MODEL ...    (sglang.launch_server's flags)
 
 The store is where an engine's schedulers meet (`shared.transfer.bound_store`); they trust what they find there, and unpickle what they then
-send to each other. They are spawned, and a child that is spawned imports this file again, as ``__mp_main__``.
+send to each other. They are spawned, and a child that is spawned imports this file again, as ``__mp_main__``. What the engine would
+compile is compiled beside its imports (`services.rollout.engine.kernel_builds`).
 """
 
 import runpy
 import sys
 
-from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.kernel_builds import begin_kernel_builds
-from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
-from shared.transfer.bound_store import bind_stores
+
+if __name__ == "__main__":
+    begin_kernel_builds(sys.argv[1:])
+
+with quick_imports():
+    from services.rollout.engine.curve_sockets import close_sockets
+    from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+    from shared.transfer.bound_store import bind_stores
 
 serve_on_socket()
 bind_stores()
@@ -21,7 +27,6 @@ close_sockets()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's debug dumper imports it where it is installed, seconds for nothing
 
 if __name__ == "__main__":
-    begin_kernel_builds(sys.argv[1:])
     with quick_imports():
         from sglang.srt.entrypoints import http_server
 

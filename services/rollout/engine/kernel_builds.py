@@ -107,15 +107,17 @@ def build_of(kernel: JitKernel) -> Callable[[], object] | None:
         return None
     if kernel.unless_false and getattr(*_place(kernel.unless_false), True) is False:
         return None
+    refused = []
     for name, arguments in kernel.ways:
         try:
             function = getattr(*_place(name))
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError) as error:
+            refused.append(str(error))
             continue
         if name.startswith(_SGLANG):
             _tell_architecture()
         return functools.partial(function, *map(_value, arguments))
-    raise LookupError("this release has no such function")
+    raise LookupError(f"this release has no such function: {'; '.join(refused)}")
 
 
 def build_all(kernels: Sequence[JitKernel], environment: Mapping[str, str], seconds: float) -> dict[str, str]:

@@ -39,6 +39,13 @@ import types
 def get_jit_cuda_arch():
     return types.SimpleNamespace(target_name="9.0a")
 """
+SERVER = """
+import os, pathlib, time
+end = time.monotonic() + 60
+while not all(any(pathlib.Path(os.environ[name]).glob("*.built")) for name in ("TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")):
+    assert time.monotonic() < end
+    time.sleep(0.02)
+"""
 PARENT = """
 import sys, time
 from services.rollout.engine.kernel_builds import begin_kernel_builds
@@ -60,8 +67,14 @@ def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     files = {
         "flashinfer/norm.py": NORM,
         "flashinfer/__init__.py": "",
-        "torch.py": "int64 = 'int64'",
+        "torch/__init__.py": "int64 = 'int64'",
+        "torch/distributed/__init__.py": "class TCPStore: ...",
+        "torch/distributed/rendezvous.py": "",
         "sglang/__init__.py": "",
+        "sglang/launch_server.py": SERVER,
+        "sglang/srt/__init__.py": "",
+        "sglang/srt/entrypoints/__init__.py": "",
+        "sglang/srt/entrypoints/http_server.py": "",
         "sglang/jit_kernel/__init__.py": "",
         "sglang/jit_kernel/clamp_position.py": CLAMP,
         "sglang/jit_kernel/utils.py": ARCHITECTURE,
@@ -94,6 +107,13 @@ def test_what_a_cache_lacks_is_built_by_a_process_of_its_own_and_only_once(libra
     (libraries / "config.json").write_text(json.dumps({"hidden_size": 256, "num_attention_heads": 4}))
     missing = missing_kernels(["--model-path", str(libraries), *ARGUMENTS[2:]], os.environ)
     assert "kvcache" in [kernel.name for kernel in missing], "another model has others"
+
+
+def test_an_engines_launcher_begins_them(libraries: Path) -> None:
+    launcher = ROOT / "services/rollout/engine/gpu_launcher.py"
+    ended = subprocess.run([sys.executable, str(launcher), *ARGUMENTS], capture_output=True, text=True, timeout=2 * SECONDS)
+    assert ended.returncode == 0, ended.stderr  # its server waits for both marks
+    assert "Kernel builds: " in ended.stderr
 
 
 def test_a_build_that_fails_is_left_to_the_engine_and_tried_again(libraries: Path, capfd: pytest.CaptureFixture[str]) -> None:
