@@ -1,10 +1,10 @@
 """Which kernels an engine compiles with nvcc while it starts, for a model and the engine's flags. Pure.
 
 SGLang and FlashInfer come without binaries of some kernels, and compile each when it is first called: the norms, the rotary embedding,
-the activation, what writes to the KV cache, the positions of a decode step, and top-k and top-p sampling where FlashInfer does it. Which
-ones, and for which sizes, follows from the checkpoint's config.json and from flags, as SGLang's own code has it (``srt/models``,
-``srt/layers``, ``srt/mem_cache/memory_pool.py``). The list may be wrong, then an engine compiles what is missing as it always does; a
-kernel too many costs a few seconds of one core.
+the activation, what writes to the KV cache, the positions of a decode step, sums over the ranks of one node, and top-k and top-p sampling
+where FlashInfer does it. Which ones, and for which sizes, follows from the checkpoint's config.json and from flags, as SGLang's own code has
+it (``srt/models``, ``srt/layers``, ``srt/mem_cache/memory_pool.py``). The list may be wrong, then an engine compiles what is missing as it
+always does; a kernel too many costs a few seconds of one core.
 
 Left out: FlashInfer's kernels of attention, whose generated sources are written outside of its lock. Those of Triton and of
 FlashAttention 3 are no matter of nvcc.
@@ -56,6 +56,10 @@ def jit_kernels(config: Mapping[str, Any], arguments: Sequence[str]) -> list[Jit
     dtype = _dtype(flags.get("dtype") or "auto", model)
     if dtype != "float32":
         found.append(JitKernel("norm", FLASHINFER_CACHE, (("flashinfer.norm:get_norm_module", ()),), "flashinfer.norm:_USE_CUDA_NORM"))
+    ranks = _number(flags, "tp-size", "tensor-parallel-size", "tp")
+    if ranks > 1 and _number(flags, "nnodes") == 1:
+        found.append(_sglang("custom_all_reduce", "communication", "get_all_reduce_module", (f"torch.{dtype}", ranks), module="all_reduce"))
+        found += [_sglang(name, "communication", f"_init_{name}", (), module="all_reduce") for name in ("communicator", "ipc_manager")]
     found.append(_sglang("clamp_position", "attention", "_jit_clamp_position_module", ("torch.int64",)))
     if model:
         element = f"torch.{dtype}"

@@ -61,6 +61,12 @@ def test_the_rows_of_the_cache_are_those_of_one_rank(flags: list[str], row: int)
     assert [arguments for _, arguments in found["kvcache"]] == [(row, row), (row,)]
 
 
+def test_ranks_of_one_node_sum_by_kernels_of_their_own() -> None:
+    found = arguments_of(QWEN3, "--tp-size", "2")
+    assert found["custom_all_reduce"] == ("torch.bfloat16", 2) and found["communicator"] == found["ipc_manager"] == ()
+    assert "custom_all_reduce" not in arguments_of(QWEN3) | arguments_of(QWEN3, "--tp-size", "2", "--nnodes", "2")
+
+
 def test_a_checkpoint_in_float32_is_computed_in_float16() -> None:
     assert arguments_of(QWEN3 | {"torch_dtype": "float32"})["activation"] == ("torch.float16",)
     assert arguments_of(QWEN3 | {"torch_dtype": "float32"}, "--dtype", "half")["activation"] == ("torch.float16",)
@@ -91,7 +97,7 @@ def test_flags_have_their_first_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [k for k in jit_kernels(QWEN3, []) + jit_kernels(QWEN3 | {"head_dim": 80}, []) if k.cache == TVM_FFI_CACHE]
+    "kernel", [k for k in jit_kernels(QWEN3, ["--tp", "2"]) + jit_kernels(QWEN3 | {"head_dim": 80}, []) if k.cache == TVM_FFI_CACHE]
 )
 def test_the_installed_release_has_the_function(kernel: JitKernel) -> None:
     """It is read, not imported: that takes seconds and a GPU."""
