@@ -2,9 +2,9 @@
 
 SGLang and FlashInfer come without binaries of some kernels, and compile each when it is first called: the norms, the rotary embedding,
 the activation, what writes to the KV cache, the positions of a decode step, sums over the ranks of one node, and top-k and top-p sampling
-where FlashInfer does it. Which ones, and for which sizes, follows from the checkpoint's config.json and from flags, as SGLang's own code has
-it (``srt/models``, ``srt/layers``, ``srt/mem_cache/memory_pool.py``). The list may be wrong, then an engine compiles what is missing as it
-always does; a kernel too many costs a few seconds of one core.
+where FlashInfer does it. Which ones, and for which sizes, follows from the checkpoint's config.json and from flags, as SGLang has
+them (``srt/models``, ``srt/layers``, ``srt/mem_cache/memory_pool.py``). Where the list is wrong, an engine compiles what is missing,
+as it always does; a kernel too many costs a few seconds of one core.
 
 Left out: FlashInfer's kernels of attention, whose generated sources are written outside of its lock. Those of Triton and of
 FlashAttention 3 are no matter of nvcc.
