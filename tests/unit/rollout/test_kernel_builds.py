@@ -99,7 +99,7 @@ def test_what_a_cache_lacks_is_built_by_a_process_of_its_own_and_only_once(libra
     builds = begin_kernel_builds(ARGUMENTS)
     assert builds is not None
     assert builds.wait(SECONDS) == 0
-    assert int((libraries / FLASHINFER_CACHE / "norm").read_text()) == os.nice(0) + 5
+    assert int((libraries / FLASHINFER_CACHE / "norm").read_text()) == min(19, os.nice(0) + 5)
     assert (libraries / TVM_FFI_CACHE / "clamp").read_text() == "int64 9.0a"
     said = capfd.readouterr().err
     assert "Kernel builds: " in said and "norm in " in said and "clamp_position in " in said and "left to the engine" not in said
