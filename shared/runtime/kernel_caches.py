@@ -14,6 +14,7 @@ VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "SGLANG_JIT_CACHE_DIR": "sglang",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
     "CUDA_CACHE_PATH": "cuda",
 }

@@ -4,7 +4,8 @@
 
 The store is where an engine's schedulers meet (`shared.transfer.bound_store`); they trust what they find there, and unpickle what they then
 send to each other. They are spawned, and a child that is spawned imports this file again, as ``__mp_main__``. They are begun at once, so
-that they import SGLang beside this process, not after it (`services.rollout.engine.early_processes`).
+that they import SGLang beside this process, not after it (`services.rollout.engine.early_processes`), and so is the compiling of what the
+engine would compile once it has imported (`services.rollout.engine.kernel_builds`).
 """
 
 import runpy
@@ -12,9 +13,11 @@ import sys
 
 from services.rollout.engine.early_processes import EarlyProcesses
 from services.rollout.engine.early_schedulers import EXPECTED_VARIABLES, LATE_VARIABLES, early_modules
+from services.rollout.engine.kernel_builds import begin_kernel_builds
 from shared.runtime.quick_imports import quick_imports
 
 if __name__ == "__main__":
+    begin_kernel_builds(sys.argv[1:])
     early_processes = EarlyProcesses(early_modules(sys.argv[1:]), EXPECTED_VARIABLES, LATE_VARIABLES)
 
 with quick_imports():
