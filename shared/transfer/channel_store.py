@@ -80,6 +80,11 @@ class StoreServer:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
 
+    @property
+    def followers(self) -> int:
+        """Returns how many connections follow."""
+        return len(self._followers)
+
     def tell(self, said: Any) -> None:
         """Sends something to all followers, without waiting: one that has not taken what came before is cut off.
 

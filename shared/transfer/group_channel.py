@@ -286,6 +286,7 @@ class GroupReceiver(ChannelReceiver):
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._post(BUFFERS)
+        self.begun_at = time.monotonic()
 
     def take(self, index: int, nbytes: int, deadline: TransferDeadline) -> Tensor:
         self._post(index + BUFFERS)

@@ -168,6 +168,10 @@ class ChannelSender(abc.ABC):
         self._server.tell([push, manifest.id, seconds])
         self._announced = manifest.id
 
+    def followed(self, manifest: Manifest) -> bool:
+        """Returns whether every reader begins a push of this manifest when it is announced, before it is asked to."""
+        return bool(manifest.buckets) and manifest.id == self._announced and self._server.followers == self.world_size - 1
+
     def note(self, key: str, value: str | bytes) -> None:
         """Writes something into the store, for the readers."""
         with self._breaking():
@@ -260,6 +264,9 @@ class ChannelReceiver(abc.ABC):
 
     Args:
         rank: of this process in the channel, from 1.
+
+    Attributes:
+        begun_at: when the newest push's transfer began, monotonic seconds; 0 where that is not known.
     """
 
     def __init__(self, address: WeightChannelAddress, rank: int, device: torch.device) -> None:
@@ -267,6 +274,7 @@ class ChannelReceiver(abc.ABC):
         self.source = f"the source of channel {address.name} at {address.address}:{address.port}"
         self.awaited_from = self.source  # while joining
         self.broken: str | None = None
+        self.begun_at = 0.0
         self._store: RemoteStore | None = None
         self._manifest: Manifest | None = None
         self._question: Future[tuple[str | None, None]] | None = None

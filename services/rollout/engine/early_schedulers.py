@@ -32,6 +32,7 @@ LATE_VARIABLES = frozenset(
         "NCCL_MAX_NCHANNELS",
         "NCCL_MIN_NCHANNELS",
         "NCCL_NVLS_ENABLE",
+        "SGLANG_OPT_FP8_WO_A_GEMM",  # read by one model's module, and models' modules are imported by running schedulers
         "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2",
         "SGLANG_RUN_ID",
     }

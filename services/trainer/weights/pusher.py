@@ -268,19 +268,19 @@ class Pusher:
         """
         number = push.number + check
         self._record.begin(CHECK if check else RECEIVE, time.monotonic())
-        if self._link is not None:
-            seconds, ids = _left(end), self._manifests.get(push.partial, {})
+        seconds, ids = _left(end), self._manifests.get(push.partial, {})
 
-            def message(target: Target) -> WeightsReceive:
-                names = [channel.name for channel in self._channels_of(target)]
-                return WeightsReceive(version=push.version, push=number, channels=names, manifests=ids, check=check, deadline=seconds)
+        def message(target: Target) -> WeightsReceive:
+            names = [channel.name for channel in self._channels_of(target)]
+            return WeightsReceive(version=push.version, push=number, channels=names, manifests=ids, check=check, deadline=seconds)
 
-            request = self._ask(self.schedule.members, "receive", message, WeightsReceived, seconds)
-            request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
-            self._request = request
-        last = check or not self._config.check_weight_update_equal
-        exported = self._end_reading if last else lambda: None
-        sent = self._sender.send(number, partial=push.partial, seconds=_left(end), exported=exported)
+        def ask() -> None:
+            if self._link is not None:
+                self._request = request = self._ask(self.schedule.members, "receive", message, WeightsReceived, seconds)
+                request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
+
+        exported = self._end_reading if check or not self._config.check_weight_update_equal else lambda: None
+        sent = self._sender.send(number, partial=push.partial, seconds=seconds, ask=ask, exported=exported)
         whole = whole_push(self._sender.agree(sent))
         self._manifests[push.partial] = whole.manifests
         self._known = {**self._known, **whole.known} if push.partial else whole.known

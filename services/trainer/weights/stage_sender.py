@@ -127,18 +127,31 @@ class StageSender:
         for relay in self._relays:
             relay.wait(seconds)
 
-    def send(self, number: int, *, partial: bool, seconds: float, exported: Callable[[], None] = lambda: None) -> SentPush:
+    def send(
+        self,
+        number: int,
+        *,
+        partial: bool,
+        seconds: float,
+        ask: Callable[[], None] = lambda: None,
+        exported: Callable[[], None] = lambda: None,
+    ) -> SentPush:
         """Exports and sends everything. Never raises for a channel that breaks: other ranks wait for this one in the export.
 
         Args:
-            partial: without frozen parameters. exported: is called once no parameter is read any more; buckets may still be on their way.
+            partial: without frozen parameters. ask: asks the replicas to receive; it is called at once, or once the first bucket has been
+                issued where the engines begin at the channel's own word. exported: is called once no parameter is read any more; buckets
+                may still be on their way.
         """
         (export, hasher), channel, sent = self._export(partial), self._channel, 0
-        hasher.begin()
+        followed = isinstance(channel, ChannelSender) and channel.followed(export.manifest)
+        if not followed:
+            ask()
         self.marks = {}
         for relay in self._relays:
             relay.begin(number, seconds)
         error = None if channel is None else _error_of(lambda: channel.announce(number, export.manifest, seconds))
+        hasher.begin()
         for index, bucket in enumerate(export.manifest.buckets):
             flat: torch.Tensor | None = None
             try:
@@ -152,6 +165,8 @@ class StageSender:
                 hasher.take(index, flat)
                 sent += bucket.nbytes
             self.marks.setdefault("first_sent", time.monotonic())
+            if followed and not index:
+                ask()
         self.marks["issued"] = time.monotonic()
         exported()
         if channel is not None and error is None:

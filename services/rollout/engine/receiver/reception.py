@@ -105,7 +105,7 @@ class Reception:
         """Reads the manifests and issues the channels' first broadcasts. Raises as a channel's methods do."""
         for channel in self.channels:
             self._manifests.append(channel.manifest(self.push, self._deadline, self._named.get(channel.name, "")))
-        self.mark("begun")
+        self.marks["begun"] = max((channel.begun_at for channel in self.channels), default=0.0) or time.monotonic()
 
     def mark(self, what: str) -> None:
         """Notes that something has been reached now, unless it was before."""
