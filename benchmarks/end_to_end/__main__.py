@@ -13,8 +13,8 @@ On four, an engine that two others join while the run trains::
 
 Weights are random, rewards too; what is measured is time. First one run under ``myxo up`` for each bound, until it has made ``--steps`` or
 its ``--seconds`` are over; then the engine alone, by this process: with several numbers of requests at once, each followed by another when
-it ends, or some together by as many, as the service replaces them; and with a batch's requests that begin together and are not followed.
-The trainer alone is the run at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part;
+it ends; behind its rollout service, with prompts without end; and with a batch's requests that begin together and are not followed. The
+trainer alone is the run at the smallest bound, in which each step's training has nothing beside it. FILE is written after each part;
 ``--write`` puts the tables of all `RESULTS` into docs/performance.md.
 
 With ``--scale-to`` replicas join a run once it has made its warm-up and half of its other steps: each is
@@ -47,7 +47,6 @@ from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
 from services.buffer.batch_order import Order
 from services.rollout.slot_limit import MOST
-from services.rollout.slot_queue import lot
 from shared.runtime import devices, exit_codes
 from shared.runtime.telemetry import silence_logs
 
@@ -106,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="tokens of a prompt (default 64)")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="groups of a step (default 32)")
     parser.add_argument("--samples", type=int, default=8, metavar="N", help="samples of a group (default 8)")
-    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4], metavar="S", help="on staleness (default 0 1 2 4)")
+    parser.add_argument("--bounds", type=int, nargs="*", default=[0, 1, 2, 4], metavar="S", help="on staleness (default 0 1 2 4)")
     parser.add_argument(
         "--orders",
         nargs="+",
@@ -130,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--directory", type=Path, help="where the runs lie (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--go-on", action="store_true", help="keep what FILE has of the engine alone, and of other bounds")
+    parser.add_argument("--take", nargs="+", type=Path, default=[], metavar="FILE", help="add the runs of these files, of the same load")
     parser.add_argument("--write", action="store_true", help="put the table of benchmarks/results/end_to_end.json into docs/performance.md")
     return parser
 
@@ -180,6 +180,8 @@ class Measurement:
             self.found |= {name: before[name] for name in ("alone", "alone_batch") if name in before}
             anew = {(bound, order) for bound in options.bounds for order in options.orders}
             self.found |= {"runs": [run for run in before["runs"] if (run["bound"], run["order"]) not in anew]}
+        for path in options.take:
+            self.found["runs"] += json.loads(path.read_text())["runs"]
 
     def made(self) -> dict[str, Any]:
         """Measures. Returns the figures."""
@@ -204,7 +206,6 @@ class Measurement:
         for bound, order in ((bound, order) for bound in options.bounds for order in options.orders):
             name = f"bound-{bound}" if order == "completion" else f"bound-{bound}-{order.replace('_', '-')}"
             self.found["runs"].append({"order": order, **measured(plan, name, bound, ["--rollout-order", order])})
-            self.found["runs"].sort(key=lambda run: (run["bound"], get_args(Order).index(run["order"])))
             self._keep(f"bound {bound}, {order} order")
         if options.alone != [] and "alone_batch" not in self.found:
             asyncio.run(self._engine_alone(model))
@@ -221,10 +222,13 @@ class Measurement:
         levels = options.alone or sorted({max(1, batch * share // 4) for share in (1, 2, 4, 8)})
         self.found["alone"] = []
         async with engine_bench(self._directory / "e", model, machine, prompts, max(levels)) as bench:
-            for at_once, together in ((level, size) for level in levels for size in sorted({1, lot(level)})):
-                figures = await bench.direct(at_once, together)
-                self.found["alone"].append({"at_once": at_once, "together": together, **figures.as_json()})
-                self._keep(f"the engine alone, {at_once} requests at once, {together} replaced together")
+            for at_once in levels:
+                figures = await bench.direct(at_once, 1)
+                self.found["alone"].append({"way": "one by one", "at_once": at_once, **figures.as_json()})
+                self._keep(f"the engine alone, {at_once} requests at once")
+            figures = await bench.through_service(max(levels))
+            self.found["alone"].append({"way": "service", "at_once": max(levels), **figures.as_json()})
+            self._keep("the engine with its service, and prompts without end")
             lengths, ends = await bench.one_batch(batch)
             decode = decoding(lengths, ends, options.prompt_tokens)
             self.found["alone_batch"] = {"requests": batch, "seconds": round(max(ends), 4), "decode_seconds": decode}
@@ -266,7 +270,7 @@ class Measurement:
             each["of_limit"] = round(limit / each["step_seconds"], 4)
         if self._options.colocate or "alone_batch" not in self.found or not figures:
             return
-        options, one_by_one = self._options, [one for one in self.found["alone"] if one["running"] >= 1 and one["together"] == 1]
+        options, one_by_one = self._options, [one for one in self.found["alone"] if one["running"] >= 1 and one["way"] == "one by one"]
         speeds = [(one["running"], one["tokens_per_s"]) for one in one_by_one]
         push, batch = figures[-1].get("push_seconds") or 0.0, options.batch * options.samples
         decode = at_context(self.found["alone_batch"]["decode_seconds"], self._lengths.mean_context(options.prompt_tokens))
@@ -278,6 +282,7 @@ class Measurement:
             each["predicted_seconds"] = told[run["bound"]]
 
     def _keep(self, part: str) -> None:
+        self.found["runs"].sort(key=lambda run: (run["bound"], get_args(Order).index(run["order"])))
         print(f"measured: {part}", file=sys.stderr, flush=True)
         write(self._options.json, self.found)
 

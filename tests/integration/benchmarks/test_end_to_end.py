@@ -28,17 +28,18 @@ def measured(benchmark: str, directory: Path, *words: str) -> tuple[Any, subproc
 def test_a_run_is_measured_beside_its_engine_alone(tmp_path: Path) -> None:
     load = ["--shape", "tiny", "--lengths", "lognormal:12:0.7", "--cap", "32", "--batch", "2", "--samples", "3"]
     # a replica tells of its tokens every three seconds: a run of a few tiny steps would end between two readings
-    short = ["--bounds", "1", "--steps", "30", "--warm-up", "2", "--seconds", "600", "--alone", "64", "--alone-seconds", "2"]
+    short = ["--bounds", "1", "--steps", "30", "--warm-up", "2", "--seconds", "600", "--alone", "4", "--alone-seconds", "2"]
     found, done = measured("end_to_end", tmp_path, *load, *short, "--orders", "fifo")
-    [one_by_one, together], [run] = found["alone"], found["runs"]
-    assert one_by_one["tokens_per_s"] > 0 < together["tokens_per_s"] and (one_by_one["together"], together["together"]) == (1, 2), (
-        done.stderr
-    )
+    [one_by_one, served], [run] = found["alone"], found["runs"]
+    assert one_by_one["tokens_per_s"] > 0 < served["tokens_per_s"] and served["way"] == "service", done.stderr
     assert run["steps"] >= 2 and run["step_seconds"] > 0, (run, done.stderr)
     assert run["trained_tokens_per_s"] > 0 < run["generated_tokens_per_s"] and run["staleness_max"] <= 1
     assert 0 < run["logprob_diff"] < 0.01, "engine and trainer have the same weights"
     assert run["of_limit"] > 0 and run["predicted_seconds"] > 0 and found["split"]["limit_seconds"] > 0
     assert f"| 1, fifo | {run['step_seconds']:.2f} s |" in done.stdout
+    first = (tmp_path / "figures.json").rename(tmp_path / "first.json")
+    taken, _ = measured("end_to_end", tmp_path, *load, "--bounds", "--take", str(first), "--alone")
+    assert taken["runs"] == found["runs"]
 
 
 @pytest.mark.extra
