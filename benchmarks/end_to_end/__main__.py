@@ -21,10 +21,10 @@ With ``--scale-to`` replicas join a run once it has made its warm-up and half of
 ``python -m services.rollout`` with the bus's address, the run's name and a GPU of its own. The run goes on until it has made the other
 half, counted from ``bound`` + 1 steps after all of them serve. ``myxo audit`` then checks its whole ledger.
 
-Figures. g: seconds in which the engine alone draws a step's tokens, at its best; with N engines a Nth of them. h: seconds from a batch's
-arrival to its last optimizer step. *limit*: max(g, h), or g + h where they share one GPU; U_sync = (N g + h) / (GPUs x synchronous step).
-Exit code 1 where a bound from 2 on misses the goal of the limit, a bound above 0 is slower than 0, or a run that was to be scaled was not
-measured after it or has no clean audit.
+Figures. Step: the mean. g: seconds in which the engine alone draws a step's tokens, at its best; with N engines a Nth of them. h: seconds
+from a batch's arrival to its last optimizer step. *limit*: max(g, h), or g + h where they share one GPU; U_sync = (N g + h) / (GPUs x
+synchronous step). Exit code 1 where a bound from 2 on misses the goal of the limit, a bound above 0 is slower than 0, or a run that was to
+be scaled was not measured after it or has no clean audit.
 """
 
 import argparse
@@ -256,21 +256,28 @@ class Measurement:
         if not self.found["alone"] or not runs:
             return
         synchronous = min(runs, key=lambda run: run["bound"])
-        g = synchronous["step_response_tokens"] / max(one["tokens_per_s"] for one in self.found["alone"])
-        h, shared, engines = synchronous["train_seconds"], self._options.colocate or not self._on_gpu, self._options.engines
-        self.found["split"] = report.split(g, h, synchronous["step_seconds"], self.found["gpus"], shared, engines)
-        self._compare(runs, runs, engines, report.limit(g, h, shared, engines), h)
+        rate, h, engines = max(one["tokens_per_s"] for one in self.found["alone"]), synchronous["train_seconds"], self._options.engines
+        shared, gpus = self._options.colocate or not self._on_gpu, self.found["gpus"]
+        g = synchronous["step_response_tokens"] / rate
+        self.found["split"] = report.split(g, h, synchronous["step_seconds"], gpus, shared, engines)
+        self._compare(runs, runs, engines, rate, h)
         if (more := self._options.scale_to) is not None:
             scaled = [run for run in runs if "step_seconds" in run.get("scaled", {}).get("after", {})]
-            self._compare(scaled, [run["scaled"]["after"] for run in scaled], more, report.limit(g, h, shared, more), h)
+            self._compare(scaled, [run["scaled"]["after"] for run in scaled], more, rate, h)
 
-    def _compare(self, runs: list[dict[str, Any]], figures: list[dict[str, Any]], engines: int, limit: float, h: float) -> None:
-        """Adds to the figures of each run their share of the limit and what the simulation predicts for so many engines."""
-        for each in figures:
+    def _compare(self, runs: list[dict[str, Any]], figures: list[dict[str, Any]], engines: int, rate: float, h: float) -> None:
+        """Adds to the figures of each run their share of the limit and what the simulation predicts for so many engines.
+
+        Args:
+            rate: tokens a second of an engine alone. h: seconds of training a step.
+        """
+        for run, each in zip(runs, figures, strict=True):
+            g = each.get("step_response_tokens", run["step_response_tokens"]) / rate
+            limit = report.limit(g, h, self._options.colocate or not self._on_gpu, engines)
             each["of_limit"] = round(limit / each["step_seconds"], 4)
         if self._options.colocate or "alone_batch" not in self.found or not figures:
             return
-        options, one_by_one = self._options, [one for one in self.found["alone"] if one["running"] >= 1 and one["way"] == "one by one"]
+        options, one_by_one = self._options, [one for one in self.found["alone"] if one["running"] >= 1 and one.get("way") != "service"]
         speeds = [(one["running"], one["tokens_per_s"]) for one in one_by_one]
         push, batch = figures[-1].get("push_seconds") or 0.0, options.batch * options.samples
         decode = at_context(self.found["alone_batch"]["decode_seconds"], self._lengths.mean_context(options.prompt_tokens))

@@ -75,8 +75,8 @@ class RunRecord:
         dropped = sum(tokens for at, tokens in self.dropped if begin < at <= end)
         return {
             "steps": len(measured),
-            "step_seconds": round(statistics.median(after - before for before, after in pairwise(ends)), 4),
-            "step_seconds_mean": round(seconds / len(measured), 4),
+            "step_seconds": round(seconds / len(measured), 4),
+            "step_seconds_median": round(statistics.median(after - before for before, after in pairwise(ends)), 4),
             "train_seconds": median(metrics, "perf/step_time"),
             "optimizer_seconds": median(metrics, "perf/actor_train_time"),
             "wait_seconds": median(metrics, "perf/train_wait_time"),

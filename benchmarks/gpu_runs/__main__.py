@@ -8,13 +8,13 @@ what it has.
 - *ppo*: actor, critic and engine on a GPU each. *lora*: pushes carry adapters alone. *tp2*: a trainer over two GPUs, two engines.
   *pp2-tp2*: a trainer in two stages, an engine over two GPUs.
 - *death*: a trainer and two engines, of which one is killed, up to ``--kills`` times, 0 to 6 ms after it has been asked to receive a push.
-  Its replica starts another, which takes its weights from the other replica. The run trains on until then, and is told to end (its exit
-  code is 130); its model is larger (0.1 GB), so that a push takes longer than the kill.
+  Its replica starts another, which has its weights from the other replica or by the trainer's next push, whichever comes first. The run
+  trains on until then, and is told to end (its exit code is 130); its model is larger (0.1 GB), so that a push takes longer than the kill.
 
 Exit code 1 where a run has not ended well, its audit found something, engine and trainer differ in their log-probs, or what the case is for
-did not happen: pushes of adapters alone, a death inside a push, weights from a peer (over NCCL on GPUs). ``problems`` says what.
-``--device cpu`` runs every case with few prompts and steps on a CPU, ranks over gloo. ``--write`` puts the table of the repository's
-figures into the docs, and measures nothing.
+did not happen: pushes of adapters alone, a death inside a push, a replica that serves again (weights from a peer: over NCCL on GPUs).
+``problems`` says what. ``--device cpu`` runs every case with few prompts and steps on a CPU, ranks over gloo. ``--write`` puts the table of
+the repository's figures into the docs, and measures nothing.
 """
 
 import argparse

@@ -146,7 +146,6 @@ def _death_problems(row: dict[str, Any]) -> list[str]:
         row["deaths_problem"]: bool(row["deaths_problem"]),
         "no engine was killed": not deaths,
         "no death was inside a push: each had ended well": bool(deaths) and all(death["push"] != "failed" for death in deaths),
-        "nobody took its weights from a peer": not joins,
         f"a peer's weights came over {[join['backend'] for join in joins]}, not {backend}": any(
             join["backend"] != backend for join in joins
         ),

@@ -108,6 +108,9 @@ QUIET_SECONDS = 10.0
 RATE_SECONDS = 1.0
 """The interval at which the engine's token count is read and the gauges are set."""
 
+FIRST_SECONDS = 0.1
+"""The same until it is known that the replica, which serves, has drawn its first tokens."""
+
 
 class Rollout:
     """The rollout service of one replica.
@@ -344,16 +347,20 @@ class Rollout:
             what, since = f"{what}, but its engine draws no token", silent_since
         return Doing(part=WORK, what=what, since=since, next_action=after, stuck=quiet)
 
+    def _note_drawn(self, tokens: int) -> None:
+        """Notes how many tokens the engine has drawn."""
+        if (drew := tokens != self._drawn[0]) or not self.running:
+            if drew and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
+                self._generated = True
+                self._service.log.info("first_tokens", tokens=tokens)
+            self._drawn = (tokens, time.time())
+
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""
         drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
         while True:
             tokens = await drawn.read(self.replica.client, self.tokens)
-            if (drew := tokens != self._drawn[0]) or not self.running:
-                if drew and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
-                    self._generated = True
-                    self._service.log.info("first_tokens", tokens=tokens)
-                self._drawn = (tokens, time.time())
+            self._note_drawn(tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
@@ -367,7 +374,7 @@ class Rollout:
                 metrics.set("running_requests", load.running)
                 metrics.set("queued_requests", load.queued)
                 metrics.set("kv_usage", load.kv_usage)
-            await asyncio.sleep(RATE_SECONDS)
+            await asyncio.sleep(RATE_SECONDS if self._generated or not self.replica.serving else FIRST_SECONDS)
 
 
 async def serve(service: Service) -> None:

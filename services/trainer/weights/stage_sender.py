@@ -22,6 +22,7 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.digest import TensorDigest, decoded_digests
 from shared.transfer.group_channel import GroupSender
+from shared.transfer.manifest import Manifest
 from shared.transfer.memory_channel import MemorySender
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender
 
@@ -143,7 +144,7 @@ class StageSender:
                 issued where the engines begin at the channel's own word. exported: is called once no parameter is read any more; buckets
                 may still be on their way.
         """
-        (export, hasher), channel, sent = self._export(partial), self._channel, 0
+        (export, hasher), channel = self._export(partial), self._channel
         followed = isinstance(channel, ChannelSender) and channel.followed(export.manifest)
         if not followed:
             ask()
@@ -152,30 +153,26 @@ class StageSender:
             relay.begin(number, seconds)
         error = None if channel is None else _error_of(lambda: channel.announce(number, export.manifest, seconds))
         hasher.begin()
-        for index, bucket in enumerate(export.manifest.buckets):
-            flat: torch.Tensor | None = None
-            try:
-                if channel is not None and error is None:
-                    flat = channel.buffer(index, bucket.nbytes)
-            except ChannelBroken as broken:
-                error = str(broken)
-            export.fill(index, flat)
-            if channel is not None and flat is not None:
-                error = _error_of(lambda i=index, full=flat: channel.send(i, full))  # type: ignore[misc]
-                hasher.take(index, flat)
-                sent += bucket.nbytes
+        for index in range(len(export.manifest.buckets)):
+            error = _send_bucket(export, hasher, None if error else channel, index) or error
             self.marks.setdefault("first_sent", time.monotonic())
             if followed and not index:
                 ask()
         self.marks["issued"] = time.monotonic()
         exported()
+        return self._finished(export.manifest, hasher, seconds, error)
+
+    def _finished(self, manifest: Manifest, hasher: ManifestHasher, seconds: float, error: str | None) -> SentPush:
+        """Waits until all that was issued is sent. ``error``: what broke the channel before that."""
+        channel = self._channel
         if channel is not None and error is None:
             error = _error_of(lambda: channel.finish(hasher.poll))
         for relay in self._relays:
             error = _error_of(lambda passing=relay: passing.wait(seconds)) or error  # type: ignore[misc]
         self.marks["sent"] = time.monotonic()
-        manifests = {channel.address.name: export.manifest.id} if channel is not None else {}
-        return SentPush(sent, hasher.digests() if error is None else {}, error, manifests)
+        if channel is None or error is not None:
+            return SentPush(0, {} if error is not None else hasher.digests(), error)
+        return SentPush(manifest.nbytes, hasher.digests(), None, {channel.address.name: manifest.id})
 
     def held_by_all(self, push: int, digest: str, done: Callable[[], bool]) -> bool:
         """Returns whether every engine rank holds ``digest``, as they have said over this rank's channel; see `ChannelSender`.
@@ -212,6 +209,22 @@ class StageSender:
             export = StageExport(self.plan, self._bucket_bytes, dtype=self._dtype, skip_frozen=partial)
             self._exports[partial] = export, ManifestHasher(export.manifest, runtime.device())
         return self._exports[partial]
+
+
+def _send_bucket(export: StageExport, hasher: ManifestHasher, channel: StageChannel | None, index: int) -> str | None:
+    """Exports a bucket, and sends it where this rank has a channel. Returns the error that broke that, or None."""
+    flat: torch.Tensor | None = None
+    broken = None
+    try:
+        if channel is not None:
+            flat = channel.buffer(index, export.manifest.buckets[index].nbytes)
+    except ChannelBroken as error:
+        broken = str(error)
+    export.fill(index, flat)
+    if channel is not None and flat is not None:
+        broken = _error_of(lambda: channel.send(index, flat))
+        hasher.take(index, flat)
+    return broken
 
 
 def _error_of(work: Callable[[], None]) -> str | None:
