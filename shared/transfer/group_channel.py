@@ -258,6 +258,7 @@ class GroupReceiver(ChannelReceiver):
             self.raise_if_broken()
 
     def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
+        self.raise_if_broken()
         if self._follower is not None and self._follower.claim(push) and self._manifest is not None:
             self._deadline, self._asked_at = deadline, time.monotonic()
             return self._manifest
