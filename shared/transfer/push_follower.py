@@ -13,8 +13,8 @@ from shared.runtime.failures import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.channel_store import StoreFollower
 
-CLAIM_SECONDS = 5.0
-"""The longest that a push which has begun may wait until somebody asks for it."""
+CLAIM_SECONDS = 10.0
+"""The longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own."""
 
 
 class PushFollower:
@@ -66,5 +66,5 @@ class PushFollower:
             try:
                 if push > self._asked_for and self._begin(manifest, seconds):
                     self._begun = push
-            except MyxoError:
+            except (MyxoError, RuntimeError):
                 pass  # whoever asks for the push meets the same
