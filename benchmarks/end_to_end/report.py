@@ -133,8 +133,17 @@ def alone(found: Mapping[str, Any]) -> str:
     return (
         f"Alone, the engine draws {best['tokens_per_s']:,.0f} tokens a second with {best['running']:.0f} requests running: "
         f"g = {share['generation_seconds']:.2f} s a step{_shared_by(found)}; training takes h = {share['training_seconds']:.2f} s. "
-        f"Limit {share['limit_seconds']:.2f} s a step, U_sync = {share['synchronous_use']:.2f}."
+        f"Limit {share['limit_seconds']:.2f} s a step{_lent(found)}, U_sync = {share['synchronous_use']:.2f}."
     )
+
+
+def _lent(found: Mapping[str, Any]) -> str:
+    """Returns what the limit would be if each GPU always did whatever there is to do."""
+    if found["gpus"] < 2 or found["colocate"]:
+        return ""
+    share, engines = found["split"], found.get("engines", 1)
+    lent = (engines * share["generation_seconds"] + share["training_seconds"]) / found["gpus"]
+    return f" ({lent:.2f} s if idle GPUs were lent to the other side)"
 
 
 def _shared_by(found: Mapping[str, Any]) -> str:

@@ -120,6 +120,14 @@ def test_an_order_is_told_where_it_is_not_the_usual_one() -> None:
     assert [line[:11] for line in report.table({"runs": runs}).splitlines()[2:]] == ["| 2 | none ", "| 2, fifo |"]
 
 
+def test_what_idle_gpus_would_bring_is_told() -> None:
+    alone = [{"tokens_per_s": 1000.0, "running": 9.0}]
+    measured = {"alone": alone, "gpus": 2, "colocate": False, "engines": 1, "split": report.split(6.0, 4.0, 12.5, gpus=2, shared=False)}
+    assert "Limit 6.00 s a step (5.00 s if idle GPUs were lent to the other side), U_sync = 0.40." in report.alone(measured)
+    one = {**measured, "gpus": 1, "colocate": True, "split": report.split(6.0, 4.0, 12.5, gpus=1, shared=True)}
+    assert "Limit 10.00 s a step, U_sync = 0.80." in report.alone(one)
+
+
 async def test_requests_that_have_ended_are_replaced_together() -> None:
     filling, gone = _Filling(3), list[int]()
 
