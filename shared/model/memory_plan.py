@@ -197,6 +197,7 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
         shared = e.shared_ffn_hidden_size // tensor
         row, inner = routed * width, e.ffn_hidden_size
         mlp = row * (h + 2 * inner) + 32 * routed + tokens * width * 2 * shared + whole * 5 * e.count  # ordered, projected; indices; scores
+        mlp += row * h if layout.expert > 1 else 0  # what was exchanged between the ranks, beside its order by experts
         act = row * inner + tokens * width * shared
         matrices = e.count // layout.expert * h * inner // layout.expert_tensor_size * width
         # the second product's backward pass: gradients of its output, input and matrices; the first one's, whose output is gone
