@@ -228,7 +228,7 @@ class GroupReceiver(ChannelReceiver):
         undisturbed: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         super().__init__(address, rank, device)
-        self._undisturbed = undisturbed
+        self._undisturbed, self._receiving = undisturbed, False
         self._follower: PushFollower | None = None
         self._ring = ring or BucketRing(device)
         self._group: BroadcastGroup | None = None
@@ -259,7 +259,9 @@ class GroupReceiver(ChannelReceiver):
 
     def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
         self.raise_if_broken()
-        if self._follower is not None and self._follower.claim(push) and self._manifest is not None:
+        begun = self._follower is not None and self._follower.claim(push)
+        self._receiving = True
+        if begun and self._manifest is not None:
             self._deadline, self._asked_at = deadline, time.monotonic()
             return self._manifest
         manifest = super().manifest(push, deadline, known)
@@ -267,8 +269,8 @@ class GroupReceiver(ChannelReceiver):
         return manifest
 
     def _begin_early(self, manifest: str, seconds: float) -> bool:
-        """Issues a push's first broadcasts where its manifest is the one that came last. Returns whether it did."""
-        if self._manifest is None or self._manifest.id != manifest or self._undisturbed is None:
+        """Issues a push's first broadcasts where its manifest is the one that came last, and that push is over. Returns whether it did."""
+        if self._receiving or self._manifest is None or self._manifest.id != manifest or self._undisturbed is None:
             return False
         if self._stream is not None:
             torch.cuda.set_device(self.device)  # of this thread
@@ -307,6 +309,9 @@ class GroupReceiver(ChannelReceiver):
         if self._stream is not None:
             event = self._free.setdefault(index % len(self._ring), torch.cuda.Event())
             event.record(torch.cuda.current_stream(self.device))
+
+    def finish(self, deadline: TransferDeadline) -> None:
+        self._receiving = False
 
     def _post(self, end: int) -> None:
         """Issues the broadcasts of the buckets before number ``end``, whose buffers have been released by then."""

@@ -64,7 +64,7 @@ class PushFollower:
     def _announced(self, push: int, manifest: str, seconds: float) -> None:
         with self._lock:
             try:
-                if push > self._asked_for and self._begin(manifest, seconds):
+                if self._begun is None and push > self._asked_for and self._begin(manifest, seconds):
                     self._begun = push
             except (MyxoError, RuntimeError):
                 pass  # whoever asks for the push meets the same

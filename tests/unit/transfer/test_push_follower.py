@@ -41,6 +41,7 @@ class Channel:
         for index, bucket in enumerate(self.reader.manifest(push, deadline, self.manifest.id).buckets):
             found.append(float(self.reader.take(index, bucket.nbytes, deadline).view(torch.float32)[0]))
             self.reader.release(index)
+        self.reader.finish(deadline)
         return found
 
 
@@ -88,6 +89,27 @@ async def test_what_is_asked_for_before_it_is_announced_does_not_begin_twice(cha
         channel.announce(2)
         channel.source.push(channel.manifest, TENSORS)
         assert receiving.result(SECONDS) == [0.0, 1.0, 2.0, 3.0] and not channel.closed_gates
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_a_push_does_not_begin_over_one_that_is_not_over(channel: Channel, asked_for: bool) -> None:
+    deadline, later = TransferDeadline(SECONDS), {name: tensor + 10 for name, tensor in TENSORS.items()}
+    with ThreadPoolExecutor(1) as pool:
+        channel.announce(2)
+        channel.source.push(channel.manifest, TENSORS)  # it has begun by itself
+        if asked_for:
+            channel.reader.manifest(2, deadline, channel.manifest.id)
+        channel.announce(3)
+        sending = pool.submit(channel.source.push, channel.manifest, later)
+        time.sleep(0.2)  # for the follower to hear of it
+        if not asked_for:
+            channel.reader.manifest(2, deadline, channel.manifest.id)
+        for index, bucket in enumerate(channel.manifest.buckets):
+            assert float(channel.reader.take(index, bucket.nbytes, deadline).view(torch.float32)[0]) == float(index)
+            channel.reader.release(index)
+        channel.reader.finish(deadline)
+        assert channel.received(3) == [10.0, 11.0, 12.0, 13.0]
+        sending.result(SECONDS)
 
 
 def test_another_manifest_is_waited_for(channel: Channel) -> None:
