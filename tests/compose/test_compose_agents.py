@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,7 +103,15 @@ def listening(container: str) -> set[int]:
     return {int(line.split()[1].split(":")[1], 16) for line in tables if line.split()[3] == "0A"}
 
 
+def running(container: str) -> bool:
+    """Whether a container has not ended."""
+    return container in run_docker("ps", "--no-trunc", "--quiet").stdout
+
+
 SERVED = [("gateway", 8000)]
+
+LEAVING_SECONDS = 120.0
+"""For a service that ends to be gone after it has closed its ports."""
 
 
 def test_addresses_open_the_gateways_api_alone(agents: Stack) -> None:
@@ -111,9 +120,11 @@ def test_addresses_open_the_gateways_api_alone(agents: Stack) -> None:
     for container in sorted(agents.containers(), key=lambda one: one["Service"] != "trainer"):  # which leaves first
         if container["State"] != "running":
             continue
-        own, ports = addresses(container["ID"]), listening(container["ID"])
-        if container["Service"] not in ("operator", "watch") and container["ID"] in run_docker("ps", "--no-trunc", "--quiet").stdout:
-            assert ports, f"{container['Service']} listens nowhere: the test looks in the wrong place"
+        own, ports, end = addresses(container["ID"]), listening(container["ID"]), time.monotonic() + LEAVING_SECONDS
+        while not ports and container["Service"] not in ("operator", "watch") and running(container["ID"]):  # it may be about to leave
+            assert time.monotonic() < end, f"{container['Service']} listens nowhere: the test looks in the wrong place"
+            time.sleep(0.5)
+            ports = listening(container["ID"])
         places |= {(address, port) for address in own.values() for port in ports}
         if container["Service"] == "gateway":
             served = {(own[NETWORK], 8000)}
