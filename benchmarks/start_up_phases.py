@@ -60,8 +60,9 @@ def milestones(logs: Path, start: float, offset: float) -> dict[str, float]:
     found: dict[str, float] = {"start": 0.0}
     for name, wanted in EVENTS.items():
         for event in _events(logs / name):
-            milestone, at = wanted.get(event.get("event", "")), datetime.fromisoformat(event["timestamp"]).timestamp() - start
-            if milestone is not None and at >= 0:
+            if (milestone := wanted.get(event.get("event", ""))) is None:
+                continue
+            if (at := datetime.fromisoformat(event["timestamp"]).timestamp() - start) >= 0:
                 found.setdefault(milestone, at)
     found |= {name: seconds for name, seconds in engine_milestones(_lines(logs / "rollout-0-engine.log"), start + offset).items()}
     if {"engine", "trainer"} <= found.keys():
@@ -75,7 +76,7 @@ def engine_milestones(lines: Iterator[str], start: float) -> dict[str, float]:
     for line in lines:
         if (stamp := _STAMP.match(line)) is None:
             continue
-        if (at := datetime.fromisoformat(f"{stamp[1]}+00:00").timestamp() - start) < -1:
+        if (at := datetime.fromisoformat(f"{stamp[1]}+00:00").timestamp() - start) < -1:  # whole seconds
             continue
         for name, sign in ENGINE_LINES.items():
             if sign.search(line) and (name not in found or name in LAST):

@@ -51,11 +51,12 @@ class PushFollower:
             try:
                 said = self._store.heard(None if self._begun is None else CLAIM_SECONDS)
             except TimeoutError:
-                said = None if self._begun is not None else []
+                if self._begun is None:  # it was asked for meanwhile
+                    continue
+                break
             if said is None:
                 break
-            if said:
-                self._announced(*said)
+            self._announced(*said)
         with self._lock:
             push, self._begun = self._begun, None
         if push is not None:

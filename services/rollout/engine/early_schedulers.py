@@ -4,8 +4,9 @@ A guess that is wrong costs time, not correctness: what does not fit is found wh
 (`services.rollout.engine.early_processes`).
 """
 
-import argparse
 from collections.abc import Sequence
+
+from services.rollout.engine.flag_values import DATA, NODES, PIPELINE, TENSOR, engine_flags, flag_number
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
@@ -39,25 +40,16 @@ LATE_VARIABLES = frozenset(
 )
 """What SGLang sets only after it has read its flags, and reads, or lets NCCL read, only when an engine's process runs."""
 
-SIZES = (
-    ("--tp-size", "--tp", "--tensor-parallel-size"),
-    ("--pp-size", "--pp", "--pipeline-parallel-size"),
-    ("--dp-size", "--dp", "--data-parallel-size"),
-    ("--nnodes",),
-    ("--detokenizer-worker-num",),
-)
-"""The flags, with their other names, that tell how many processes there will be."""
-
 OTHERWISE = frozenset(
     {
-        "--config",  # a file that may say anything
-        "--elastic-ep-join-mode",  # a controller starts the schedulers, as with data parallelism
-        "--enable-memory-saver",  # it must be loaded before anything else
-        "--encoder-only",
-        "--grpc-mode",
-        "--numa-node",  # another executable binds memory to the node
-        "--smg-grpc-mode",
-        "--use-ray",
+        "config",  # a file that may say anything
+        "elastic-ep-join-mode",  # a controller starts the schedulers, as with data parallelism
+        "enable-memory-saver",  # it must be loaded before anything else
+        "encoder-only",
+        "grpc-mode",
+        "numa-node",  # another executable binds memory to the node
+        "smg-grpc-mode",
+        "use-ray",
     }
 )
 """The flags with which no process can be begun early."""
@@ -69,16 +61,13 @@ def early_modules(arguments: Sequence[str]) -> list[str]:
     Args:
         arguments: the flags of ``sglang.launch_server``.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for names in SIZES:
-        parser.add_argument(*names, type=int, default=1)
-    parser.add_argument("--node-rank", type=int, default=0)
+    flags = engine_flags(arguments)
     try:
-        given, others = parser.parse_known_args(arguments)
-    except argparse.ArgumentError:
+        tensor, pipeline, data, nodes = (flag_number(flags, names) for names in (TENSOR, PIPELINE, DATA, NODES))
+        rank, detokenizers = flag_number(flags, ("node-rank",), 0), flag_number(flags, ("detokenizer-worker-num",))
+    except ValueError:
         return []  # SGLang will tell
-    if OTHERWISE & {argument.partition("=")[0] for argument in others} or given.dp_size > 1 or given.nnodes < 1:
+    if OTHERWISE & flags.keys() or data > 1 or nodes < 1:
         return []
-    schedulers = max(given.tp_size * given.pp_size // given.nnodes, 1)
-    detokenizers = [DETOKENIZER] if given.node_rank == 0 and given.detokenizer_worker_num == 1 else []
-    return [SCHEDULER] * schedulers + detokenizers
+    schedulers = max(tensor * pipeline // nodes, 1)
+    return [SCHEDULER] * schedulers + ([DETOKENIZER] if rank == 0 and detokenizers == 1 else [])

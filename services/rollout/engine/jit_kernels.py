@@ -12,8 +12,9 @@ FlashAttention 3 are no matter of nvcc.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
+
+from services.rollout.engine.flag_values import DATA, NODES, TENSOR, engine_flags, flag_number
 
 Argument = int | bool | str
 
@@ -56,8 +57,8 @@ def jit_kernels(config: Mapping[str, Any], arguments: Sequence[str]) -> list[Jit
     dtype = _dtype(flags.get("dtype") or "auto", model)
     if dtype != "float32":
         found.append(JitKernel("norm", FLASHINFER_CACHE, (("flashinfer.norm:get_norm_module", ()),), "flashinfer.norm:_USE_CUDA_NORM"))
-    ranks = _number(flags, "tp-size", "tensor-parallel-size", "tp")
-    if ranks > 1 and _number(flags, "nnodes") == 1:
+    ranks = flag_number(flags, TENSOR)
+    if ranks > 1 and flag_number(flags, NODES) == 1:
         found.append(_sglang("custom_all_reduce", "communication", "get_all_reduce_module", (f"torch.{dtype}", ranks), module="all_reduce"))
         found += [_sglang(name, "communication", f"_init_{name}", (), module="all_reduce") for name in ("communicator", "ipc_manager")]
     found.append(_sglang("clamp_position", "attention", "_jit_clamp_position_module", ("torch.int64",)))
@@ -70,16 +71,6 @@ def jit_kernels(config: Mapping[str, Any], arguments: Sequence[str]) -> list[Jit
             found += _attention(model, flags, dtype)
     if flags.get("sampling-backend", "flashinfer") == "flashinfer":
         found.append(JitKernel("sampling", FLASHINFER_CACHE, (("flashinfer.sampling:get_sampling_module", ()),)))
-    return found
-
-
-def engine_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the flags of a command line without their dashes, each with the first of its values, or an empty string."""
-    found = {}
-    for word, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found[name.replace("_", "-")] = value if equals else "" if following.startswith("--") else following
     return found
 
 
@@ -126,11 +117,7 @@ def _rotary_share(model: Mapping[str, Any]) -> float:
 
 def _kv_heads(model: Mapping[str, Any], flags: Mapping[str, str], heads: int) -> int:
     """Returns the heads of keys that one rank has; it has one at least."""
-    ranks = _number(flags, "tp-size", "tensor-parallel-size", "tp")
+    ranks = flag_number(flags, TENSOR)
     if "enable-dp-attention" in flags:
-        ranks //= _number(flags, "dp-size", "data-parallel-size", "dp")
+        ranks //= flag_number(flags, DATA)
     return max(1, int(model.get("num_key_value_heads") or heads) // max(1, ranks))
-
-
-def _number(flags: Mapping[str, str], *names: str) -> int:
-    return next((int(flags[name]) for name in names if name in flags), 1)

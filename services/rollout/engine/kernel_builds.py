@@ -31,7 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.jit_kernels import JitKernel, engine_flags, jit_kernels
+from services.rollout.engine.flag_values import engine_flags
+from services.rollout.engine.jit_kernels import JitKernel, jit_kernels
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.parent_watchdog import kill_descendants
 from shared.runtime.quick_imports import quick_imports

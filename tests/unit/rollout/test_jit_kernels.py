@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine.jit_kernels import TVM_FFI_CACHE, Argument, JitKernel, engine_flags, jit_kernels
+from services.rollout.engine.flag_values import engine_flags
+from services.rollout.engine.jit_kernels import TVM_FFI_CACHE, Argument, JitKernel, jit_kernels
 
 QWEN3 = {
     "model_type": "qwen3",
