@@ -3,8 +3,9 @@ r"""How fast a whole run is at several bounds on staleness, beside what its engi
 ``python -m benchmarks.end_to_end --shape tiny --device cpu --lengths geometric:24 --cap 64 --batch 4 --steps 8 --json FILE`` tries it out.
 On two GPUs, one for the trainer and one for the engine::
 
-    python -m benchmarks.end_to_end --shape 0.6b --device cuda --lengths geometric:656 --bounds 0 1 2 4 --steps 16 --seconds 90 \
-        --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json benchmarks/results/end_to_end.json
+    python -m benchmarks.end_to_end --shape 0.6b --device cuda --lengths geometric:656 --bounds 0 1 2 4 --orders completion fifo \
+        --steps 14 --seconds 80 --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none \
+        --json benchmarks/results/end_to_end.json
 
 On four, an engine that two others join while the run trains::
 
@@ -89,6 +90,11 @@ def refused(options: argparse.Namespace) -> str:
     return ""
 
 
+def planned(options: argparse.Namespace) -> list[tuple[int, Order]]:
+    """Returns bound and order of each run. At bound 0 a batch is all that is in flight: its groups have one order."""
+    return [(bound, order) for bound in options.bounds for order in options.orders[: None if bound else 1]]
+
+
 def len_devices(options: argparse.Namespace) -> int:
     """Returns how many devices trainer and engines have, those that join included."""
     return 1 if options.colocate else 1 + (options.scale_to or options.engines)
@@ -111,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=get_args(Order),
         default=["completion"],
-        help="of the batches, each at all bounds (default completion)",
+        help="of the batches, each at all bounds above 0 (default completion)",
     )
     parser.add_argument("--colocate", action="store_true", help="trainer and engine take turns on one GPU")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="that a run begins with (default 1)")
@@ -178,8 +184,7 @@ class Measurement:
         if options.go_on and options.json is not None and options.json.exists():
             before = json.loads(options.json.read_text())
             self.found |= {name: before[name] for name in ("alone", "alone_batch") if name in before}
-            anew = {(bound, order) for bound in options.bounds for order in options.orders}
-            self.found |= {"runs": [run for run in before["runs"] if (run["bound"], run["order"]) not in anew]}
+            self.found |= {"runs": [run for run in before["runs"] if (run["bound"], run["order"]) not in planned(options)]}
         for path in options.take:
             self.found["runs"] += json.loads(path.read_text())["runs"]
 
@@ -203,7 +208,7 @@ class Measurement:
             engines=options.engines,
             scale_to=options.scale_to,
         )
-        for bound, order in ((bound, order) for bound in options.bounds for order in options.orders):
+        for bound, order in planned(options):
             name = f"bound-{bound}" if order == "completion" else f"bound-{bound}-{order.replace('_', '-')}"
             self.found["runs"].append({"order": order, **measured(plan, name, bound, ["--rollout-order", order])})
             self._keep(f"bound {bound}, {order} order")
