@@ -8,13 +8,7 @@ from torch import Tensor
 from shared.transfer.manifest import Bucket, Manifest, Slot
 
 BUFFERS = 4
-"""Flat buffers of an end: one is filled or loaded while three are on their way."""
-
-AHEAD_BUFFERS = 8
-"""Those of an end that receives, where the device has room: at 370 GB/s four of a ramp's buckets are there before an engine is paused."""
-
-SPARE_BYTES = 4 * 2**30
-"""The device's memory that more than `BUFFERS` leave free."""
+"""Flat buffers of an end: one is filled or loaded while three are on their way, or arrive before an engine is paused."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -39,27 +33,21 @@ class BucketRing:
     """The flat buffers that the buckets of a channel take in turn, uint8 each; they are kept between pushes.
 
     Args:
-        device: of the buffers. count: how many there are, unless a push has fewer buckets. allocate: makes buffers of so many bytes. most:
-            how many there may be instead, if the device has room for them.
+        device: of the buffers. count: how many there are, unless a push has fewer buckets. allocate: makes buffers of so many bytes.
     """
 
-    def __init__(
-        self, device: torch.device, count: int = BUFFERS, allocate: Callable[[int], Tensor] | None = None, *, most: int = 0
-    ) -> None:
-        self._device, self._count, self._most = device, count, max(count, most)
+    def __init__(self, device: torch.device, count: int = BUFFERS, allocate: Callable[[int], Tensor] | None = None) -> None:
+        self._count = count
         self._allocate = allocate or (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
         self.buffers: list[Tensor] = []
-        self._reserved = ""  # the manifest that they were last made for
 
     def __len__(self) -> int:
         return len(self.buffers)
 
     def reserve(self, manifest: Manifest) -> bool:
         """Allocates buffers for the manifest's buckets if needed, each for those that take it. Returns whether there are new ones."""
-        if self._reserved == manifest.id:
-            return False
-        count = max(len(self.buffers), min(self._fitting(manifest), len(manifest.buckets)))
-        needed = _needed(manifest, count)
+        count = max(len(self.buffers), min(self._count, len(manifest.buckets)))
+        needed = [max((bucket.nbytes for bucket in manifest.buckets[first::count]), default=0) for first in range(count)]
         held = [buffer.numel() for buffer in self.buffers]
         if any(nbytes > size for nbytes, size in zip(needed, held, strict=False)):
             self.buffers = []
@@ -67,15 +55,7 @@ class BucketRing:
         with torch.inference_mode(False):  # SGLang's loop runs in it, and what it makes cannot be written outside
             for slot in range(before, count):  # what an earlier manifest needed will be needed again
                 self.buffers.append(self._allocate(max([needed[slot], *held[slot : slot + 1]])))
-        self._reserved = manifest.id
         return len(self.buffers) > before
-
-    def _fitting(self, manifest: Manifest) -> int:
-        """Returns how many buffers to have for a manifest."""
-        if self._most == self._count or self._device.type != "cuda":
-            return self._most
-        room = torch.cuda.mem_get_info(self._device)[0] + sum(buffer.numel() for buffer in self.buffers) - SPARE_BYTES
-        return next((count for count in range(self._most, self._count, -1) if sum(_needed(manifest, count)) <= room), self._count)
 
     def flat(self, index: int, nbytes: int) -> Tensor:
         """Returns the buffer of bucket ``index``: uint8 [nbytes]."""
@@ -83,9 +63,4 @@ class BucketRing:
 
     def forget(self) -> None:
         """Releases the buffers; the next ones are new."""
-        self.buffers, self._reserved = [], ""
-
-
-def _needed(manifest: Manifest, count: int) -> list[int]:
-    """Returns the bytes of each of ``count`` buffers that the manifest's buckets take in turn."""
-    return [max((bucket.nbytes for bucket in manifest.buckets[first::count]), default=0) for first in range(count)]
+        self.buffers = []

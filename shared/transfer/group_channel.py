@@ -23,7 +23,7 @@ from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.own_address import address_towards
 from shared.schema.weight_messages import WeightChannelAddress
-from shared.transfer.bucket_ring import BucketRing
+from shared.transfer.bucket_ring import BUFFERS, BucketRing
 from shared.transfer.manifest import Manifest
 from shared.transfer.push_follower import PushFollower
 from shared.transfer.weight_channel import (
@@ -288,11 +288,11 @@ class GroupReceiver(ChannelReceiver):
         self._works, self._arrived, self._free, self._posted, self._deadline = {}, {}, {}, 0, deadline
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._post(len(self._ring))
+        self._post(BUFFERS)
         self.begun_at = time.monotonic()
 
     def take(self, index: int, nbytes: int, deadline: TransferDeadline) -> Tensor:
-        self._post(index + len(self._ring))
+        self._post(index + BUFFERS)
         what, work = f"bucket {index}", self._works[index]
         if self._stream is None:
             deadline.until(work.is_completed, what, self.source, self.check_source)

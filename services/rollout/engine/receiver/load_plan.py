@@ -30,7 +30,7 @@ aten = torch.ops.aten
 _POOLS = threading.RLock()
 
 VIEWED_BUFFERS = 8
-"""The number of flat buffers of which a plan keeps views; a channel has as many at most, and they are dropped when the channel is left."""
+"""The number of flat buffers of which a plan keeps views; a channel has three, and they are dropped when the channel is left."""
 
 
 @dataclass(frozen=True)

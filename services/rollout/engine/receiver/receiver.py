@@ -17,7 +17,7 @@ from services.rollout.engine.receiver.reception import ManifestLayout, Reception
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightChannelAddress
-from shared.transfer.bucket_ring import AHEAD_BUFFERS, BucketRing
+from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest
@@ -112,12 +112,11 @@ class Receiver:
             first_rank: of the engine's first process, in all channels. seconds: for joining.
         """
         self.leave()
-        # of several channels the broadcasts must begin in the same order on all engines
-        alone = len(addresses) == 1
         while len(self._rings) < len(addresses):
-            self._rings.append(BucketRing(self.device, most=AHEAD_BUFFERS if alone else 0))
+            self._rings.append(BucketRing(self.device))
         rank = first_rank + self.rank
-        early = self._undisturbed if alone and self._streams_known else None
+        # of several channels the broadcasts must begin in the same order on all engines
+        early = self._undisturbed if len(addresses) == 1 and self._streams_known else None
 
         def channel(address: WeightChannelAddress, ring: BucketRing) -> ChannelReceiver:
             if address.kind == "memory":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.runtime.errors import BadMessage
-from shared.transfer.bucket_ring import SPARE_BYTES, BucketRing
+from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.digest import decoded_digests
 from shared.transfer.manifest import Manifest, lay_out, lay_out_units
 
@@ -100,19 +100,3 @@ def test_buffers_are_as_large_as_the_buckets_that_take_them() -> None:
     assert not ring.reserve(lay_out([("a", "uint8", (512,)), ("b", "uint8", (512,))], 1))
     assert ring.reserve(lay_out([("a", "uint8", (512,)), ("b", "uint8", (768,))], 1))
     assert [len(buffer) for buffer in ring.buffers] == [1024, 768, 256, 256] and not ring.reserve(wide)
-
-
-def test_an_end_that_receives_has_more_buffers() -> None:
-    ring = BucketRing(torch.device("cpu"), most=6)
-    assert ring.reserve(manifest := lay_out([(f"{number}", "uint8", (256,)) for number in range(9)], 1)) and len(ring) == 6
-    assert not ring.reserve(manifest), "it is known"
-    ring.forget()
-    assert ring.reserve(manifest) and len(ring) == 6
-    assert BucketRing(torch.device("cpu"), most=6).reserve(lay_out([("a", "uint8", (256,))], 1))
-
-
-@pytest.mark.parametrize(("room", "buffers"), [(6, 6), (5, 5), (4, 4), (0, 4)])
-def test_an_end_that_receives_has_as_many_as_its_device_has_room_for(monkeypatch: pytest.MonkeyPatch, room: int, buffers: int) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (SPARE_BYTES + room * 256, 0))
-    ring = BucketRing(torch.device("cuda"), 4, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), most=6)
-    assert ring.reserve(lay_out([(f"{number}", "uint8", (256,)) for number in range(9)], 1)) and len(ring) == buffers
