@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
+from collections import Counter
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.runtime.devices import VISIBLE, visible_gpus
+from shared.runtime.devices import VISIBLE, gpu_names, visible_gpus
 
 
 def parsed(about: str | None, **numbers: tuple[int, str]) -> argparse.Namespace:
@@ -23,7 +25,14 @@ def write(path: Path | None, figures: dict[str, Any]) -> None:
     """Writes figures with when and where they were measured; without a path, nowhere."""
     if path is not None:
         head = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        path.write_text(json.dumps({**head, **figures}, indent=2) + "\n")
+        path.write_text(json.dumps({**head, **told_gpus(), **figures}, indent=2) + "\n")
+
+
+@cache
+def told_gpus() -> dict[str, str]:
+    """Returns which GPUs this machine has, as ``gpu``; nothing where it has none."""
+    counted = Counter(gpu_names())
+    return {"gpu": ", ".join(f"{count} × {name}" for name, count in counted.items())} if counted else {}
 
 
 def first_gpus(count: int) -> list[str]:

@@ -57,17 +57,18 @@ def _scaling_misses(run: Mapping[str, Any]) -> Iterator[str]:
 def table(found: Mapping[str, Any]) -> str:
     """Returns the table of one measurement, in Markdown."""
     head = (
-        "| bound | step | of the limit | predicted | trained tokens/s | a GPU | generated tokens/s | GPUs busy | requests that run | "
-        "staleness, mean and most | dropped, masked tokens |"
+        "| bound | step | steps measured | of the limit | predicted | trained tokens/s | a GPU | generated tokens/s | GPUs busy "
+        "| requests that run | staleness, mean and most | dropped, masked tokens |"
     )
-    lines = [head, "|---" * 11 + "|"]
+    lines = [head, "|---" * 12 + "|"]
     for run in found["runs"]:
         if "step_seconds" not in run:
-            lines.append(f"| {_bound(run)} | {run.get('problem', '')} |" + " |" * 9)
+            lines.append(f"| {_bound(run)} | {run.get('problem', '')} |" + " |" * 10)
             continue
         lines.append(
-            f"| {_bound(run)} | {run['step_seconds']:.2f} s | {_share(run.get('of_limit'))} | {_seconds(run.get('predicted_seconds'))} "
-            f"| {run['trained_tokens_per_s']:,.0f} | {run['trained_tokens_per_s_per_gpu']:,.0f} | {run['generated_tokens_per_s']:,.0f} "
+            f"| {_bound(run)} | {run['step_seconds']:.2f} s | {run['steps']} | {_share(run.get('of_limit'))} "
+            f"| {_seconds(run.get('predicted_seconds'))} | {run['trained_tokens_per_s']:,.0f} "
+            f"| {run['trained_tokens_per_s_per_gpu']:,.0f} | {run['generated_tokens_per_s']:,.0f} "
             f"| {', '.join(_share(busy) for busy in run.get('gpu_busy', [])) or '—'} | {_number(run.get('running_requests'))} "
             f"| {_number(run['staleness_mean'], 2)}, {run['staleness_max']:.0f} | {run['dropped_tokens']:,}, {run['masked_tokens']:,.0f} |"
         )
@@ -158,7 +159,8 @@ def write_page(measurements: Sequence[Mapping[str, Any]] | Mapping[str, Any]) ->
         work = f"{found['shape']}, {found['lengths']}, cap {found['cap']}, {found['batch']} x {found['samples']} samples a step"
         what = f"{work}, {found['gpus']} GPU"
         plural, shared = "s" if found["gpus"] > 1 else "", ", colocated" if found["colocate"] else ""
-        texts = (f"**{what}{plural}{shared}**", table(found), scaled_table(found), alone(found))
+        machine = f", of {found['gpu']}" if found.get("gpu") else ""
+        texts = (f"**{what}{plural}{shared}{machine}**", table(found), scaled_table(found), alone(found))
         parts.append("\n\n".join(text for text in texts if text))
     put_table(PAGE, "end_to_end", "\n\n".join(parts))
 

@@ -36,13 +36,23 @@ def visible_gpus() -> list[str]:
 
 def gpu_bytes() -> int | None:
     """Returns the memory of this machine's smallest GPU, in bytes; None where nvidia-smi tells of none."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in told.split() if line.isdigit()]
+    sizes = [int(line) for line in _told_of_each("memory.total") if line.isdigit()]
     return min(sizes) << 20 if sizes else None
+
+
+def gpu_names() -> list[str]:
+    """Returns the product name of each GPU of this machine; none where nvidia-smi tells of none."""
+    return _told_of_each("name")
+
+
+def _told_of_each(field: str) -> list[str]:
+    """Returns what nvidia-smi says of each GPU."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def trainer_offloads(config: RunConfig) -> bool:

@@ -1,5 +1,6 @@
 """What the end-to-end benchmark computes: lengths, the figures of a record, the limit, the simulation's prediction."""
 
+import argparse
 import asyncio
 import json
 import math
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.end_to_end import report
+from benchmarks.end_to_end.__main__ import planned
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.prediction import MeasuredEngine, at_context, decoding, predicted
 from benchmarks.end_to_end.run_record import RunRecord, summed
@@ -92,6 +94,7 @@ def found(of_limit: float, seconds: float) -> dict[str, object]:
         "trained_tokens_per_s": 1.0,
         "trained_tokens_per_s_per_gpu": 1.0,
         "generated_tokens_per_s": 1.0,
+        "steps": 9,
         "staleness_mean": 0.0,
         "staleness_max": 0.0,
         "dropped_tokens": 0,
@@ -112,7 +115,12 @@ def test_a_goal_that_is_missed_is_told() -> None:
     assert any("94%" in missed for missed in report.misses(found(0.94, 7.0)))
     assert any("slower" in missed for missed in report.misses(found(0.99, 11.0)))
     table = report.table(found(0.96, 7.0))
-    assert "| 7.00 s | 96% |" in table and "| 90%, 50% |" in table and "no two steps" in table
+    assert "| 7.00 s | 9 | 96% |" in table and "| 90%, 50% |" in table and "no two steps" in table
+
+
+def test_a_run_of_bound_0_has_one_order() -> None:
+    options = argparse.Namespace(bounds=[0, 2], orders=["fifo", "completion"])
+    assert planned(options) == [(0, "fifo"), (2, "fifo"), (2, "completion")]
 
 
 def test_an_order_is_told_where_it_is_not_the_usual_one() -> None:
