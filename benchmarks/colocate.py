@@ -6,7 +6,7 @@ some 600 million random parameters in bfloat16, which learn nothing in a few ste
 Qwen3-4B, 16 groups of 8 with responses of 256 tokens in the mean; Adam's state lies in host memory, where it is updated.
 
 The GPU is the first of ``CUDA_VISIBLE_DEVICES``. FILE is written again and again while a run goes on, so that one that is cut off leaves
-what it has.
+what it has. ``--write`` puts the table of `RESULTS` into docs/deployment.md.
 
 Columns. ``memory_bytes``: of the GPU in use, median at the ends of the engine's turns (``generating``), least at those of the trainer's
 (``training``). ``free_bytes``: as the trainer itself sees it once the engine has woken, and once it sleeps. ``sleep``, ``wake``: until the
@@ -29,12 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import conditions
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.model_shapes import config_of, write_checkpoint
 from benchmarks.end_to_end.whole_run import CONFIG
 from benchmarks.example_run import KERNEL_FLAGS, ROOT, SMALL_ENGINE_FLAGS, at, launch, lines, middle, prepare_example, stopped
+from benchmarks.page_table import put_table
 
 RESULTS = Path(__file__).parent / "results" / "colocate.json"
+PAGE = Path(__file__).parents[1] / "docs" / "deployment.md"
 POLL_INTERVAL_S = 0.02
 TOLD_SECONDS = 15.0
 PROMPTS, PROMPT_TOKENS = 1024, 64
@@ -100,7 +103,11 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=ROOT / "runs", help="where the runs lie")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of the run")
     parser.add_argument("--json", type=Path, help=f"write the figures there; the repository's are in {RESULTS}")
+    parser.add_argument("--write", action="store_true", help="put the table of RESULTS into the docs; nothing is measured")
     arguments = parser.parse_args()
+    if arguments.write:
+        put_table(PAGE, "colocate", table(json.loads(RESULTS.read_text())))
+        return 0
     found: list[dict[str, Any]] = []
     well = True
     for case in arguments.case:
@@ -112,6 +119,25 @@ def main() -> int:
         well = well and found[-1]["exit"] == 0
         print(json.dumps(found[-1]), flush=True)
     return 0 if well else 1
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns the figures of runs on a GPU as a table of the documentation."""
+
+    def cells(row: dict[str, Any]) -> Iterator[str]:
+        yield row["case"]
+        yield f"{row['steps']}, audit {row['audit']}"
+        yield f"{row['mean_abs_logprob_diff']:.0e}"
+        yield ", ".join(f"{row['memory_bytes'][turn] / 1e9:.0f} GB" for turn in ("generating", "training"))
+        yield ", ".join(f"{row[f'{what}_seconds'] * 1e3:.0f} ms" for what in ("sleep", "wake"))
+        yield f"{row['push_bytes'] / 1e6:,.0f} MB in {row['push_seconds'] * 1e3:.0f} ms"
+        for part in ("optimizer", "weights"):
+            yield f"{row['out_bytes'][part] / 1e6:,.0f} MB in {row['out_seconds'][part] * 1e3:.0f} ms"
+
+    heads = ["case", "steps", "engine − trainer", "GPU memory: generating, training", "sleep, wake", "push"]
+    heads += ["optimizer or gradients out", "weights out"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(cells(row)) + " |" for row in rows)])
 
 
 def run(case: str, device: str, directory: Path, seconds: float, flags: list[str]) -> Iterator[dict[str, Any]]:
@@ -134,7 +160,7 @@ def run(case: str, device: str, directory: Path, seconds: float, flags: list[str
             if time.monotonic() >= end:
                 code = stopped(process)
         samples = memory.samples() if memory is not None else []
-        yield {"case": case, "device": device, "exit": code, **figures(root, samples)}
+        yield {**conditions(), "case": case, "device": device, "exit": code, **figures(root, samples)}
     if memory is not None:
         memory.stop()
 

@@ -24,8 +24,12 @@ def parsed(about: str | None, **numbers: tuple[int, str]) -> argparse.Namespace:
 def write(path: Path | None, figures: dict[str, Any]) -> None:
     """Writes figures with when and where they were measured; without a path, nowhere."""
     if path is not None:
-        head = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        path.write_text(json.dumps({**head, **told_gpus(), **figures}, indent=2) + "\n")
+        path.write_text(json.dumps({**conditions(), **figures}, indent=2) + "\n")
+
+
+def conditions() -> dict[str, Any]:
+    """Returns when and where something is measured."""
+    return {"at": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(), "load": os.getloadavg()[0], **told_gpus()}
 
 
 @cache

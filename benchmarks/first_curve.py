@@ -1,9 +1,9 @@
 """Seconds from nothing to the first curve: an empty environment, ``pip install``, ``myxo quickstart``.
 
-``python -m benchmarks.first_curve [--write] [--python PYTHON] [--ordinary] [-- FLAGS]`` builds the wheel, makes an environment in a
-temporary directory, installs the wheel with its extra ``quickstart`` there without pip's cache, and runs ``myxo quickstart`` with FLAGS.
-With ``--ordinary`` pip knows PyPI alone, where torch is the build for CUDA; else it keeps this machine's settings. Takes up to 12 GB of
-disk. With ``--write`` the figures go to ``benchmarks/results/first_curve.json`` and into docs/packaging.md.
+``python -m benchmarks.first_curve [--json FILE] [--python PYTHON] [--ordinary] [--write] [-- FLAGS]`` builds the wheel, makes an
+environment in a temporary directory, installs the wheel with its extra ``quickstart`` there without pip's cache, and runs
+``myxo quickstart`` with FLAGS. With ``--ordinary`` pip knows PyPI alone, where torch is the build for CUDA; else it keeps this machine's
+settings. Takes up to 12 GB of disk. ``--write`` puts the table of `RESULT` into docs/packaging.md.
 """
 
 import argparse
@@ -45,16 +45,18 @@ ROWS = {
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the figures to benchmarks/results and docs/packaging.md")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the figures there; the repository's are in {RESULT}")
+    parser.add_argument("--write", action="store_true", help="put the figures of RESULT into the docs; nothing is measured")
     parser.add_argument("--python", default=sys.executable, help="the interpreter to start from")
     parser.add_argument("--ordinary", action="store_true", help="pip knows PyPI alone")
     parser.add_argument("flags", nargs="*", help="of `myxo quickstart`, after --")
     given = parser.parse_args()
+    if given.write:
+        put_table(PAGE, "first_curve", table(json.loads(RESULT.read_text())))
+        return 0
     figures = measure(given.python, given.flags, ordinary=given.ordinary)
     print(json.dumps(figures, indent=2))
-    if given.write:
-        write(RESULT, figures)
-        put_table(PAGE, "first_curve", table(figures))
+    write(given.json, figures)
     return 0
 
 

@@ -1,8 +1,8 @@
 """What the compose stack costs: seconds to healthy, memory and image size of each service, seconds to stop.
 
-``python -m benchmarks.footprint [--write]`` builds the images, runs the quick start's config under `deploy/compose` until it has trained
-a few steps, measures, and prints a table; with ``--write`` it goes to ``benchmarks/results/footprint.json`` and into docs/deployment.md.
-Needs a Docker engine with Compose v2.
+``python -m benchmarks.footprint [--json FILE] [--write]`` builds the images, runs the quick start's config under `deploy/compose` until
+it has trained a few steps, measures, and prints a table. Needs a Docker engine with Compose v2. ``--write`` puts the table of `RESULT` into
+docs/deployment.md.
 """
 
 import argparse
@@ -12,13 +12,14 @@ import re
 import subprocess
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from benchmarks.page_table import put_table
 from tests.compose.stack import BUILD_SECONDS, ROOT, Stack, stack_files
 
 RESULT = ROOT / "benchmarks" / "results" / "footprint.json"
 PAGE = ROOT / "docs" / "deployment.md"
-BEGIN, END = "<!-- footprint: python -m benchmarks.footprint --write -->", "<!-- /footprint -->"
 
 BASE_IMAGE = "python:3.11-slim-bookworm"
 STEPS = 3
@@ -35,16 +36,16 @@ _UNITS = {"B": 1, "kB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the figures to benchmarks/results and docs/deployment.md")
-    write = parser.parse_args().write
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the figures there; the repository's are in {RESULT}")
+    parser.add_argument("--write", action="store_true", help="put the figures of RESULT into the docs; nothing is measured")
+    given = parser.parse_args()
+    if given.write:
+        put_table(PAGE, "footprint", table(json.loads(RESULT.read_text())))
+        return
     figures = measure()
-    text = table(figures)
-    print(text)
-    if write:
-        RESULT.write_text(json.dumps(figures, indent=2) + "\n")
-        page = PAGE.read_text()
-        before, rest = page.split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
+    print(table(figures))
+    if given.json is not None:
+        given.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def measure() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How long a run takes to go on after each fault, and how soon it says whom it waits for: real services, one run, one fault after another.
 
-``python -m benchmarks.recovery [--write] [--fast] [--times N] [--only WORDS] [--keep DIR]`` starts ``myxo up`` with a tiny model (SGLang,
-a trainer of two ranks, NATS, Valkey, console), lets it train, and then, for each fault of `FAULTS`:
+``python -m benchmarks.recovery [--json FILE] [--fast] [--times N] [--only WORDS] [--keep DIR] [--write]`` starts ``myxo up`` with a tiny
+model (SGLang, a trainer of two ranks, NATS, Valkey, console), lets it train, and then, for each fault of `FAULTS`:
 
 - ``kill``: kill -9; ``push``: the same while weights are being pushed; ``disk``: the disk that the run lies on is full for `FULL_SECONDS`
   (it needs root, for a disk of its own); ``freeze``: SIGSTOP, for good: the run's own watch has to end what is frozen
@@ -10,8 +10,7 @@ a trainer of two ranks, NATS, Valkey, console), lets it train, and then, for eac
 - ``named``: from the fault until the progress of ``myxo up`` names it; ``words``: that line. The same is looked for in the launcher's log
   and the console's API.
 
-``--write`` puts the table into docs/reliability.md, the figures into benchmarks/results/recovery.json. The last line of the report says
-whether the audit found the run whole.
+The last line of the report says whether the audit found the run whole. ``--write`` puts the table of `RESULTS` into docs/reliability.md.
 """
 
 import argparse
@@ -129,12 +128,16 @@ class Recovery:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the results and the page's table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"write the figures there; the repository's are in {RESULTS}")
+    parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
     parser.add_argument("--fast", action="store_true", help="the chaos suite's scripted engine and trainer in the place of the real ones")
     parser.add_argument("--times", type=int, default=1, help="of each fault")
     parser.add_argument("--only", default="", help="only faults whose name holds one of these words, separated by commas")
     parser.add_argument("--keep", type=Path, help="the run's directory, which is kept; it must not be there")
     arguments = parser.parse_args()
+    if arguments.write:
+        put_table(PAGE, "recovery", table(json.loads(RESULTS.read_text())))
+        return 0
     only = [word for word in arguments.only.split(",") if word]
     there = [fault for fault in FAULTS if not (arguments.fast and "rank" in fault.target)]  # its trainer is one process
     faults = [fault for fault in there if not only or any(word in str(fault) for word in only)]
@@ -146,9 +149,8 @@ def main() -> int:
         found = asyncio.run(measure(place.absolute(), faults, arguments.times, arguments.fast))
     print(json.dumps(found, indent=2))
     print(table(found))
-    if arguments.write:
-        RESULTS.write_text(json.dumps(found, indent=2) + "\n")
-        put_table(PAGE, "recovery", table(found))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0 if found["audit"] == "ok" else 1
 
 

@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--go-on", action="store_true", help="keep what FILE has of the engine alone, and of other bounds")
     parser.add_argument("--take", nargs="+", type=Path, default=[], metavar="FILE", help="add the runs of these files, of the same load")
-    parser.add_argument("--write", action="store_true", help="put the table of benchmarks/results/end_to_end.json into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="put the tables of RESULTS into the docs; nothing is measured")
     return parser
 
 

@@ -1,10 +1,10 @@
 """GRPO under several bounds on staleness, seeds and objectives: held-out reward over steps and over wall time.
 
-``python -m benchmarks.learning --bounds 0 1 2 4 8 --seeds 3 --objectives decoupled naive --device cpu --json FILE --write`` makes the
-example's model and prompts, if they are not there, and runs ``myxo up`` for each bound, seed and objective, ``--jobs`` at a time. The file
-has the curves of every run as they grow, so that what is cut off (``--seconds``) leaves curves, and the same command goes on with the
-runs that the file does not have as finished. With ``--write`` it draws ``docs/pictures/learning.png`` and writes the tables of
-docs/learning.md from the file, without a run where none is missing.
+``python -m benchmarks.learning --bounds 0 1 2 4 8 --seeds 3 --objectives decoupled naive --device cpu --json FILE`` makes the example's
+model and prompts, if they are not there, and runs ``myxo up`` for each bound, seed and objective, ``--jobs`` at a time. The file has the
+curves of every run as they grow, so that what is cut off (``--seconds``) leaves curves, and the same command goes on with the runs that the
+file does not have as finished. ``--take`` puts runs of other files into it. ``--write`` draws docs/pictures/learning.png and writes the
+tables of docs/learning.md from the file.
 
 ``arithmetic`` is the quick start's model behind its warm start, which two cores train. ``smollm2`` is SmolLM2-135M-Instruct on sums of
 reasoning-gym, on two GPUs that all runs share, each run's trainer on one and its engine on the other. Without a way to PyPI
@@ -46,18 +46,17 @@ def main() -> int:
     parser.add_argument("--prepare", action="store_true", help="make model and prompts, run nothing")
     parser.add_argument("--take", type=Path, nargs="+", default=[], metavar="FILE", help="add the runs of these files, begin none")
     parser.add_argument("--json", type=Path, default=RESULT, help="the file of the curves")
-    parser.add_argument("--write", action="store_true", help="draw the picture and write the tables of docs/learning.md")
+    parser.add_argument("--write", action="store_true", help="draw the picture and write the tables of docs/learning.md; begin no run")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of the runs")
     given = parser.parse_args()
     if given.device == "cuda" and given.gpus < GPUS_OF_A_RUN:
         parser.error(f"--gpus {given.gpus}: expected {GPUS_OF_A_RUN} at least, one for the trainers and one for the engines")
     figures = LearningFigures(given.json, given.device)
-    if given.take:
-        for path in given.take:
-            figures.take(path)
-    else:
+    for path in given.take:
+        figures.take(path)
+    if not given.take and not given.write:
         _run(given, figures)
-    if given.write and not given.prepare:
+    if given.write:
         from benchmarks.learning import learning_page
 
         learning_page.write(figures.runs, figures.conditions)

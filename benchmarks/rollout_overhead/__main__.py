@@ -8,10 +8,12 @@ r"""What the rollout service costs: an engine's tokens a second, driven directly
 One engine, in one replica. *Direct*: this process keeps ``--at-once`` requests in it, and replaces as many together as the service does
 (`services.rollout.slot_queue.lot`). *Service*: it takes groups from a queue that never runs dry, with as many slots. The two take turns,
 ``--pairs`` times. Tokens are the engine's own count. FILE is written after each pair. Exit code 1 where the ratio's median is below `GOAL`.
+``--write`` puts the table of `RESULTS` into docs/performance.md.
 """
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import tempfile
@@ -22,10 +24,14 @@ from benchmarks.agents.site import Machine
 from benchmarks.command_line import write
 from benchmarks.end_to_end.length_distribution import LengthDistribution
 from benchmarks.end_to_end.model_shapes import SIZES, config_of, write_checkpoint
+from benchmarks.page_table import put_table
 from benchmarks.rollout_overhead.engine_bench import EngineLoadPlan, engine_bench
 from shared.runtime.telemetry import silence_logs
 
 GOAL = 0.98
+
+RESULTS = Path(__file__).parents[1] / "results" / "rollout_overhead.json"
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
 def main() -> int:
@@ -43,7 +49,11 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3, metavar="N", help="figures of each kind (default 3)")
     parser.add_argument("--sglang", nargs="*", type=flag, default=[], metavar="FLAG=VALUE", help="flags of the engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--write", action="store_true", help="put the table of RESULTS into the docs; nothing is measured")
     options = parser.parse_args()
+    if options.write:
+        put_table(PAGE, "rollout_overhead", table(json.loads(RESULTS.read_text())))
+        return 0
     silence_logs()
     figures = asyncio.run(measure(options))
     print(
@@ -100,6 +110,19 @@ def _figures(options: argparse.Namespace, machine: Machine, dtype: str, pairs: l
         "ratio": statistics.median(pair["ratio"] for pair in pairs),
         "pairs": pairs,
     }
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Returns the pairs and their medians as a table of the documentation."""
+    lines = ["| pair | requests that run | directly, tokens/s | through the service | ratio |", "|---" * 5 + "|"]
+    for number, pair in enumerate(figures["pairs"], 1):
+        direct, service = pair["direct"], pair["service"]
+        running = f"{direct['running']:.0f}, {service['running']:.0f}"
+        rates = f"{direct['tokens_per_s']:,.0f} | {service['tokens_per_s']:,.0f}"
+        lines.append(f"| {number} | {running} | {rates} | {pair['ratio']:.2f} |")
+    medians = f"{figures['direct_tokens_per_s']:,.0f} | {figures['service_tokens_per_s']:,.0f}"
+    lines.append(f"| median | | {medians} | **{figures['ratio']:.3f}** (goal {GOAL}) |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

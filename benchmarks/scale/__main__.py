@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.page_table import put_table
 from benchmarks.scale.plane_rates import Workload, gpus_until, rates
 from benchmarks.scale.published_pushes import published_pushes
-from benchmarks.scale.push_model import ROOT, ours, weights_of
+from benchmarks.scale.push_model import MEASURED_PER_LOAD, PER_COLLECTIVE, PER_LOAD, PIPELINED, RDMA, ROOT, ours, weights_of
 
 PAGE = ROOT / "docs" / "scale.md"
 MODELS = ("qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b", "glm-4.5", "deepseek-v3", "kimi-k2")
@@ -33,7 +33,13 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=Workload.batch, help="samples of a step (default %(default)s)")
     given = parser.parse_args()
     work = Workload(SIZES[0], length=given.length, token_rate=given.token_rate, batch=given.batch)
-    tables = {"published": published_table(), "pushes": push_table(), "planes": plane_table(work), "limits": limit_table(work)}
+    tables = {
+        "constants": constants_table(),
+        "published": published_table(),
+        "pushes": push_table(),
+        "planes": plane_table(work),
+        "limits": limit_table(work),
+    }
     if given.write:
         for name, table in tables.items():
             put_table(PAGE, "scale", table, f"scale_{name}")
@@ -46,6 +52,19 @@ def main() -> int:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
     print("\n\n".join(tables.values()))
     return 0
+
+
+def constants_table() -> str:
+    """Returns what the model of pushes starts from."""
+    nccl, slime = "`python -m benchmarks.weight_push`, two H200", "the same, pushed as slime does"
+    fitted = f"fitted to one push below; `weight_push` says at most {MEASURED_PER_LOAD * 1e6:.0f}, of large tensors"
+    rows = [
+        ("share of NVLink's nominal rate that a push in flattened buckets reaches", f"{PIPELINED:.2f}", nccl),
+        ("a collective of its own for each tensor", f"{PER_COLLECTIVE * 1e6:.0f} µs", slime),
+        ("share of a network card's nominal rate", f"{RDMA:.3f}", "prime-rl, pull request 3341: 44.26 of 50 GB/s on each of 32 H200"),
+        ("an engine's work for a tensor", f"{PER_LOAD * 1e6:.0f} µs", fitted),
+    ]
+    return _table(("constant", "value", "from"), rows)
 
 
 def published_table() -> str:

@@ -30,6 +30,8 @@ PER_COLLECTIVE = (1 / _MEASURED["slime_way_gb_per_s"] - 1 / _MEASURED["raw_gb_pe
 RDMA = 44.26 / 50.0
 PER_LOAD = 70e-6
 """Seconds that an engine takes to find a tensor's place and start its copy."""
+MEASURED_PER_LOAD = _MEASURED["engine_seconds"] / _TENSORS
+"""Seconds of an engine's part of a push for each of its tensors, of which it waits for some."""
 REQUESTS = 0.05
 """Seconds of requests and answers around a push; measured: 5 to 50 ms."""
 
