@@ -52,7 +52,8 @@ class ServedConsole:
 async def served(tmp_path: Path) -> AsyncIterator[ServedConsole]:
     rights = rights_of(CONSOLE, RUN)
     nats, valkey = EmbeddedNats(tmp_path / "nats", rights), EmbeddedValkey(tmp_path / "valkey", guest=rights)
-    config = run_config(tmp_path, run={"name": RUN}, bus={"registry_ttl": 5})
+    # a silent service is away by name for half of this, which a console on a crowded machine has to see
+    config = run_config(tmp_path, run={"name": RUN}, bus={"registry_ttl": 20})
     nats.start()
     valkey.start()
     bus = await Bus.connect(nats.url, "test")
