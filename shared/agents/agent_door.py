@@ -1,7 +1,8 @@
 """``python -m shared.agents.agent_door HOST:PORT AGENT:PORT``: passes connections on to an agent in a network that its callers are not on.
 
 It stands on both networks: it listens on the callers', at ``private:PORT`` the one with the bus, and connects on the agent's. Callers so
-reach the agent, and the agent reaches nobody. It reads nothing of what it passes on.
+reach the agent, and the agent reaches nobody. It reads nothing of what it passes on. A caller whose connection cannot be passed on, since
+the agent is not there yet, say, gets HTTP 503 with the header `NOT_SENT`: nothing of its request has reached an agent.
 """
 
 import asyncio
@@ -12,11 +13,17 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import HttpAddress, parsed
 from shared.runtime.own_address import LOOPBACK, PRIVATE, own_address
 
+NOT_SENT = "Myxo-Not-Sent"
+"""The header of the door's own answers."""
+
 CONNECT_SECONDS = 10.0
-"""An agent that does not take a connection by then has its caller's closed; the caller tries again."""
+"""An agent that does not take a connection by then is not there."""
+
+LINGER_SECONDS = 5.0
+"""How long a caller that gets the door's own answer may go on sending: a connection closed before would take the answer with it."""
 
 CONNECTIONS = 4096
-"""The most at once; further ones are closed."""
+"""The most at once; further ones are answered by the door."""
 
 CHUNK_BYTES = 64 * 1024
 
@@ -31,18 +38,38 @@ class AgentDoor:
         """Passes one connection on, until either end closes it."""
         self._open += 1
         try:
-            if self._open <= CONNECTIONS:
-                async with asyncio.timeout(CONNECT_SECONDS):
-                    there = await asyncio.open_connection(*self._agent)
-                await _joined((reader, writer), there)
+            there = await self._connected()
         except (OSError, TimeoutError) as error:
-            print(f"the agent at {self._agent} cannot be reached: {error or 'timed out'}", file=sys.stderr, flush=True)
+            reason = f"the agent at {self._agent} cannot be reached: {error or 'timed out'}"
+            print(reason, file=sys.stderr, flush=True)
+            await _answered(reader, writer, reason)
+        else:
+            await _joined((reader, writer), there)
         finally:
             self._open -= 1
             writer.close()
 
+    async def _connected(self) -> "Stream":
+        """Returns a connection to the agent. Raises OSError, TimeoutError."""
+        if self._open > CONNECTIONS:
+            raise ConnectionRefusedError(f"{CONNECTIONS} connections are open")
+        async with asyncio.timeout(CONNECT_SECONDS):
+            return await asyncio.open_connection(*self._agent)
+
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reason: str) -> None:
+    """Answers a request that could not be passed on, whatever it is."""
+    body = reason.encode()
+    head = f"HTTP/1.1 503 Service Unavailable\r\n{NOT_SENT}: 1\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+            writer.write_eof()
+            while await reader.read(CHUNK_BYTES):
+                pass
 
 
 async def _joined(here: Stream, there: Stream) -> None:

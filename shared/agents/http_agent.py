@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, Field
 
+from shared.agents.agent_door import NOT_SENT
 from shared.agents.agent_options import options_of
 from shared.environment.environment_url import without_credentials
 from shared.environment.http_environment import BlockedAddress, open_session, read_body
@@ -22,7 +23,8 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.untrusted_files import parse_json
 
 CONNECT_SECONDS, LONGEST_PAUSE_S = 5.0, 2.0
-"""A service that cannot be connected to is tried again, with pauses that grow up to this one: it may be starting."""
+"""A service that cannot be connected to, by itself or by the door to it, is tried again, with pauses that grow up to this one: it may be
+starting."""
 
 
 class HttpOptions(BaseModel):
@@ -70,11 +72,16 @@ async def _answer(session: aiohttp.ClientSession, url: str, body: bytes, start_s
     while True:
         try:
             async with session.post(url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False) as response:
-                return response.status, await read_body(response)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:  # it has not been sent
-            if time.monotonic() + pause > end:
-                raise AgentServiceFailed(url, f"cannot be reached within {start_seconds:g} s: {words(error)}") from None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+                answer = await read_body(response)
+                if NOT_SENT not in response.headers:
+                    return response.status, answer
+                reason = words(answer.decode(errors="replace"))
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            reason = words(error)
         except (BlockedAddress, aiohttp.ClientError, ValueError) as error:
             raise AgentServiceFailed(url, words(error) or type(error).__name__) from None
+        # it has not been sent
+        if time.monotonic() + pause > end:
+            raise AgentServiceFailed(url, f"cannot be reached within {start_seconds:g} s: {reason}")
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)

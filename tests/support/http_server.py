@@ -22,8 +22,8 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def http_server(answer: Answer) -> AsyncIterator[HttpServer]:
-    """Serves on a free port of loopback."""
+async def http_server(answer: Answer, port: int = 0) -> AsyncIterator[HttpServer]:
+    """Serves on a port of loopback; 0: a free one."""
     server = HttpServer()
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -34,11 +34,11 @@ async def http_server(answer: Answer) -> AsyncIterator[HttpServer]:
         given = answer(body, number)
         return given if isinstance(given, web.StreamResponse) else web.json_response(given)
 
-    application = web.Application()
+    application = web.Application(client_max_size=1 << 26)
     application.router.add_post("/{path:.*}", handle)
     runner = web.AppRunner(application)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:

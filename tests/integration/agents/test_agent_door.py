@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared.agents import agent_door
+from shared.agents.http_agent import AgentServiceFailed, play
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import HttpAddress
+from tests.support.http_server import http_server
 from tests.support.waiting import until
 
 SECONDS = 60
@@ -66,11 +68,51 @@ async def test_a_connection_is_passed_on_and_ends_with_either_end() -> None:
         await gone.wait()  # a caller that leaves is seen to
 
 
-async def test_an_agent_that_is_not_there_closes_its_callers_connection(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_agent_that_is_not_there_yet_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    data = {
+        "messages": [{"role": "user", "content": "?" * (8 << 20)}]
+    }  # more than the sockets hold: it is being sent when the door answers
     async with door(absent := free_port()) as port, asyncio.timeout(SECONDS):
-        reader, _ = await asyncio.open_connection("127.0.0.1", port)
-        assert await reader.read(-1) == b""
-    assert f"the agent at 127.0.0.1:{absent} cannot be reached" in capsys.readouterr().err
+        url = f"http://127.0.0.1:{port}/play"
+        reason = rf"cannot be reached within 0.5 s: the agent at 127.0.0.1:{absent} cannot be reached: "
+        with pytest.raises(AgentServiceFailed, match=reason):
+            await play({**data, "options": {"url": url, "start_seconds": 0.5}}, "http://gateway:8300/v1", "sk-myxo-1")
+        asked = asyncio.create_task(play({**data, "options": {"url": url}}, "http://gateway:8300/v1", "sk-myxo-1"))
+        before = len(said := capsys.readouterr().err)
+        assert f"the agent at 127.0.0.1:{absent} cannot be reached" in said
+
+        def refused() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return len(said) > before
+
+        await until(refused, "that the door has refused it")
+        async with http_server(lambda asked, number: {"reward": 1}, port=absent) as server:
+            assert await asked == 1
+            assert len(server.asked) == 1 and server.asked[0]["data"]["messages"] == data["messages"]
+
+
+async def test_an_agent_that_leaves_in_the_middle_is_not_asked_again() -> None:
+    asked = 0
+
+    async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += len(await reader.read(1))
+        writer.close()
+
+    server = await asyncio.start_server(agent, "127.0.0.1", 0)
+    async with server, asyncio.timeout(SECONDS), door(server.sockets[0].getsockname()[1]) as port:
+        with pytest.raises(AgentServiceFailed):
+            await play({"options": {"url": f"http://127.0.0.1:{port}/play"}}, "http://gateway:8300/v1", "sk-myxo-1")
+    assert asked == 1
+
+
+async def test_connections_over_the_most_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_door, "CONNECTIONS", 0)
+    async with http_server(lambda asked, number: {"reward": 1}) as server, door(int(server.url.rsplit(":", 1)[1])) as port:
+        with pytest.raises(AgentServiceFailed, match="0 connections are open"):
+            options = {"url": f"http://127.0.0.1:{port}/play", "start_seconds": 0}
+            await play({"options": options}, "http://gateway:8300/v1", "sk-myxo-1")
 
 
 async def test_the_private_address_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
