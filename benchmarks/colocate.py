@@ -34,7 +34,7 @@ from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.model_shapes import config_of, write_checkpoint
 from benchmarks.end_to_end.whole_run import CONFIG
 from benchmarks.example_run import KERNEL_FLAGS, ROOT, SMALL_ENGINE_FLAGS, at, launch, lines, middle, prepare_example, stopped
-from benchmarks.page_table import put_table
+from benchmarks.page_table import markdown_table, put_table
 
 RESULTS = Path(__file__).parent / "results" / "colocate.json"
 PAGE = Path(__file__).parents[1] / "docs" / "deployment.md"
@@ -136,8 +136,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     heads = ["case", "steps", "engine − trainer", "GPU memory: generating, training", "sleep, wake", "push"]
     heads += ["optimizer or gradients out", "weights out"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(cells(row)) + " |" for row in rows)])
+    return markdown_table(heads, map(cells, rows))
 
 
 def run(case: str, device: str, directory: Path, seconds: float, flags: list[str]) -> Iterator[dict[str, Any]]:

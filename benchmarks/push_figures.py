@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.page_table import markdown_table
+
 if TYPE_CHECKING:
     from services.trainer.weights.push_schedule import PushResult
 
@@ -112,11 +114,8 @@ def page_rows(rows: Sequence[Mapping[str, Any]]) -> str:
 
     heads = ["GPUs", "layout", "GB", "raw", "push: best, median, p99", "of raw: best, median", "engine's part"]
     heads += ["pause, transfer, check, activate", "gap in generation: p50, p99", "push then: median, p99", "stall", "slime's way"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
-    if died := [row for row in rows if "death" in row]:
-        lines += ["", *death_rows(died)]
-    return "\n".join(lines)
+    died = [row for row in rows if "death" in row]
+    return "\n".join([markdown_table(heads, map(cells, rows)), *(["", *death_rows(died)] if died else [])])
 
 
 def death_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -137,4 +136,4 @@ def death_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             yield f"{death[name]:.1f} s"
         yield f"{death['peer_bytes'] / 1e9:.2f} GB in {death['peer_seconds']:.2f} s"
 
-    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *("| " + " | ".join(cells(row)) + " |" for row in rows)]
+    return markdown_table(heads, map(cells, rows)).splitlines()

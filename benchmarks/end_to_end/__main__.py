@@ -92,7 +92,7 @@ def refused(options: argparse.Namespace) -> str:
 
 def planned(options: argparse.Namespace) -> list[tuple[int, Order]]:
     """Returns bound and order of each run. At bound 0 a batch is all that is in flight: its groups have one order."""
-    return [(bound, order) for bound in options.bounds for order in options.orders[: None if bound else 1]]
+    return [(bound, order) for bound in options.bounds for order in (options.orders if bound else options.orders[:1])]
 
 
 def len_devices(options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from benchmarks.agents.site import Machine
 from benchmarks.command_line import write
 from benchmarks.end_to_end.length_distribution import LengthDistribution
 from benchmarks.end_to_end.model_shapes import SIZES, config_of, write_checkpoint
-from benchmarks.page_table import put_table
+from benchmarks.page_table import markdown_table, put_table
 from benchmarks.rollout_overhead.engine_bench import EngineLoadPlan, engine_bench
 from shared.runtime.telemetry import silence_logs
 
@@ -114,15 +114,13 @@ def _figures(options: argparse.Namespace, machine: Machine, dtype: str, pairs: l
 
 def table(figures: dict[str, Any]) -> str:
     """Returns the pairs and their medians as a table of the documentation."""
-    lines = ["| pair | requests that run | directly, tokens/s | through the service | ratio |", "|---" * 5 + "|"]
+    ways, rows = ("direct", "service"), []
     for number, pair in enumerate(figures["pairs"], 1):
-        direct, service = pair["direct"], pair["service"]
-        running = f"{direct['running']:.0f}, {service['running']:.0f}"
-        rates = f"{direct['tokens_per_s']:,.0f} | {service['tokens_per_s']:,.0f}"
-        lines.append(f"| {number} | {running} | {rates} | {pair['ratio']:.2f} |")
-    medians = f"{figures['direct_tokens_per_s']:,.0f} | {figures['service_tokens_per_s']:,.0f}"
-    lines.append(f"| median | | {medians} | **{figures['ratio']:.3f}** (goal {GOAL}) |")
-    return "\n".join(lines)
+        running = ", ".join(f"{pair[way]['running']:.0f}" for way in ways)
+        rows.append((str(number), running, *(f"{pair[way]['tokens_per_s']:,.0f}" for way in ways), f"{pair['ratio']:.2f}"))
+    medians = (f"{figures[f'{way}_tokens_per_s']:,.0f}" for way in ways)
+    rows.append(("median", "", *medians, f"**{figures['ratio']:.3f}** (goal {GOAL})"))
+    return markdown_table(("pair", "requests that run", "directly, tokens/s", "through the service", "ratio"), rows)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ puts the tables into docs/scale.md. It takes a second and measures nothing: it s
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.page_table import put_table
+from benchmarks.page_table import markdown_table, put_table
 from benchmarks.scale.plane_rates import Workload, gpus_until, rates
 from benchmarks.scale.published_pushes import published_pushes
 from benchmarks.scale.push_model import MEASURED_PER_LOAD, PER_COLLECTIVE, PER_LOAD, PIPELINED, RDMA, ROOT, ours, weights_of
@@ -64,7 +63,7 @@ def constants_table() -> str:
         ("share of a network card's nominal rate", f"{RDMA:.3f}", "prime-rl, pull request 3341: 44.26 of 50 GB/s on each of 32 H200"),
         ("an engine's work for a tensor", f"{PER_LOAD * 1e6:.0f} µs", fitted),
     ]
-    return _table(("constant", "value", "from"), rows)
+    return markdown_table(("constant", "value", "from"), rows)
 
 
 def published_table() -> str:
@@ -80,7 +79,7 @@ def published_table() -> str:
         )
         for row in published_pushes()
     ]
-    return _table(("model", "on", "published", "model", "off by", "source"), rows)
+    return markdown_table(("model", "on", "published", "model", "off by", "source"), rows)
 
 
 def push_table() -> str:
@@ -91,7 +90,7 @@ def push_table() -> str:
         parts = ours(weights)
         size = f"{weights.gigabytes:,.0f} GB", f"{weights.tensors:,}", str(weights.stages)
         rows.append((f"`{name}`", *size, *(f"{parts[part]:.1f} s" for part in ("wire", "load", "push"))))
-    return _table(("config", "BF16", "tensors", "senders", "wire", "loading", "push"), rows)
+    return markdown_table(("config", "BF16", "tensors", "senders", "wire", "loading", "push"), rows)
 
 
 def plane_table(work: Workload) -> str:
@@ -121,7 +120,7 @@ def plane_table(work: Workload) -> str:
         "records a day",
         "their replay",
     )
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def limit_table(work: Workload) -> str:
@@ -135,12 +134,7 @@ def limit_table(work: Workload) -> str:
         push = ours(weights_of(name))["push"]
         most = int(work.gpus * rates(work)["step_seconds"] / (10 * push))
         limits.append((most, f"a push of `{name}` takes a tenth of a step"))
-    return _table(("GPUs", "what is reached"), [(f"{gpus:,}", what) for gpus, what in sorted(limits)])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+    return markdown_table(("GPUs", "what is reached"), [(f"{gpus:,}", what) for gpus, what in sorted(limits)])
 
 
 if __name__ == "__main__":

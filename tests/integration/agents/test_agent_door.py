@@ -69,9 +69,8 @@ async def test_a_connection_is_passed_on_and_ends_with_either_end() -> None:
 
 
 async def test_an_agent_that_is_not_there_yet_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    data = {
-        "messages": [{"role": "user", "content": "?" * (8 << 20)}]
-    }  # more than the sockets hold: it is being sent when the door answers
+    long = "?" * (8 << 20)  # more than the sockets hold: it is being sent when the door answers
+    data = {"messages": [{"role": "user", "content": long}]}
     async with door(absent := free_port()) as port, asyncio.timeout(SECONDS):
         url = f"http://127.0.0.1:{port}/play"
         reason = rf"cannot be reached within 0.5 s: the agent at 127.0.0.1:{absent} cannot be reached: "
