@@ -142,5 +142,6 @@ def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:
     text = tokenizer.decode(partial.tokens, skip_special_tokens=sampling.skip_special_tokens is not False)
     if sampling.no_stop_trim is not False or partial.finish != "stop":
         return text
-    ends = [at for stop in sampling.stop if (at := text.rfind(stop)) >= 0]
+    written = tokenizer.decode(partial.tokens, skip_special_tokens=False)  # as the engine looks for stop strings
+    ends = [at for stop in sampling.stop if stop in written and (at := text.rfind(stop)) >= 0]
     return text[: min(ends)] if ends else text

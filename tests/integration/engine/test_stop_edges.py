@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
+from shared.data.tokenizer import Tokenizer
 from shared.schema.messages import Sampling
 from shared.sessions.session import Turn
 from tests.integration.engine.bench import NewBench
@@ -30,10 +32,13 @@ def likely(text: str) -> list[str]:
     return [pair for pair, _ in pairs.most_common(MOST_STOPS)]
 
 
-def ends_rightly(text: str, finish: str, stops: list[str]) -> None:
-    """Asserts that a text ends with the first stop string in it, or has none."""
-    first = min((text.find(stop) + len(stop) for stop in stops if stop in text), default=None)
-    assert (finish, first) in (("stop", len(text)), ("stop", None), ("length", None)), (finish, first, text)
+def ends_rightly(tokenizer: Tokenizer, tokens: NDArray[np.int32], finish: str, stops: list[str]) -> str:
+    """Returns a text with its special tokens, after asserting that it ends with the token that completes its first stop string, if any."""
+    whole = tokenizer.decode(tokens, skip_special_tokens=False)
+    if any(stop in whole for stop in stops):
+        before = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+        assert finish == "stop" and not any(stop in before for stop in stops), (finish, whole)
+    return whole
 
 
 async def told(played: Played, url: str, stream: bool) -> str:
@@ -54,13 +59,12 @@ async def test_a_turn_that_is_recorded_in_parts(hall: NewHall, checkpoint: Check
     sampling = Sampling(temperature=1.0, max_new_tokens=TOKENS, stop=stops)
     sessions = [await room.session(sampling=sampling) for _ in range(TURNS)]
     texts = await asyncio.gather(*(told(one, room.urls[0], number % 2 == 0) for number, one in enumerate(sessions)))
-    across = 0
+    across, tokenizer = 0, room.desk.rollout._tokenizer
     for one, text in zip(sessions, texts, strict=True):
         [turn] = (await one.log()).turns.values()
-        whole = room.desk.rollout._tokenizer.decode(turn.completion)
-        ends_rightly(whole, turn.finish, stops)
+        whole, shown = ends_rightly(tokenizer, turn.completion, turn.finish, stops), tokenizer.decode(turn.completion)
         stopped = next((stop for stop in stops if whole.endswith(stop)), "")
-        assert text == (whole.removesuffix(stopped) if turn.finish == "stop" else whole)
+        assert text == (shown.removesuffix(stopped) if turn.finish == "stop" else shown)
         exact(turn, checkpoint)
         across += bool(stopped) and len(turn.completion) % 2 == 1
     print(f"{across} of {TURNS} turns ended with a stop string across two draws")
@@ -90,7 +94,7 @@ async def test_samples_that_a_push_interrupts(new_bench: NewBench, client: Engin
     finally:
         aborting.cancel()
     for one in samples:
-        ends_rightly(one.text, one.finish, stops)
+        ends_rightly(desk.rollout._tokenizer, one.response, one.finish, stops)
         assert one.text == desk.rollout._tokenizer.decode(one.response)
         expected = log_probs(checkpoint(0).model, one.prompt, one.response)
         np.testing.assert_allclose(one.log_probs, expected, atol=1e-4)

@@ -102,3 +102,13 @@ def test_what_does_not_begin_as_it_was_told_is_refused(chat: ChatTokens) -> None
     for other in ("Jello", ""):
         with pytest.raises(TurnRefused, match="not what was streamed"):
             text.finish(answered(chat, [], chat.tokenizer.encode(other).tolist(), asked, "stop"))
+
+
+def test_a_stop_string_with_a_special_token_in_it_ends_nothing(chat: ChatTokens) -> None:
+    """An engine looks for stop strings in the text with its special tokens; a client is told the text without them."""
+    asked = ChatTurn(request_id="r", model=None, messages=[], sampling=RequestedSampling(stop=("STOP",)))
+    ids = chat.tokenizer.encode("Say ST<|im_start|>OP to STOP").tolist()
+    whole = answered(chat, [], ids, asked, "stop")
+    assert whole.stop_text == "STOP" and whole.content.endswith("OP to ")
+    parted = answered(chat, [], ids[: -len(" to STOP")], asked, "stop")
+    assert parted.stop_text is None and parted.content.endswith("OP")

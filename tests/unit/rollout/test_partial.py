@@ -133,3 +133,14 @@ def test_a_sample_without_all_its_experts_is_not_trained(
     first, second = samples_of(TASK.model_copy(update={"n": 2}), [broken, whole], Tokenizer(tiny_model))
     assert not first.mask.any() and re.search(reason, first.attributes[UNROUTED])
     assert second.mask.all() and not second.attributes
+
+
+def test_a_stop_string_with_a_special_token_in_it_ends_no_text(tiny_model: Path) -> None:
+    """The engine looks for stop strings in the text with its special tokens; a sample's text has none."""
+    tokenizer, shown = Tokenizer(tiny_model), TASK.sampling.model_copy(update={"stop": ["ab"], "no_stop_trim": False})
+    texts = []
+    for written in ("a<|unk|>bcab", "a<|unk|>bc<|im_end|>"):
+        partial, tokens = Partial(), tokenizer.encode(written).tolist()
+        partial.extend(generation(tokens, [(0, len(tokens), 0)], "stop"), LONGEST)
+        texts += [sample.text for sample in samples_of(TASK.model_copy(update={"sampling": shown}), [partial], tokenizer)]
+    assert texts == ["abc", "abc"]
