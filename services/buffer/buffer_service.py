@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import amendment, awaited, data_fingerprints, ended_groups, evaluation_report, lost_payloads, policy
+from services.buffer import awaited, data_fingerprints, ended_groups, evaluation_report, policy
 from services.buffer.awaited import EndsSinceBatch
 from services.buffer.batch_selector import BufferFilter
 from services.buffer.buffer_config import BufferConfig
@@ -27,9 +27,9 @@ from services.buffer.prompt_supply import PromptSupply, open_prompts
 from services.buffer.rollout_keeper import RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
-from services.buffer.store_presence import has_lost
 from services.buffer.store_room import StoreRoom
 from services.buffer.task_publisher import TaskPublisher
+from services.buffer.trainer_requests import TrainerRequests
 from services.buffer.trial import BadRecord
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
@@ -37,29 +37,20 @@ from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
 from shared.bus.subjects import EVAL, TRAIN
 from shared.hooks.loading import eval_function, shows_samples
-from shared.runtime.activities import BATCH
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.service_base import Service
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.ledger_audit import NOT_SAID
 from shared.schema.messages import (
-    Accepted,
-    BatchAnswer,
-    BatchPending,
     BatchRefused,
     BatchRequest,
     Durable,
     EvaluationsRequest,
     Message,
-    RunDone,
     Trained,
 )
-from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import WeightsLive
-
-ANSWER_SECONDS = 1.5
-"""The time that a batch request is held before it is answered with `BatchPending`."""
 
 POLL_INTERVAL_S = 2.0
 """The interval at which live version and queue depths are read, besides the events that announce them."""
@@ -108,8 +99,6 @@ class Buffer:
         self._spans = GroupSpans()
         self._state = BufferState()
         self._ends = EndsSinceBatch()
-        self._asked: tuple[int, float] | None = None  # the step whose batch was asked for and is not complete, and since when
-        service.activities.watch(self._doing)
         self._room = StoreRoom(service)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -155,10 +144,13 @@ class Buffer:
         took_over, service.state = service.state == STANDBY, "starting"
         self._limits = replace(self._limits, active_since=time.time())
         await self._recover()
-        await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(self._on_batch))
-        await self._bus.serve(subjects.trained, Trained, self._as_holder(self._on_trained))
-        await self._bus.serve(subjects.durable, Durable, self._as_holder(self._on_durable))
-        await self._bus.serve(subjects.refused, BatchRefused, self._as_holder(self._on_refused))
+        trainer = TrainerRequests(
+            service, self._limits, self._state, self._decide, self._changed, self._failure, self._room, self._awaited, self._filter
+        )
+        await self._bus.serve(subjects.batch, BatchRequest, self._as_holder(trainer.batch))
+        await self._bus.serve(subjects.trained, Trained, self._as_holder(trainer.trained))
+        await self._bus.serve(subjects.durable, Durable, self._as_holder(trainer.durable))
+        await self._bus.serve(subjects.refused, BatchRefused, self._as_holder(trainer.refused))
         await self._bus.serve(subjects.evaluations, EvaluationsRequest, self._as_holder(self._on_evaluations))
         service.state = "ready"
         await self._failure.look()
@@ -338,71 +330,6 @@ class Buffer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), POLL_INTERVAL_S)
 
-    # --- the trainer's requests
-
-    async def _on_batch(self, request: BatchRequest) -> BatchAnswer:
-        end = time.monotonic() + (ANSWER_SECONDS if request.hold else 0.0)
-        while isinstance(answer := await self._batch(request), BatchPending) and (remaining := end - time.monotonic()) > 0:
-            async with self._changed:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), remaining)
-        if not isinstance(answer, BatchPending):
-            self._asked = None
-        return answer
-
-    async def _batch(self, request: BatchRequest) -> BatchAnswer:
-        state, limits, step = self._state, self._limits, request.step
-        size, steps = limits.rollout.rollout_batch_size, limits.rollout.num_rollout
-        if (known := policy.batch(state, step, limits.named_rewards)) is not None:
-            return known
-        if self._failure.reason:
-            return RunDone(reason=self._failure.reason)
-        if step >= steps:
-            if state.finished_steps < steps:
-                return self._pending(step, have=0, need=0)
-            return RunDone()
-        if step in state.batches:
-            await self._lose_missing()
-            await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
-            return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.batches[step].groups), need=size)
-        if len(state.ready) >= size:
-            await self._lose_missing()
-        chosen = None
-        if self._filter is not None:
-            candidates = policy.candidates(state, limits, step, request.version)
-            chosen = await self._filter.choose(step, candidates, size) if len(candidates) >= size else []
-        await self._decide(
-            lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
-        )
-        return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.ready), need=size)
-
-    def _pending(self, step: int, have: int, need: int) -> BatchPending:
-        if self._asked is None or self._asked[0] != step:
-            self._asked = step, time.time()
-        return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))
-
-    async def _lose_missing(self) -> None:
-        """Has groups generated anew whose payload the store has lost since they were scored."""
-        owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
-        for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
-            await self._decide(partial(lost_payloads.of_ready, self._state, name, time.time()))
-
-    async def _on_trained(self, report: Trained) -> Message:
-        step, version, started, ended, attestation = report.step, report.version, report.started, report.ended, report.attestation
-        await self._decide(lambda: policy.trained(self._state, step, version, started, ended, time.time(), attestation))
-        return Accepted()
-
-    async def _on_refused(self, refusal: BatchRefused) -> Message:
-        group = self._state.groups.get(refusal.group)
-        keys = group.scored.keys if group is not None and group.scored is not None and group.step == refusal.step else ()
-        lost = await has_lost(self._service, keys)
-        await self._decide(lambda: amendment.refused(self._state, refusal, time.time(), lost))
-        return Accepted()
-
-    async def _on_durable(self, report: Durable) -> Message:
-        await self._decide(lambda: policy.durable(self._state, report.steps, time.time()))
-        return Accepted()
-
     async def _on_evaluations(self, request: EvaluationsRequest) -> Message:
         return evaluation_report.evaluations_after(request, self._state.evaluated, self._eval_log)
 
@@ -415,12 +342,6 @@ class Buffer:
             f"prompts of data.data_source ({config.data_source}): {queued} groups have none yet" if self._prompts.drawn and queued else ""
         )
         return awaited.awaited(self._state, self._limits, self._service.held_back, self._ends.words(), source)
-
-    def _doing(self) -> Doing | None:
-        """Returns which batch the trainer has asked for in vain, since it first did."""
-        if self._asked is None:
-            return None
-        return Doing(part=BATCH, what=f"step {self._asked[0]} waits for {self._awaited()}", since=self._asked[1])
 
     async def _watch_gauges(self) -> None:
         """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""

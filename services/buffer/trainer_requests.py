@@ -1,0 +1,122 @@
+"""The trainer's requests of an active buffer: the batch of a step, and what has become of one."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from services.buffer import amendment, lost_payloads, policy
+from services.buffer.batch_selector import BufferFilter
+from services.buffer.buffer_config import BufferConfig
+from services.buffer.outcome_consumer import Decision
+from services.buffer.run_failure import RunFailure
+from services.buffer.state import BufferState
+from services.buffer.store_presence import has_lost
+from services.buffer.store_room import StoreRoom
+from shared.runtime.activities import BATCH
+from shared.runtime.service_base import Service
+from shared.schema.messages import Accepted, BatchAnswer, BatchPending, BatchRefused, BatchRequest, Durable, RunDone, Trained
+from shared.schema.service_messages import Doing
+
+ANSWER_SECONDS = 1.5
+"""The time that a batch request is held before it is answered with `BatchPending`."""
+
+
+class TrainerRequests:
+    """Answers the trainer.
+
+    Args:
+        decide: has a decision made and recorded. changed: is notified after each. failure: tells whether the run has failed. room: tells
+            whether the store is full. awaited: returns, in words, the reason why the next batch waits. chooser: the user's.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        limits: BufferConfig,
+        state: BufferState,
+        decide: Callable[[Decision], Awaitable[None]],
+        changed: asyncio.Condition,
+        failure: RunFailure,
+        room: StoreRoom,
+        awaited: Callable[[], str],
+        chooser: BufferFilter | None,
+    ) -> None:
+        self._service, self._limits, self._state, self._decide = service, limits, state, decide
+        self._changed, self._failure, self._room, self._awaited, self._chooser = changed, failure, room, awaited, chooser
+        self._asked: tuple[int, float] | None = None  # the step whose batch was asked for and is not complete, and since when
+        service.activities.watch(self._doing)
+
+    async def batch(self, request: BatchRequest) -> BatchAnswer:
+        """Returns the batch of a step once it is complete, and after `ANSWER_SECONDS` what it waits for."""
+        end = time.monotonic() + (ANSWER_SECONDS if request.hold else 0.0)
+        while isinstance(answer := await self._batch(request), BatchPending) and (remaining := end - time.monotonic()) > 0:
+            async with self._changed:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+        if not isinstance(answer, BatchPending):
+            self._asked = None
+        return answer
+
+    async def trained(self, report: Trained) -> Accepted:
+        """Records a trained step."""
+        step, version, started, ended, attestation = report.step, report.version, report.started, report.ended, report.attestation
+        await self._decide(lambda: policy.trained(self._state, step, version, started, ended, time.time(), attestation))
+        return Accepted()
+
+    async def refused(self, refusal: BatchRefused) -> Accepted:
+        """Records that a sample cannot be trained."""
+        group = self._state.groups.get(refusal.group)
+        keys = group.scored.keys if group is not None and group.scored is not None and group.step == refusal.step else ()
+        lost = await has_lost(self._service, keys)
+        await self._decide(lambda: amendment.refused(self._state, refusal, time.time(), lost))
+        return Accepted()
+
+    async def durable(self, report: Durable) -> Accepted:
+        """Records that steps are in a checkpoint."""
+        await self._decide(lambda: policy.durable(self._state, report.steps, time.time()))
+        return Accepted()
+
+    async def _batch(self, request: BatchRequest) -> BatchAnswer:
+        state, limits, step = self._state, self._limits, request.step
+        size, steps = limits.rollout.rollout_batch_size, limits.rollout.num_rollout
+        if (known := policy.batch(state, step, limits.named_rewards)) is not None:
+            return known
+        if self._failure.reason:
+            return RunDone(reason=self._failure.reason)
+        if step >= steps:
+            if state.finished_steps < steps:
+                return self._pending(step, have=0, need=0)
+            return RunDone()
+        if step in state.batches:
+            await self._lose_missing()
+            await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
+            return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.batches[step].groups), need=size)
+        if len(state.ready) >= size:
+            await self._lose_missing()
+        chosen = None
+        if self._chooser is not None:
+            candidates = policy.candidates(state, limits, step, request.version)
+            chosen = await self._chooser.choose(step, candidates, size) if len(candidates) >= size else []
+        await self._decide(
+            lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
+        )
+        return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.ready), need=size)
+
+    def _pending(self, step: int, have: int, need: int) -> BatchPending:
+        if self._asked is None or self._asked[0] != step:
+            self._asked = step, time.time()
+        return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))
+
+    async def _lose_missing(self) -> None:
+        """Has groups generated anew whose payload the store has lost since they were scored."""
+        owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
+        for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
+            await self._decide(partial(lost_payloads.of_ready, self._state, name, time.time()))
+
+    def _doing(self) -> Doing | None:
+        """Returns which batch the trainer has asked for in vain, since it first did."""
+        if self._asked is None:
+            return None
+        return Doing(part=BATCH, what=f"step {self._asked[0]} waits for {self._awaited()}", since=self._asked[1])
