@@ -145,6 +145,7 @@ def test_a_death_at_each_stage(replicas: Parts, tiny_model: Path, tmp_path: Path
 def announced_by_the_next_life(trainer: Trainer) -> None:
     """A trainer dies between its version's commit and its announcement: its next life, which finds nobody behind, announces it."""
     link = trainer.link
+    trainer.next_version()  # or the card of the life that has just died would do
     trainer.until("two replicas", lambda cards: serve(cards, trainer.version, VICTIM, SURVIVOR))
     bucket, earlier = link.service.subjects.weights_bucket, WeightsLive(version=trainer.version - 1, replicas=[], seconds=0, bytes=0, at=0)
     link.call(link.service.bus.put(bucket, "live", earlier.encode()), SECONDS)
