@@ -8,6 +8,7 @@ from typing import Any
 
 from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
 from services.gateway.wire.request import CalledTool, ChatTurn, MalformedCall, TurnResult, TurnTokens, TurnUsage
+from shared.data.stop_strings import written
 from shared.sessions.session import Session, Turn
 
 
@@ -32,7 +33,8 @@ class TurnAnswers:
         """Returns an answer; ``spelled``: with the text of each token."""
         called = [call for call in parsed.calls if call.ok]
         malformed = [call for call in parsed.calls if not call.ok]
-        content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), self._ends(turn, stops))
+        ends = written(turn.completion, stops if turn.finish == "stop" else (), self._chat.text)
+        content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), ends)
         versions = [version for _, _, version in turn.spans] or [0]
         return TurnResult(
             request_id=turn.request,
@@ -53,13 +55,6 @@ class TurnAnswers:
                 texts=self._chat.tokenizer.pieces(turn.completion) if spelled else (),
             ),
         )
-
-    def _ends(self, turn: Turn, stops: Sequence[str]) -> list[str]:
-        """Returns the stop strings that may have ended a turn; one with a special token in it has not, though it reads the same."""
-        if not stops or turn.finish != "stop":
-            return []
-        text = self._chat.text(turn.completion.tolist())
-        return [stop for stop in stops if stop in text]
 
 
 def stops_of(session: Session, asked: ChatTurn) -> list[str]:

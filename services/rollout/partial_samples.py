@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.rollout.engine.generation import Generation, Routed
+from shared.data.stop_strings import written
 from shared.data.tokenizer import Tokenizer
 from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.messages import Sampling, Task
@@ -142,6 +143,6 @@ def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:
     text = tokenizer.decode(partial.tokens, skip_special_tokens=sampling.skip_special_tokens is not False)
     if sampling.no_stop_trim is not False or partial.finish != "stop":
         return text
-    written = tokenizer.decode(partial.tokens, skip_special_tokens=False)  # as the engine looks for stop strings
-    ends = [at for stop in sampling.stop if stop in written and (at := text.rfind(stop)) >= 0]
+    stops = written(partial.tokens, sampling.stop, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
+    ends = [at for stop in stops if (at := text.rfind(stop)) >= 0]
     return text[: min(ends)] if ends else text

@@ -1,4 +1,4 @@
-"""Finds the end of a text that is drawn in several requests, where a stop string begins in one of them and ends in the next. Pure.
+"""Finds which stop strings may have ended a text, and its end where one begins in one request and is completed in the next. Pure.
 
 An engine looks for stop strings in what the request at hand has drawn. Where it aborts one, or a turn is drawn in parts, the tokens before
 are input to the next request, and a stop string that lies across the edge would be passed over.
@@ -37,3 +37,13 @@ def end_across(before: Tokens, drawn: Tokens, stops: Sequence[str], decode: Call
         if any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops if stop):
             return count
     return None
+
+
+def written(tokens: Tokens, stops: Sequence[str], decode: Callable[[list[int]], str]) -> list[str]:
+    """Returns the stop strings that may have ended a text. One with a special token in it has not, though the shown text has it.
+
+    Args:
+        tokens: int32 [T]; all that was drawn. decode: tokens to text, special tokens included: in that an engine looks for stop strings.
+    """
+    text = decode([int(token) for token in tokens]) if stops else ""
+    return [stop for stop in stops if stop in text]
