@@ -6,7 +6,7 @@ was sampled is seen by comparing ids.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from services.gateway.renderer_tokenizer import RendererTokenizer
 from services.gateway.wire.request_body import shallow
 from services.gateway.wire.turn_refused import TurnRefused
+from shared.data.call_form import in_call_form
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.sessions.session import Turn
@@ -56,6 +57,16 @@ PROBES: tuple[tuple[Messages, Messages], ...] = (
     ),
 )
 """Conversations, with tools, that a family's renderer and the model's template must render alike."""
+
+PARALLEL: tuple[Messages, Messages] = (
+    [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "call_1"}]},
+        *({"role": "tool", "tool_call_id": name, "name": "add", "content": "3"} for name in ("call_0", "call_1")),
+    ],
+    (TOOL,),
+)
+"""A conversation with two calls in a message, which a few renderers (DeepSeek's) separate otherwise than their template."""
 
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 """What a renderer raises for what it cannot read."""
@@ -117,6 +128,10 @@ class ChatTokens:
         family = _family(adapter, variables) if self.has_template else None
         self.family = "default" if family is None else str(family.config.name)
         self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
+        self._variables, by_template = variables, adapter.apply_chat_template
+        self._one_result = family is not None and _rendered(family.render_ids, *PARALLEL) != _rendered(by_template, *PARALLEL)
+        # the package's default renderer makes objects of all arguments, also where the template takes their text
+        self._render: Any = by_template if family is None or self._one_result else family.render_ids
         self.shows_tools = self.has_template and self._differs_with_tools()
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
@@ -155,15 +170,20 @@ class ChatTokens:
         """
         if not self.has_template:
             raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
+        given = list(tools) or None
         try:
-            found = self._renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True)
+            formed = in_call_form(self.tokenizer, messages, {**self._variables, "tools": given})
+            found = self._render(formed, tools=given, add_generation_prompt=True)
         except (ConfigError, *UNREADABLE) as error:
-            raise TurnRefused(400, f"the model's chat template refuses them: {str(error)[:300]}", field=place) from None
+            reason = getattr(error, "expected", error)  # without the messages themselves, which may be long
+            raise TurnRefused(400, f"the model's chat template refuses them: {str(reason)[:300]}", field=place) from None
         return np.asarray(found, np.int32)
 
     def bridge(self, turn: Turn, messages: Messages, tools: Messages) -> NDArray[np.int32] | None:
         """Returns the prompt that carries a turn on with further messages, beginning with its very tokens; None where that is not sure."""
         before, drawn = turn.prompt.tolist(), turn.completion.tolist()
+        if self._one_result and sum(message["role"] == "tool" for message in messages) > 1:
+            return None
         try:
             found = self._renderer.bridge_to_next_turn(before, drawn, list(messages), tools=list(tools) or None)
         except UNREADABLE:
@@ -214,7 +234,9 @@ def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Any:
     from renderers import create_renderer
     from renderers.configs import RendererConfig
 
-    expected = list(_probed_by_template(tokenizer))
+    expected = [_rendered(tokenizer.apply_chat_template, *probe) for probe in PROBES]
+    if None in expected:
+        return None
     for config in get_args(get_args(RendererConfig)[0]):
         name = config.model_fields["name"].default
         if name in ("auto", "default", "custom"):
@@ -224,38 +246,16 @@ def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Any:
             if len(fields) < len(variables):
                 continue  # the template knows a variable that the renderer does not
             renderer = create_renderer(tokenizer, config(**fields))
-            if list(_probed(renderer)) == expected:
+            if [_rendered(renderer.render_ids, *probe) for probe in PROBES] == expected:
                 return renderer
         except Exception as error:  # a renderer for other tokens fails in its own way
             structlog.get_logger().debug("renderer_does_not_fit", renderer=name, error=str(error)[:200])
     return None
 
 
-def _probed(renderer: Any) -> Iterator[list[int]]:
-    for messages, tools in PROBES:
-        yield renderer.render_ids([dict(message) for message in messages], tools=list(tools) or None, add_generation_prompt=True)
-
-
-def _probed_by_template(tokenizer: RendererTokenizer) -> Iterator[list[int] | None]:
-    """Yields the ids that the template makes of each probe; None where it refuses one, as every renderer then does."""
-    for messages, tools in PROBES:
-        try:
-            yield tokenizer.apply_chat_template(_with_objects(messages), tools=list(tools) or None, add_generation_prompt=True)
-        except ConfigError:
-            yield None
-
-
-def _with_objects(messages: Messages) -> list[dict[str, Any]]:
-    """Returns messages in which the arguments of calls are objects, as most templates expect them."""
-
-    def call(given: Mapping[str, Any]) -> dict[str, Any]:
-        function = given["function"]
-        try:
-            return {**given, "function": {**function, "arguments": json.loads(function["arguments"])}}
-        except (ValueError, RecursionError):  # what a client says that a model called need not be JSON
-            return dict(given)
-
-    return [
-        {**message, "tool_calls": [call(one) for one in message["tool_calls"]]} if "tool_calls" in message else dict(message)
-        for message in messages
-    ]
+def _rendered(render: Any, messages: Messages, tools: Messages) -> list[int] | None:
+    """Returns the ids that a renderer or the template makes of a probe; None where it refuses it."""
+    try:
+        return list(render([dict(message) for message in messages], tools=list(tools) or None, add_generation_prompt=True))
+    except (ConfigError, *UNREADABLE):
+        return None

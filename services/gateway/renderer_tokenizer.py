@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.data.call_form import in_call_form
 from shared.data.tokenizer import Tokenizer
 
 KEPT_CHARACTERS = 16 << 20
@@ -68,5 +69,5 @@ class RendererTokenizer:
         for option in ("tokenize", "return_dict"):
             variables.pop(option, None)
         given = {**self._variables, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        text = self._tokenizer.render([dict(message) for message in messages], given)
+        text = self._tokenizer.render(in_call_form(self._tokenizer, messages, given), given)
         return self._tokenizer.encode(text).tolist()

@@ -8,6 +8,7 @@ messages (thoughts that it leaves out) changes nothing in what was drawn; and it
 from collections.abc import Sequence
 from typing import Any
 
+from shared.data.call_form import in_call_form
 from shared.data.tokenizer import Tokenizer
 from shared.environment.stepping import Reply
 from shared.runtime.errors import ConfigError
@@ -36,7 +37,8 @@ class EpisodeTokens:
         """
         if self._as_chat:
             first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return self._ids(self._tokenizer.render([*first, *messages], self._variables))
+            formed = in_call_form(self._tokenizer, [*first, *messages], self._variables, keep_text=True)
+            return self._ids(self._tokenizer.render(formed, self._variables))
         return [*ids, *self._ids(_text(messages))]
 
     def reply(self, messages: Sequence[Reply], last: int | None) -> tuple[str, list[int]]:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
+from shared.data.call_form import in_call_form
 from shared.data.prompts import chat_problem, chat_tools
 from shared.data.rows import RowEntry, open_rows
 from shared.data.tokenizer import Tokenizer
@@ -37,11 +38,12 @@ def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: 
         raise ValueError(f"no message has the role {TRAINED_ROLE}; there is nothing to train")
     if turns[0] == 0:
         raise ValueError(f"the first message has the role {TRAINED_ROLE}; expected one to answer before it")
+    messages = in_call_form(tokenizer, messages, variables, keep_text=True)
     found: list[Piece] = []
     before = ""
     for turn in turns:
-        begun = tokenizer.render(list(messages[:turn]), variables)
-        ended = tokenizer.render(list(messages[: turn + 1]), {**variables, "add_generation_prompt": False})
+        begun = tokenizer.render(messages[:turn], variables)
+        ended = tokenizer.render(messages[: turn + 1], {**variables, "add_generation_prompt": False})
         for earlier, later, what in ((before, begun, "the turns before"), (begun, ended, "the generation prompt of")):
             if not later.startswith(earlier):
                 raise ValueError(_not_nested(turn, what, earlier, later))

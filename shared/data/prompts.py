@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from shared.config.data_section import DataSection
 from shared.config.eval_views import EvalView
 from shared.config.run_config import RunConfig
+from shared.data.call_form import in_call_form
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
 from shared.data.read_progress import ReadProgress
@@ -147,7 +148,8 @@ class PromptReader:
             raise entry.refusal(data.input_key, f"expected text, or a list of chat messages with role and content, {problem}")
         tools = chat_tools(entry, data.tool_key)
         try:
-            return self._tokenizer.render(messages, {**data.apply_chat_template_kwargs, **tools})
+            variables = {**data.apply_chat_template_kwargs, **tools}
+            return self._tokenizer.render(in_call_form(self._tokenizer, messages, variables, keep_text=True), variables)
         except ConfigError as error:
             raise entry.refusal(data.input_key, f"{error.field}: {error.expected}") from None
 
@@ -175,7 +177,7 @@ def chat_problem(messages: object) -> str | None:
 
 
 def _is_chat_message(message: object) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and ("content" in message or bool(message.get("tool_calls")))
 
 
 def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A character tokenizer with the special tokens and the chat form of Qwen3, written locally."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from renderers import qwen3
@@ -34,16 +35,19 @@ TEMPLATE = (
 """The form, without what it does with reasoning."""
 
 
-def write_qwen3_tokenizer(path: Path, template: str | None = TEMPLATE) -> Path:
-    """Writes a checkpoint directory that has a tokenizer and nothing else; returns it. ``template``: None for none."""
+def write_qwen3_tokenizer(
+    path: Path, template: str | None = TEMPLATE, special: Sequence[str] = SPECIAL, settings: Mapping[str, str] = {"eos_token": "<|im_end|>"}
+) -> Path:
+    """Writes a checkpoint directory that has a tokenizer and nothing else; returns it. ``template``: None for none. ``special``: the
+    special tokens of another model. ``settings``: of tokenizer_config.json."""
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(ALPHABET)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN])
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>"}
+    settings = dict(settings)
     if template is not None:
         texts = {"header": qwen3._TOOLS_HEADER, "footer": qwen3._TOOLS_FOOTER}
         settings["chat_template"] = "".join(f"{{%- set {name} = {json.dumps(text)} %}}" for name, text in texts.items()) + template

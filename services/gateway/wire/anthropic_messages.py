@@ -19,6 +19,7 @@ from services.gateway.wire.request_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
     AnyObject,
+    Arguments,
     CalledName,
     CallId,
     DrawingFields,
@@ -53,7 +54,7 @@ class _ToolUseBlock(RequestFields):
     type: Literal["tool_use"]
     id: CallId
     name: CalledName
-    input: AnyObject
+    input: Arguments = "{}"
 
 
 class _ToolResultBlock(RequestFields):
@@ -98,11 +99,7 @@ class _AssistantMessage(RequestFields):
     def chat(self) -> list[dict[str, Any]]:
         thinking = "\n".join(block.thinking for block in self.content if isinstance(block, _ThinkingBlock))
         texts = [block for block in self.content if isinstance(block, TextPart)]
-        calls = [
-            chat_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-            for block in self.content
-            if isinstance(block, _ToolUseBlock)
-        ]
+        calls = [chat_call(block.id, block.name, block.input) for block in self.content if isinstance(block, _ToolUseBlock)]
         return [assistant(joined(texts), thinking, calls)]
 
 

@@ -27,6 +27,7 @@ from services.gateway.wire.request_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
     AnyObject,
+    Arguments,
     CalledName,
     CallId,
     DrawingFields,
@@ -58,7 +59,7 @@ class _SystemMessage(RequestFields):
 
 class _Function(RequestFields):
     name: CalledName
-    arguments: str
+    arguments: Arguments = "{}"
 
 
 class _Call(RequestFields):

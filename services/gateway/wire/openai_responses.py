@@ -16,6 +16,7 @@ from services.gateway.wire.request_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
     AnyObject,
+    Arguments,
     CalledName,
     CallId,
     DrawingFields,
@@ -48,7 +49,7 @@ class _CallItem(RequestFields):
     type: Literal["function_call"]
     call_id: CallId
     name: CalledName
-    arguments: str
+    arguments: Arguments = "{}"
 
 
 class _CallOutputItem(RequestFields):

@@ -4,6 +4,7 @@ A field that is null counts as not given. Fields that a house's own servers take
 ``WITHOUT_EFFECT``, and the answer tells which of them were given. Those that clients send back of an answer are in ``ECHOED``.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -53,6 +54,14 @@ def shallow(value: Any) -> Any:
 
 AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]
 """An object of any form: a schema, the arguments of a call."""
+
+
+def _as_text(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(shallow(given), ensure_ascii=False)
+
+
+Arguments = Annotated[str, BeforeValidator(_as_text)]
+"""A call's arguments as text, whether they are the JSON of an object or not: what a model wrote may be sent back, as an object, too."""
 
 
 class RequestFields(BaseModel):

@@ -192,6 +192,24 @@ async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: NewHall, c
         exact(turn, checkpoint(0))
 
 
+async def test_a_trained_turn_is_drawn_by_the_policy_whatever_its_client_asks(hall: NewHall, checkpoint: Checkpoints) -> None:
+    """Asked not to end for a while, and to end at many tokens, the engine would forbid those: the log-probs would be another policy's."""
+    room = await hall()
+    played = await room.session()
+    wishes = {"min_tokens": 20, "stop_token_ids": list(range(4, 40)), "temperature": 0.2, "top_k": 3, "repetition_penalty": 1.5}
+    kept = "temperature, top_k, repetition_penalty, min_tokens"
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {played.key}"}) as http:
+        for count in range(8):
+            body = {"token_ids": [50, 60 + count], "sampling_params": {"max_tokens": 20, **wishes}}
+            async with http.post(f"{room.urls[0]}/inference/v1/generate", json=body) as answer:
+                assert answer.status == 200 and answer.headers["X-Myxo-Sampling-Of-Task"] == kept, await answer.text()
+    turns = list((await played.log()).turns.values())
+    for turn in turns:
+        exact(turn, checkpoint(0))
+    ended = [turn for turn in turns if turn.finish == "stop"]
+    assert ended and all(len(turn.completion) < 20 for turn in ended), "they do end a turn"
+
+
 async def test_the_other_formats_carry_their_sessions_on_too(hall: NewHall, checkpoint: Checkpoints) -> None:
     """Anthropic's SDK, then OpenAI's responses: two turns each, the second one streamed, recorded as one trajectory."""
     room = await hall()

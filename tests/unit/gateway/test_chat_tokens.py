@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.gateway.chat_tokens import TOOL, ChatTokens, call_status
+from services.gateway.chat_tokens import CALL, TOOL, ChatTokens, call_status
 from services.gateway.renderer_tokenizer import EncodedTexts
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.data.tokenizer import Tokenizer
 from shared.sessions.session import Turn
+from tests.support import call_templates
 from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer
 
 ASK = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -87,6 +88,66 @@ def test_reasoning_is_told_apart(chat: ChatTokens) -> None:
 def test_a_prompt_is_what_the_template_writes(chat: ChatTokens) -> None:
     prompt = chat.render([{"role": "user", "content": "say 4"}], [])
     assert chat.tokenizer.decode(prompt, skip_special_tokens=False) == "<|im_start|>user\nsay 4<|im_end|>\n<|im_start|>assistant\n"
+
+
+def deepseek(path: Path, template: str) -> ChatTokens:
+    settings = {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"}
+    return ChatTokens(write_qwen3_tokenizer(path, template, call_templates.DEEPSEEK_TOKENS, settings), {})
+
+
+def called(*arguments: object) -> list[dict[str, object]]:
+    calls = [{**CALL, "id": f"c{n}", "function": {"name": "add", "arguments": one}} for n, one in enumerate(arguments, 1)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in calls]
+    return [*ASK, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize(
+    ("template", "family"), [("DEEPSEEK_V3", "deepseek-v3"), ("DEEPSEEK_R1", "deepseek-r1"), ("FIRST_DEEPSEEK", "default")]
+)
+def test_a_conversation_of_deepseeks_continues_after_a_tool_call(template: str, family: str, tmp_path: Path) -> None:
+    """Their templates concatenate arguments as text; the first ones show calls only where the content is null."""
+    chat = deepseek(tmp_path, getattr(call_templates, template))
+    assert chat.family == family
+    text = '{"b":2, "a": 2.0}'
+    for arguments in ((text,), (text, '{"a": 2')):
+        prompt = chat.text(chat.render(called(*arguments), [TOOL]))
+        assert all(f"add\n```json\n{one}\n```" in prompt for one in arguments)
+        messages = [dict(message, content=message["content"] or None) for message in called(*arguments)]
+        assert prompt == chat.tokenizer.render(messages, {"tools": [TOOL]}), "as the template writes it"
+    written = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{text}\n```<｜tool▁call▁end｜>"
+    thought = "</think>" if family == "deepseek-r1" else ""
+    turn = drawn(chat, f"{thought}{written}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
+    if family != "default":
+        [call] = chat.parse(turn, [TOOL]).calls
+        assert call.ok and call.arguments == {"b": 2, "a": 2.0}
+        bridged = chat.bridge(turn, [RESULT], [TOOL])
+        assert bridged is not None and bridged[: len(turn.tokens)].tolist() == turn.tokens.tolist()
+        assert chat.bridge(turn, [RESULT, RESULT], [TOOL]) is None, "its renderer separates results otherwise than the template"
+
+
+@pytest.mark.parametrize("template", ["QWEN_2_5", "QWEN_3", "HERMES_3", "LLAMA_3_1", "GLM_4_5", "KIMI_K2", "MISTRAL", "STRINGIFIED"])
+@pytest.mark.parametrize("arguments", ['{"a": 1', "", "null", "[1]", '"text"', '{"a": "\\ud800"}', '{"a":' * 5000 + "1" + "}" * 5000])
+def test_no_arguments_of_a_call_end_a_conversation(template: str, arguments: str, tmp_path: Path) -> None:
+    chat = ChatTokens(write_qwen3_tokenizer(tmp_path, getattr(call_templates, template)), {})
+    assert len(chat.render(called(arguments), [TOOL]))
+
+
+def test_a_familys_renderer_loses_no_malformed_arguments(chat: ChatTokens, tmp_path: Path) -> None:
+    assert chat.family == "qwen3"
+    assert '"arguments": {"a": 1\n' in chat.text(chat.render(called('{"a": 1\n'), [TOOL]))
+    assert '"arguments": {}}' in chat.text(chat.render(called(""), [TOOL]))
+    iterating = TEMPLATE.replace("(call.function.arguments | tojson) + '}", "(dict(call.function.arguments.items()) | tojson) + '}")
+    other = ChatTokens(write_qwen3_tokenizer(tmp_path, iterating), {})
+    assert other.family == "qwen3"
+    assert '"arguments": {"arguments": "{\\"a\\": 1"}}' in other.text(other.render(called('{"a": 1'), [TOOL]))
+
+
+def test_a_template_that_refuses_a_role_says_so_itself(tmp_path: Path) -> None:
+    gemma = ChatTokens(write_qwen3_tokenizer(tmp_path, call_templates.GEMMA_2), {})
+    assert gemma.family == "default" and len(gemma.render(ASK, []))
+    for messages, why in ((called("{}"), "roles must alternate"), ([{"role": "system", "content": "x"}, *ASK], "System role")):
+        with pytest.raises(TurnRefused, match=why):
+            gemma.render(messages, [])
 
 
 def test_it_is_known_whether_the_model_is_told_of_tools(chat: ChatTokens, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def test_what_is_trained_is_drawn_as_the_task_says_and_an_evaluation_as_its_clie
 def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
     assert drawn_sampling(session(), RequestedSampling(max_tokens=5000), 20, 512, []).max_new_tokens == 100
     assert drawn_sampling(session(), RequestedSampling(), 500, 512, []).max_new_tokens == 12
-    assert drawn_sampling(session(), RequestedSampling(min_tokens=50), 500, 512, []).min_new_tokens == 12
+    longer = session(sampling=TASK.model_copy(update={"min_new_tokens": 50}))
+    assert drawn_sampling(longer, RequestedSampling(), 500, 512, []).min_new_tokens == 12
     with pytest.raises(TurnRefused, match="maximum context length") as refused:
         drawn_sampling(session(), RequestedSampling(), 512, 512, [])
     assert refused.value.status == 400
