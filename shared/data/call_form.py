@@ -78,8 +78,9 @@ def _form(tokenizer: Tokenizer, variables: str) -> CallForm:
     """Returns the form in which the template shows a call; objects where it shows or takes none. ``variables``: as JSON."""
 
     def shown(arguments: Any, content: str | None, id: str) -> str:
-        call = {"id": id, "type": "function", "function": {"name": "tried", "arguments": arguments}}
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        function = {"name": "tried", "arguments": arguments}
+        call = {"id": id, "type": "function", "function": function, **function}  # some templates know calls without a function in them
+        said: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
         try:
             return tokenizer.render(said, json.loads(variables))
         except ConfigError:

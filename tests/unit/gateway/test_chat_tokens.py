@@ -115,9 +115,8 @@ def test_a_conversation_of_deepseeks_continues_after_a_tool_call(template: str, 
         messages = [dict(message, content=message["content"] or None) for message in called(*arguments)]
         assert prompt == chat.tokenizer.render(messages, {"tools": [TOOL]}), "as the template writes it"
     written = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{text}\n```<｜tool▁call▁end｜>"
-    thought = "</think>" if family == "deepseek-r1" else ""
-    turn = drawn(chat, f"{thought}{written}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
-    if family != "default":
+    turn = drawn(chat, f"{written}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
+    if family == "deepseek-v3":  # R1's template drops what was thought
         [call] = chat.parse(turn, [TOOL]).calls
         assert call.ok and call.arguments == {"b": 2, "a": 2.0}
         bridged = chat.bridge(turn, [RESULT], [TOOL])

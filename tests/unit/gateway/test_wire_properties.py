@@ -107,6 +107,19 @@ def test_what_is_nested_too_deep_is_refused(parse, depth) -> None:
         parse(body.encode(), "id")
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [(None, "{}"), ("", ""), ('{"a": 1', '{"a": 1'), ("null", "null"), ({"a": "é"}, '{"a": "é"}'), ([1], "[1]"), (7, "7")],
+)
+@pytest.mark.parametrize("parse", PARSERS[:3], ids=lambda parse: parse.__module__)
+def test_whatever_arguments_a_call_had_may_be_sent_back(parse, given, text) -> None:
+    body = json.dumps(GOOD[parse])
+    for empty in ('"arguments": "{}"', '"input": {}'):
+        body = body.replace(empty, f"{empty.partition(':')[0]}: {json.dumps(given)}")
+    [[call]] = [message["tool_calls"] for message in parse(body.encode(), "id").messages if "tool_calls" in message]
+    assert call["function"]["arguments"] == text
+
+
 @pytest.mark.parametrize("parse", PARSERS, ids=lambda parse: parse.__module__)
 @given(data=st.data())
 def test_a_good_body_with_anything_anywhere_is_a_turn_or_a_refusal(parse, data) -> None:

@@ -54,6 +54,15 @@ def test_tools_are_in_the_opening(qwen: Tokenizer) -> None:
     assert '"guess"' in qwen.decode(opening, skip_special_tokens=False)
 
 
+def test_calls_in_the_opening_are_shown_as_the_template_takes_them(tmp_path: Path, tiny_model: Path) -> None:
+    model = tokenizer_of(
+        tmp_path, tiny_model, "{% for m in messages %}{{ m.tool_calls[0].arguments + '!' if m.tool_calls else '' }}{% endfor %}"
+    )
+    said = {"role": "assistant", "content": None, "tool_calls": [{"name": "guess", "arguments": {"n": 5}}]}
+    opening = EpisodeTokens(model, as_chat=True, variables={}).opening([*OBSERVED, said], [], OBSERVED)
+    assert model.decode(opening) == '{"n": 5}!'
+
+
 def test_plain_text_is_put_behind(qwen: Tokenizer) -> None:
     tokens = EpisodeTokens(qwen, as_chat=False, variables={})
     assert qwen.decode(tokens.opening("guess:", qwen.encode("guess:").tolist(), OBSERVED)) == "guess:higher"

@@ -88,6 +88,14 @@ def test_of_a_chat_the_assistants_turns_are_trained_with_their_ends(tmp_path: Pa
     assert trained(*found, row=2) == ("1+1=", ["2$"])  # lines of both kinds in one file
 
 
+def test_calls_are_trained_as_the_template_takes_their_arguments(tmp_path: Path, tiny_model: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role[0] }}>{{ m.tool_calls[0].arguments + '' if m.tool_calls else m.content }}{{ eos_token }}"
+    template += "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    rows = [{"messages": [CHAT[1], {"role": "assistant", "tool_calls": [{"arguments": one}]}]} for one in ({"a": 1}, '{"a":1}')]
+    found = opened(tmp_path, tiny_model, template, *rows)
+    assert [trained(*found, row=row)[1] for row in range(2)] == [['{"a": 1}$'], ['{"a":1}$']]
+
+
 def test_the_tokens_are_those_of_a_rollout(tmp_path: Path, tiny_model: Path) -> None:
     demonstrations, tokenizer = opened(tmp_path, tiny_model, CHATML, {"messages": CHAT})
     one = demonstrations[0]

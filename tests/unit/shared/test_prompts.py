@@ -17,6 +17,8 @@ from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.rewards.reference import Reference, label_text
 from shared.runtime.errors import ConfigError
+from tests.support import call_templates
+from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 from tests.support.run_config import run_config, write_jsonl
 
 
@@ -52,6 +54,20 @@ def test_chat_messages_and_text_go_through_the_template(tmp_path: Path, tokenize
         np.testing.assert_array_equal(file[row].tokens, tokenizer.encode(tokenizer.render(chat, {})))
     assert file[0].content == chat
     assert file[1].content == "1+1="
+
+
+@pytest.mark.parametrize("template", ["DEEPSEEK_V3", "FIRST_DEEPSEEK", "GLM_4_5", "QWEN_2_5", "MISTRAL"])
+def test_tool_calls_of_rows_are_shown_whether_their_arguments_are_text_or_an_object(template: str, tmp_path: Path) -> None:
+    chat_model = Tokenizer(write_qwen3_tokenizer(tmp_path / "model", getattr(call_templates, template), settings={"bos_token": "<s>"}))
+    rows = []
+    for arguments in ('{"city": "Paris"}', {"city": "Paris"}):
+        call = {"id": "call_0", "type": "function", "function": {"name": "go", "arguments": arguments}}
+        rows += [[{"role": "assistant", "content": None, "tool_calls": [call]}], [{"role": "assistant", "tool_calls": [call]}]]
+    ask, result = {"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "call_0", "content": "fine", "tool_calls": None}
+    file = prompts(tmp_path, chat_model, *({"prompt": [ask, *said, result], "label": "2"} for said in rows), apply_chat_template=True)
+    first, *others = [chat_model.decode(file[row].tokens, skip_special_tokens=False) for row in range(4)]
+    assert "Paris" in first and "fine" in first and others == [first] * 3
+    assert file[3].content == [ask, *rows[3], result], "what a reward or an agent gets stands as in the file"
 
 
 GENERATED = [{"custom_generate_function_path": "own.generate"}, {"rollout_function_path": "own.rollout"}, {"agent": "own:play"}]
