@@ -53,7 +53,7 @@ def shallow(value: Any) -> Any:
 
 
 AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]
-"""An object of any form: a schema, the arguments of a call."""
+"""An object of any form: a schema."""
 
 
 def _as_text(given: Any) -> str:
