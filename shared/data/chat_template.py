@@ -65,11 +65,9 @@ class ChatTemplates:
             if not _is_broken(text, error, given):
                 raise ConfigError(FIELD, messages, f"the chat template refuses it: {error}") from None
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-            place = (
-                f"{self._places.get(name, 'apply_chat_template_kwargs.chat_template')}, line {getattr(error, 'lineno', (lines or '?')[-1])}"
-            )
+            place = self._places.get(name, "apply_chat_template_kwargs.chat_template")
             expected = f"a template of transformers; whatever the chat, the chat template refuses it: {error}"
-            raise BrokenTemplate(FIELD, place, expected) from None
+            raise BrokenTemplate(FIELD, f"{place}, line {getattr(error, 'lineno', (lines or '?')[-1])}", expected) from None
 
 
 def _is_broken(text: str, error: Exception, given: Mapping[str, Any]) -> bool:

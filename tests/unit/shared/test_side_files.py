@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from shared.data.chat_template import BrokenTemplate
 from shared.data.tokenizer import Tokenizer as Ours
 from shared.runtime.errors import ConfigError
 
@@ -305,3 +306,94 @@ def test_each_entry_is_read_as_transformers_reads_it_or_refused_by_name(tmp_path
         assert any(file in str(error.value) for file in ("tokenizer_config.json: ", "tokenizer.json: ", "special_tokens_map.json: ")), error
         return
     assert not differences(path)
+
+
+def test_code_of_its_own_is_passed_over_and_said(tmp_path: Path) -> None:
+    path = write(tmp_path / "model")
+    stated(tokenizer_class="TikTokenTokenizer", auto_map={"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]})(path)
+    stated("config.json", model_type="kimi_k2")(path)
+    assert Ours(path).encode("12").tolist() == [257]
+    assert "auto_map" in Ours(path).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "prefix"),
+    [
+        (part("post_processor", processors.Sequence([processors.ByteLevel(), BOS])), [265]),
+        (stated(add_bos_token=True), [265]),
+        (both(part("post_processor", BOS), stated(add_bos_token=True)), [265]),
+        (both(part("post_processor", AROUND), stated(tokenizer_class="LlamaTokenizer", add_bos_token=False)), [267]),
+        (both(part("post_processor", AROUND), stated(add_bos_token=False)), [265, 267]),
+        (stated(add_bos_token=True, bos_token=None), []),
+        (stated(add_bos_token=False, add_eos_token=True), []),
+        (both(stated("config.json", model_type="deepseek_v3"), stated(tokenizer_class="LlamaTokenizerFast", add_bos_token=True)), [265]),
+    ],
+)
+def test_text_begins_with_what_the_checkpoint_asks_for_and_never_twice(tmp_path: Path, change: Change, prefix: list[int]) -> None:
+    path = write(tmp_path / "model")
+    change(path)
+    ours, texts = Ours(path), ["12", "<s>12", ""]
+    ids = [ours.encode(text, begin=True).tolist() for text in texts]
+    assert ids[0] == [*prefix, 257] and ids[2] == prefix
+    assert ids[1] == ([265, 257] if prefix == [265] else [*prefix, 265, 257])
+    assert ours.lengths(texts, [True] * 3) == list(map(len, ids))
+    assert ours.encode("12").tolist() == [257]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config.json": {"eos_token_id": [9, 3, 9]}}, [9, 3]),
+        ({"generation_config.json": {"eos_token_id": 4}}, [4]),
+        ({"generation_config.json": {"temperature": 1}, "config.json": {"eos_token_id": [7, 1]}}, [7, 1]),
+        ({"config.json": {"eos_token_id": None, "text_config": {"eos_token_id": 5}}}, [5]),
+        ({"generation_config.json": {"eos_token_id": []}, "config.json": {"eos_token_id": None}}, [266]),
+        ({"generation_config.json": {"eos_token_id": "2"}}, "generation_config.json: eos_token_id"),
+        ({"config.json": {"eos_token_id": [1, True]}}, "config.json: eos_token_id"),
+    ],
+)
+def test_stop_tokens_are_those_of_the_first_file_that_has_some(tmp_path: Path, files: dict[str, Any], expected: Any) -> None:
+    path = write(tmp_path / "model")
+    for name, entries in files.items():
+        stated(name, **entries)(path)
+    if isinstance(expected, list):
+        assert Ours(path).stop_ids == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            Ours(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ("\n{{ messages | unheard }}", "line 2"),
+        ("{% for", "line 1"),
+        ("\n\n{{ tools | tojson(color=1) }}", "line 3"),
+        ([{"name": "tool_use", "template": "{{ 1 + 'a' }}"}], "line 1"),
+        ([{"name": "rag", "template": "R"}], "called rag"),
+    ],
+)
+def test_an_error_of_the_template_is_the_templates_own(tmp_path: Path, content: Any, place: str) -> None:
+    path = write(tmp_path / "model")
+    template(content)(path)
+    with pytest.raises(BrokenTemplate, match="template") as caught:
+        Ours(path).render(CHAT, {"tools": TOOLS})
+    assert place in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{{ raise_exception('no') }}", "{{ messages[0].content + 1 if messages[0].content == 's' else '' }}"])
+def test_what_a_template_refuses_of_a_chat_is_the_chats(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path / "model")
+    template(content)(path)
+    with pytest.raises(ConfigError, match="refuses it") as caught:
+        Ours(path).render(CHAT, {})
+    assert not isinstance(caught.value, BrokenTemplate)
+
+
+def test_a_template_may_be_asked_for_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "model")
+    template([*NAMED, {"name": "rag", "template": "R{{ documents }}"}])(path)
+    theirs = AutoTokenizer.from_pretrained(path)
+    for asked in ("rag", "tool_use", "own {{ messages | length }}"):
+        expected = theirs.apply_chat_template(CHAT, tools=TOOLS, chat_template=asked, tokenize=False)
+        assert Ours(path).render(CHAT, {"tools": TOOLS, "chat_template": asked}) == expected
