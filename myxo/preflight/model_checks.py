@@ -8,7 +8,6 @@ from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.learning_rate import LearningRateSchedule
-from shared.data.chat_template import BrokenTemplate
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
@@ -47,8 +46,7 @@ def check_files(inspection: Inspection) -> Findings:
 
 
 def check_tokenizer(inspection: Inspection) -> Findings:
-    """Yields a chat template that is asked for and missing or broken. Notes what of the tokenizer's files is passed over, and what text
-    prompts begin with."""
+    """Yields a chat template that is asked for and missing, what is passed over of the tokenizer's files, and what text begins with."""
     model, data, tokenizer = inspection.config.model.hf_checkpoint, inspection.config.data, inspection.tokenizer
     if tokenizer is None:
         return
@@ -56,11 +54,6 @@ def check_tokenizer(inspection: Inspection) -> Findings:
     if data.apply_chat_template and not tokenizer.has_chat_template:
         expected = f"the model has no chat template; put a chat_template.jinja into {model}, or leave it out and give prompts as text"
         yield ConfigError("data.apply_chat_template", True, expected)
-    elif data.apply_chat_template:
-        try:
-            tokenizer.render([{"role": "user", "content": "?"}], data.apply_chat_template_kwargs)
-        except ConfigError as error:  # a template may well refuse this chat
-            yield from [error] if isinstance(error, BrokenTemplate) else []
     if not data.apply_chat_template or inspection.config.sft.sft_data is not None:
         yield from _around_text(tokenizer, data.add_special_tokens)
 

@@ -74,94 +74,93 @@ class CheckpointTokenizer:
         return ConfigError("model.hf_checkpoint", str(self._model / at), expected)
 
     def _load(self, filed: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-        settings = self.settings
-        versions = any(re.search(r"tokenizer\..*\.json", str(name)) for name in settings.get("fast_tokenizer_files") or ())
-        for entry in (*filter(settings.get, _UNREAD), *(["fast_tokenizer_files"] if versions else [])):
+        self._at, settings = f"{_CONFIG}: tokenizer_class, auto_map, add_prefix_space, fast_tokenizer_files", self.settings
+        versions = any(re.search(r"tokenizer\..*\.json", name) for name in settings.get("fast_tokenizer_files") or ())
+        for entry in (*filter(settings.get, _UNREAD), *["fast_tokenizer_files"] * versions):
             raise self.refusal(f"{_CONFIG}: {entry}", "none: it is not read here, and changes what tokenizer.json holds")
-        self._at = f"{_CONFIG}: tokenizer_class, auto_map, add_prefix_space"
-        name, kind = self._class(config), type(filed.model).__name__
-        if name in _BUILT and kind != "BPE" and not (settings.get("tokenizer_class") or config.get("tokenizer_class")):
-            self.notes.append(f"tokenizer.json holds a {kind} model, of which {name}, the family's, is not made; it is taken as it is")
-            name = _AS_FILED[0]
-        if name in _BUILT and (kind != "BPE" or filed.model.continuing_subword_prefix or filed.model.end_of_word_suffix):
-            raise self.refusal("tokenizer.json: model", f"BPE without marks on subwords, of which {name} is made")
-        self.backend, tokens = _built(name, filed, settings) if name in _BUILT else (filed, {})
+        name, kind = self._built_class(filed, *self._class(config)), type(filed.model).__name__
+        self.backend, tokens = _built(name, filed, settings) if name else (filed, {})
         if filed.padding is not None:
             tokens.setdefault("pad_token", filed.padding["pad_token"])
         self._add_tokens(filed, tokens, name == "Qwen2Tokenizer")
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
-        forced = settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
-        self.cleans_spaces = bool(settings.get("clean_up_tokenization_spaces") and (forced or kind != "BPE"))
+        cleans = "clean_up_tokenization_spaces"
+        forced = kind != "BPE" or settings.get(f"{cleans}_for_bpe_even_though_it_will_corrupt_output")
+        self.cleans_spaces = bool(settings.get(cleans) and forced)
         self._at = "tokenizer.json: model"
         self.prefix, self.suffix = self._around()
 
-    def _class(self, config: Mapping[str, Any]) -> str:
-        """Returns the name of the class that transformers takes: the first of `_AS_FILED`, or one of `_BUILT`."""
+    def _class(self, config: Mapping[str, Any]) -> tuple[str, bool]:
+        """Returns the name of the class that transformers takes, and whether the checkpoint names it."""
         named = str(self.settings.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
         family, code = _FAMILIES.get(str(config.get("model_type"))), self.settings.get("auto_map")
-        has_code = bool(code and (isinstance(code, list) or code.get("AutoTokenizer")))
-        if has_code:
+        if code and (isinstance(code, list) or code.get("AutoTokenizer")):
             self.notes.append("tokenizer_config.json: the tokenizer's own code (auto_map) is not run; tokenizer.json is read")
-        if family and named and not has_code and (family == _AS_FILED[0] or config.get("model_type") == "qwen2"):
-            return family
-        name = named or family or _AS_FILED[0]
-        if name not in (*_BUILT, *_AS_FILED) and not has_code:
+            return (named if named in _BUILT else _AS_FILED[0]), True
+        if named and (family == _AS_FILED[0] or config.get("model_type") == "qwen2"):
+            return str(family), True
+        return named or family or _AS_FILED[0], bool(named)
+
+    def _built_class(self, filed: tokenizers.Tokenizer, name: str, is_named: bool) -> str:
+        """Returns the name of a class of `_BUILT`; empty where tokenizer.json is taken as it is."""
+        if name in _AS_FILED:
+            return ""
+        if name not in _BUILT:
             known = f"PreTrainedTokenizerFast, {', '.join(_BUILT)}"
             raise self.refusal(f"{_CONFIG}: tokenizer_class", f"one of {known}; {name} may read text otherwise than they do")
-        return name if name in _BUILT else _AS_FILED[0]
+        model, kind = filed.model, type(filed.model).__name__
+        if kind != "BPE" and not is_named:
+            self.notes.append(f"tokenizer.json holds a {kind} model, of which {name}, the family's, is not made; it is taken as it is")
+            return ""
+        if kind != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
+            raise self.refusal("tokenizer.json: model", f"BPE without marks on subwords, of which {name} is made; found {kind}")
+        return name
 
     def _add_tokens(self, filed: tokenizers.Tokenizer, defaults: Mapping[str, str | None], again: bool) -> None:
         """Declares the special tokens and adds all tokens beside the vocabulary, in transformers' order, on which ids depend.
 
         ``again``: the class adds its special tokens a second time, without their flags.
         """
-        given, own = dict(self.settings), dict[str, Any]()
-        if _ADDITIONAL in given:
-            given.setdefault(_EXTRA, given.pop(_ADDITIONAL))
-        own |= {key: given.pop(key) for key in [*given] if _is_own(key) and isinstance(given[key], str)}
-        own |= given.pop(_EXTRA) if isinstance(given.get(_EXTRA), dict) else {}
-        self._at = f"{_CONFIG}: {_DECODER}"
-        if _DECODER in given:
-            declared = {int(index): AddedToken(**token) for index, token in given[_DECODER].items()}
-        else:
-            declared = self._older(given) | dict(filed.get_added_tokens_decoder())
-            own |= given.pop(_EXTRA) if isinstance(given.get(_EXTRA), dict) else {}
-        texts = {str(token): token for token in declared.values()}
+        given = dict(self.settings)
+        declared, own = self._declared(filed, given)
         self._at = f"{_CONFIG}: {', '.join(_NAMED)}, {_EXTRA}"
-        stated = {key: _token(given[key]) for key in _NAMED if given.get(key) is not None}
-        found = {key: token for key, token in defaults.items() if token is not None and key not in given}
-        found |= {key: texts.get(str(token), token) for key, token in stated.items()}
-        found = {key: found[key] for key in _NAMED if key in found}
-        found |= {key: _token(value) for key, value in given.items() if _is_own(key) and _is_token(value)}
-        found |= {key: _token(value) for key, value in own.items()}
+        found = _special(given, own, {str(token): token for token in declared.values()}, defaults)
         if not isinstance(several := given.get(_EXTRA, given.get(_ADDITIONAL)) or [], list):
             raise TypeError(f"{several!r} is no list")
-        extra = list(map(_token, several))
-        self.named = {key: str(token) for key, token in found.items()}
-        self.special = list(dict.fromkeys([*self.named.values(), *map(str, extra)]))
+        values = [*found.values(), *map(_token, several)]
+        self.named, self.special = {key: str(token) for key, token in found.items()}, list(dict.fromkeys(map(str, values)))
         adding = [declared[index] for index in sorted(declared)]
         present = {*(token.content for token in self.backend.get_added_tokens_decoder().values()), *map(str, adding)}
-        adding += [token for token in (*found.values(), *extra) if str(token) not in present]
+        adding += [token for token in values if str(token) not in present]
         self.backend.add_tokens([_added(token, str(token) in self.named.values()) for token in adding])
         if again:
             self.backend.add_tokens([AddedToken(token, special=True) for token in self.special])
+
+    def _declared(self, filed: tokenizers.Tokenizer, given: dict[str, Any]) -> tuple[dict[int, AddedToken], dict[str, Any]]:
+        """Returns the tokens that are added, by id, and those that have names of the model's own, which it takes out of ``given``."""
+        if _ADDITIONAL in given:
+            given.setdefault(_EXTRA, given.pop(_ADDITIONAL))
+        own = {key: given.pop(key) for key in [*given] if _is_own(key) and isinstance(given[key], str)} | _by_name(given)
+        self._at = f"{_CONFIG}: {_DECODER}"
+        if _DECODER in given:
+            return {int(index): AddedToken(**token) for index, token in given[_DECODER].items()}, own
+        older = self._older(given)
+        return older | dict(filed.get_added_tokens_decoder()), own | _by_name(given)
 
     def _older(self, given: dict[str, Any]) -> dict[int, AddedToken]:
         """Puts what special_tokens_map.json says into ``given``; returns the tokens of added_tokens.json by id."""
         self._at = "special_tokens_map.json"
         for key, value in self.read(self._at).items():
-            if isinstance(value, dict) and key != _EXTRA:
-                value = AddedToken(**{**value, "special": True})
-            elif isinstance(value, list) and key == _EXTRA:
-                several = [AddedToken(**{**token, "special": True}) if isinstance(token, dict) else token for token in value]
-                value = [*(known := given.get(_EXTRA) or []), *(token for token in several if token not in known)]
-            given[key] = value
-        special = {str(given[key]) for key in _NAMED if given.get(key)} | set(map(str, given.get(_EXTRA) or []))
+            if isinstance(value, list) and key == _EXTRA:
+                known = given.get(_EXTRA) or []
+                given[key] = [*known, *(token for token in map(_as_special, value) if token not in known)]
+            else:
+                given[key] = value if key == _EXTRA else _as_special(value)
+        special = {str(given[key]) for key in _NAMED if given.get(key)} | set(map(str, given.get(_EXTRA) or ()))
         self._at = "added_tokens.json"
-        added = self.read(self._at).items()
-        return {index: AddedToken(text, normalized=text not in special, special=text in special) for text, index in added}
+        return {at: AddedToken(text, normalized=text not in special, special=text in special) for text, at in self.read(self._at).items()}
 
     def _around(self) -> tuple[list[int], list[int]]:
         """Returns the ids that go before and behind a text: the post-processor's, and the BOS that ``add_bos_token`` asks for."""
@@ -198,6 +197,26 @@ def _built(name: str, filed: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
         built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN2), "isolated"), bytewise])
         return built, dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
     return built, {**dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"), "pad_token": None}
+
+
+def _special(
+    given: Mapping[str, Any], own: Mapping[str, Any], declared: Mapping[str, AddedToken], defaults: Mapping[str, str | None]
+) -> dict[str, AddedToken | str]:
+    """Returns the special tokens by name: those that every model may have, then the model's own."""
+    found: dict[str, AddedToken | str] = {}
+    for key in _NAMED:
+        if (value := given.get(key, defaults.get(key))) is not None:
+            found[key] = declared.get(str(_token(value)), _token(value)) if key in given else value
+    own = {key: value for key, value in given.items() if _is_own(key) and _is_token(value)} | dict(own)
+    return found | {key: _token(value) for key, value in own.items()}
+
+
+def _by_name(given: dict[str, Any]) -> dict[str, Any]:
+    return given.pop(_EXTRA) if isinstance(given.get(_EXTRA), dict) else {}
+
+
+def _as_special(value: Any) -> Any:
+    return AddedToken(**{**value, "special": True}) if isinstance(value, dict) else value
 
 
 def _is_own(key: str) -> bool:
