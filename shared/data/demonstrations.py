@@ -72,7 +72,7 @@ class DemonstrationFile:
         """Reads a row and renders its chat. Raises ConfigError for what cannot be used, or is longer than a micro-batch of the trainer."""
         entry = self._rows.entry(row)
         stretches, is_chat = self._stretches(entry)
-        if sum(len(piece.text.encode()) for piece in stretches) < self._most:
+        if sum(len(piece.text.encode()) for piece in stretches) + len(self._tokenizer.text_prefix) < self._most:
             return  # a token has a byte at least
         tokens = sum(map(len, self._tokens(stretches, is_chat))) + (not is_chat)
         if tokens > self._most:

@@ -84,6 +84,11 @@ class Tokenizer:
         return self._files.special
 
     @property
+    def skipped_tokens(self) -> list[str]:
+        """Returns the texts of the tokens that are left out of responses, declared by the checkpoint or not."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    @property
     def added_ids(self) -> frozenset[int]:
         """Returns the ids of the tokens that stand beside the vocabulary of text: special ones, and markers of chat templates."""
         return frozenset(self._tokenizer.get_added_tokens_decoder())
