@@ -31,7 +31,7 @@ SECONDS = 5.0
 OVERLAP_ROWS, OVERLAP_SECONDS = 100_000, 2.0
 """The most rows, and seconds, for which training prompts are compared with held-out ones."""
 
-_FORMAT = 2
+_FORMAT = 3
 
 Result = tuple[str | None, int]
 """A note about data that was read, and the tokens of the longest prompt."""
@@ -93,7 +93,8 @@ def check_demonstrations(inspection: Inspection) -> Findings:
         return _unread("sft.sft_data", count, len(demonstrations), "demonstrations", "the trainer"), 0
 
     budget = config.longest_sample
-    settings = [config.sft.model_dump(mode="json"), config.data.tool_key, config.data.apply_chat_template_kwargs, budget]
+    data = config.data
+    settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens, budget]
     note, _ = _once(inspection, config.sft.sft_data, settings, read)
     yield from [Note(note)] if note is not None else []
 

@@ -8,6 +8,7 @@ from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.learning_rate import LearningRateSchedule
+from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
@@ -45,11 +46,27 @@ def check_files(inspection: Inspection) -> Findings:
 
 
 def check_tokenizer(inspection: Inspection) -> Findings:
-    """Yields a chat template that is asked for and missing."""
-    model = inspection.config.model.hf_checkpoint
-    if inspection.tokenizer is not None and inspection.config.data.apply_chat_template and not inspection.tokenizer.has_chat_template:
+    """Yields a chat template that is asked for and missing, what is passed over of the tokenizer's files, and what text begins with."""
+    model, data, tokenizer = inspection.config.model.hf_checkpoint, inspection.config.data, inspection.tokenizer
+    if tokenizer is None:
+        return
+    yield from map(Note, tokenizer.notes)
+    if data.apply_chat_template and not tokenizer.has_chat_template:
         expected = f"the model has no chat template; put a chat_template.jinja into {model}, or leave it out and give prompts as text"
         yield ConfigError("data.apply_chat_template", True, expected)
+    if not data.apply_chat_template or inspection.config.sft.sft_data is not None:
+        yield from _around_text(tokenizer, data.add_special_tokens)
+
+
+def _around_text(tokenizer: Tokenizer, added: bool) -> Iterator[Note]:
+    """Yields what the tokenizer puts around a text, and whether text prompts get it."""
+    prefix, suffix = (", ".join(map(tokenizer.shown, ids)) for ids in (tokenizer.text_prefix, tokenizer.text_suffix))
+    if prefix:
+        begin, why = ("begin", "= false leaves it out") if added else ("do not begin", "is false")
+        added_by = f"{prefix}, which the checkpoint's tokenizer adds; data.add_special_tokens {why}"
+        yield Note(f"text prompts and text demonstrations {begin} with {added_by}")
+    if suffix:
+        yield Note(f"the checkpoint's tokenizer ends a text with {suffix}; a prompt does not, since it is continued")
 
 
 def check_actor(inspection: Inspection) -> Findings:

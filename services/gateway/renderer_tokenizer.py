@@ -49,7 +49,7 @@ class RendererTokenizer:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
         self._tokenizer, self._variables, self._encoded = tokenizer, dict(variables), EncodedTexts(tokenizer)
         self.eos_token_id = tokenizer.eos_id
-        self.all_special_tokens = tokenizer.special_tokens
+        self.all_special_tokens = tokenizer.skipped_tokens
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         return self._encoded.of(text).tolist()

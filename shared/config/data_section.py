@@ -26,6 +26,11 @@ class DataSection(Section):
     tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
     apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
     apply_chat_template_kwargs: dict[str, Any] = Field(default={}, description="extra variables for the chat template")
+    add_special_tokens: bool = Field(
+        default=True,
+        description="begin text that no chat template renders, of prompts and of demonstrations, with what the checkpoint's tokenizer puts "
+        "before a text: BOS, for most",
+    )
     overlong_prompts: Literal["refuse", "filter"] = Field(
         default="refuse", description="prompts over rollout_max_prompt_len: refuse the run, or leave them out and count them"
     )

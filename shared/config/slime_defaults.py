@@ -14,7 +14,7 @@ Values = Mapping[str, Mapping[str, Any]]
 """Section → field → value, as flags give it: text, or plain."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter"},
+    "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter", "add_special_tokens": False},
     "rollout": {"overlong_samples": "alone", "rollout_skip_special_tokens": False},
     "trainer": {"adam_beta2": 0.999, "weight_decay": 0.01, "lr_decay_style": "linear"},
 }

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
 from shared.data.call_form import in_call_form
+from shared.data.chat_template import BrokenTemplate
 from shared.data.prompts import chat_problem, chat_tools
 from shared.data.rows import RowEntry, open_rows
 from shared.data.tokenizer import Tokenizer
@@ -73,9 +74,9 @@ class DemonstrationFile:
         """Reads a row and renders its chat. Raises ConfigError for what cannot be used, or is longer than a micro-batch of the trainer."""
         entry = self._rows.entry(row)
         stretches, is_chat = self._stretches(entry)
-        if sum(len(piece.text.encode()) for piece in stretches) < self._most:
+        if sum(len(piece.text.encode()) for piece in stretches) + len(self._tokenizer.text_prefix) < self._most:
             return  # a token has a byte at least
-        tokens = sum(len(self._tokenizer.encode(piece.text)) for piece in stretches) + (not is_chat)
+        tokens = sum(map(len, self._tokens(stretches, is_chat))) + (not is_chat)
         if tokens > self._most:
             key = self._sft.sft_messages_key if is_chat else self._sft.sft_response_key
             budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
@@ -90,7 +91,7 @@ class DemonstrationFile:
         entry = self._rows.entry(row)
         stretches, is_chat = self._stretches(entry)
         stops = self._tokenizer.stop_ids
-        tokens = [self._tokenizer.encode(piece.text) for piece in stretches]
+        tokens = self._tokens(stretches, is_chat)
         masks = [_mask(ids, piece.trained, stops if is_chat else []) for ids, piece in zip(tokens, stretches, strict=True)]
         if not (is_chat and np.isin(tokens[-1], stops).any()):
             tokens.append(np.array(stops[:1], np.int32))
@@ -113,6 +114,11 @@ class DemonstrationFile:
             text="",
         )
 
+    def _tokens(self, stretches: Sequence[Piece], is_chat: bool) -> list[NDArray[np.int32]]:
+        """Returns the ids of each piece; a text's prompt begins as the checkpoint begins a text."""
+        begins = self._data.add_special_tokens and not is_chat
+        return [self._tokenizer.encode(piece.text, begins and not piece.trained) for piece in stretches]
+
     def _stretches(self, entry: RowEntry) -> tuple[list[Piece], bool]:
         """Returns a row's pieces, and whether they are a chat's."""
         sft, key = self._sft, self._sft.sft_messages_key
@@ -125,6 +131,8 @@ class DemonstrationFile:
         variables = {**self._data.apply_chat_template_kwargs, **chat_tools(entry, self._data.tool_key)}
         try:
             return pieces(self._tokenizer, messages, variables), True
+        except BrokenTemplate:
+            raise
         except ConfigError as error:
             raise entry.refusal(key, error.expected) from None
         except ValueError as error:

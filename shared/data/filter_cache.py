@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
+from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.runtime import user_cache
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError
 
-_FORMAT = 5
-_MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_FORMAT = 6
 
 
 class FilteredRows(NamedTuple):
@@ -87,10 +87,11 @@ class FilterCache:
 
 
 def fingerprint(model: Path, files: Sequence[DataFile], settings: object) -> str:
-    """Returns a digest of files by path, size and time, of the model's tokenizer and template by content, and of settings, a JSON value.
+    """Returns a digest of files by path, size and time, of the model's tokenizer and templates by content, and of settings, a JSON value.
 
     Raises OSError for a file that is not there.
     """
     stated = [(str(file), file.path.stat().st_size, file.path.stat().st_mtime_ns) for file in files]
-    tokenizer = [hashlib.sha256(path.read_bytes()).hexdigest() for name in _MODEL_FILES if (path := model / name).is_file()]
+    side = [model / name for name in SIDE_FILES] + sorted((model / TEMPLATE_FOLDER).glob("*.jinja"))
+    tokenizer = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in side if path.is_file()]
     return hashlib.sha256(json.dumps([stated, tokenizer, settings], sort_keys=True).encode()).hexdigest()

@@ -15,6 +15,7 @@ from shared.config.data_section import DataSection
 from shared.config.eval_views import EvalView
 from shared.config.run_config import RunConfig
 from shared.data.call_form import in_call_form
+from shared.data.chat_template import BrokenTemplate
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
 from shared.data.read_progress import ReadProgress
@@ -73,7 +74,7 @@ class PromptReader:
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
         prompt, text = self._rendered(entry)
-        tokens = self._tokenizer.encode(text)
+        tokens = self._tokenizer.encode(text, self._begins(prompt))
         if isinstance(problem := self._length(entry, prompt, len(tokens)), ConfigError):
             raise problem
         return replace(prompt, tokens=tokens)
@@ -87,8 +88,13 @@ class PromptReader:
                 rendered.append((entry, *self._rendered(entry)))
             except ConfigError as error:
                 rendered.append(error)
-        lengths = iter(self._tokenizer.lengths([item[2] for item in rendered if isinstance(item, tuple)]))
+        readable = [item for item in rendered if isinstance(item, tuple)]
+        lengths = iter(self._tokenizer.lengths([text for _, _, text in readable], [self._begins(prompt) for _, prompt, _ in readable]))
         return [self._length(*item[:2], next(lengths)) if isinstance(item, tuple) else item for item in rendered]
+
+    def _begins(self, prompt: Prompt) -> bool:
+        """Returns whether a prompt gets what the checkpoint puts before a text: a rendered chat has all that it needs."""
+        return self._data.add_special_tokens and not self._data.apply_chat_template and isinstance(prompt.content, str)
 
     def _rendered(self, entry: RowEntry) -> tuple[Prompt, str]:
         """Returns a prompt without its tokens, and the text to tokenise. Raises ConfigError for anything but its length."""
@@ -150,12 +156,14 @@ class PromptReader:
         try:
             variables = {**data.apply_chat_template_kwargs, **tools}
             return self._tokenizer.render(in_call_form(self._tokenizer, messages, variables, keep_text=True), variables)
+        except BrokenTemplate:
+            raise
         except ConfigError as error:
             raise entry.refusal(data.input_key, f"{error.field}: {error.expected}") from None
 
     def _length(self, entry: RowEntry, prompt: Prompt, length: int) -> int | ConfigError:
         """Returns the length, or what is wrong with it."""
-        if not length:
+        if not (length and prompt.content):
             return entry.refusal(self._data.input_key, f"expected a prompt that is not empty, found {prompt.content!r}")
         if (size := prompt.size + _NO_TOKENS.itemsize * length) > MAX_PROMPT_BYTES:
             parts = "prompt, label, metadata and token ids in one message"
@@ -195,7 +203,7 @@ def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:
 
 def reason_to_leave_out(error: ConfigError, data: DataSection) -> str | None:
     """Returns why the config leaves out the prompt of this error; None where it refuses the run for it."""
-    if isinstance(error, UnknownEnvironment):
+    if isinstance(error, UnknownEnvironment | BrokenTemplate):
         return None
     if isinstance(error, OverlongPrompt):
         return OVERLONG if data.overlong_prompts == "filter" else None

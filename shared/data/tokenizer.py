@@ -1,58 +1,67 @@
 """An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
 
-import datetime
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
+from shared.data.chat_template import DEFAULT, FIELD, ChatTemplates
+from shared.data.checkpoint_tokenizer import CheckpointTokenizer
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import parse_json
 
 
 class Tokenizer:
-    """Text ↔ token ids, chat messages → text. ``model``: an HF checkpoint directory with tokenizer.json (and tokenizer_config.json,
-    chat_template.jinja, generation_config.json)."""
+    """Text ↔ token ids, chat messages → text. ``model``: an HF checkpoint directory with tokenizer.json (and the other side files).
+
+    Attributes:
+        text_prefix, text_suffix: ids that the checkpoint asks to put around a text. The suffix is never added: a prompt is continued.
+        notes: what of the side files is passed over.
+    """
 
     def __init__(self, model: str | Path) -> None:
-        model = Path(model)
-        path = model / "tokenizer.json"
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception for a missing or malformed file
-            raise ConfigError("model.hf_checkpoint", str(path), f"not a readable tokenizer.json: {error}") from None
-        settings = _json(model / "tokenizer_config.json")
-        self._special = {name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)}
-        template_file = model / "chat_template.jinja"
-        self.template: str | None = template_file.read_text() if template_file.is_file() else settings.get("chat_template")
+        self._files = CheckpointTokenizer(Path(model))
+        self._tokenizer, self._special, self.notes = self._files.backend, self._files.named, self._files.notes
+        self.text_prefix, self.text_suffix = self._files.prefix, self._files.suffix
+        self._templates = ChatTemplates(Path(model), self._files.settings.get("chat_template"))
+        self.template: str | None = self._templates.named.get(DEFAULT, next(iter(self._templates.named.values()), None))
         self.has_chat_template = self.template is not None
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.stop_ids = self._stop_ids(model)
+        self.stop_ids = self._stop_ids()
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Returns the token ids of a text, int32 [T]; special tokens only where the text spells them."""
+    def encode(self, text: str, begin: bool = False) -> NDArray[np.int32]:
+        """Returns the token ids of a text, int32 [T]; special tokens only where the text spells them.
+
+        Args:
+            begin: put the checkpoint's ``text_prefix`` before them, unless the text spells it itself.
+        """
         # the call for several leaves out what nobody here asks for: where in the text each token lies
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.asarray(encoding.ids, dtype=np.int32)
+        return np.asarray([*self._lacks(encoding.ids, begin), *encoding.ids], dtype=np.int32)
 
-    def lengths(self, texts: Sequence[str]) -> list[int]:
+    def lengths(self, texts: Sequence[str], begin: Sequence[bool] = ()) -> list[int]:
         """Returns how many tokens `encode` makes of each text; all processor cores share the work."""
-        return [len(encoding) for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        begins = begin or [False] * len(texts)
+        return [len(one) + (len(self._lacks(one.ids, True)) if begun else 0) for one, begun in zip(encodings, begins, strict=True)]
+
+    def _lacks(self, ids: Sequence[int], begin: bool) -> list[int]:
+        return self.text_prefix if begin and list(ids[: len(self.text_prefix)]) != self.text_prefix else []
 
     def decode(self, tokens: Sequence[int] | NDArray[np.int32], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids, special tokens left out unless they are wanted."""
-        return str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
+        text = str(self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special_tokens))
+        return _cleaned(text) if self._files.cleans_spaces else text
 
     def pieces(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[str]:
         """Returns the text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
         return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
+
+    def shown(self, token: int) -> str:
+        """Returns a token for a reader: its text and id."""
+        return f"{self._tokenizer.id_to_token(token)} (id {token})"
 
     @cached_property
     def longest_token(self) -> int:
@@ -71,7 +80,12 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> list[str]:
-        """Returns the texts of the tokens that are left out of responses."""
+        """Returns the texts of the special tokens that the checkpoint declares: those with a name, then the others."""
+        return self._files.special
+
+    @property
+    def skipped_tokens(self) -> list[str]:
+        """Returns the texts of the tokens that are left out of responses, declared by the checkpoint or not."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
     @property
@@ -89,58 +103,32 @@ class Tokenizer:
         """Renders chat messages by the model's chat template, with the generation prompt.
 
         ``variables``: more of the template's variables; ``tools`` and ``documents`` are none unless they are among them, as templates
-        expect of transformers. Raises ConfigError where the model has no template or it does not take these messages.
+        expect of transformers. Raises ConfigError where the model has no template or it does not take these messages, BrokenTemplate
+        where it takes none.
         """
         if self.template is None:
             expected = "the model has no chat template; give it a chat_template.jinja, or prompts as text"
-            raise ConfigError("data.apply_chat_template", True, expected)
-        try:
-            given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-            return self._compiled.render(**{**given, **self._special, **variables})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # a template can raise any of them
-            raise ConfigError("data.apply_chat_template", messages, f"the chat template refuses it: {error}") from None
+            raise ConfigError(FIELD, True, expected)
+        return self._templates.render(messages, {**self._special, **variables})
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        """Returns the chat template, compiled once: that takes a hundred times as long as rendering a chat."""
-        assert self.template is not None
-        return _environment().from_string(self.template)
-
-    def _stop_ids(self, model: Path) -> list[int]:
+    def _stop_ids(self) -> list[int]:
         """Returns the ids that end a response: generation_config's, else config's, else the tokenizer's eos token."""
-        for name in ("generation_config.json", "config.json"):
-            ids = _json(model / name).get("eos_token_id")
-            if ids is not None:
-                return sorted(ids) if isinstance(ids, list) else [ids]
-        eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
-        return [] if eos is None else [eos]
+        config, text = self._files.read("config.json"), "text_config"
+        nested = config.get(text)
+        sources = {"generation_config.json": self._files.read("generation_config.json"), "config.json": config}
+        sources[f"config.json: {text}"] = nested if isinstance(nested, dict) else {}
+        for name, source in sources.items():
+            stated = source.get("eos_token_id")
+            ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise self._files.refusal(f"{name}: eos_token_id", f"a token id or a list of them, found {stated!r}")
+            if ids:
+                return list(dict.fromkeys(ids))
+        return [] if self.eos_id is None else [self.eos_id]
 
 
-def _environment() -> jinja2.Environment:
-    """Returns the environment of chat templates: the syntax, filter and functions that transformers gives them."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
-
-    def raise_exception(text: str) -> None:
-        raise jinja2.TemplateError(text)
-
-    environment.filters["tojson"] = tojson  # jinja2's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError("model.hf_checkpoint", str(path), f"not JSON: {error}") from None
-    return value if isinstance(value, dict) else {}
-
-
-def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
+def _cleaned(text: str) -> str:
+    """Returns decoded text without the spaces that word-piece models leave before punctuation."""
+    for spaced in (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(spaced, spaced.strip())
+    return text

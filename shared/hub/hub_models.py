@@ -5,6 +5,7 @@ from pathlib import Path
 from shared.hub.hub_client import Hub, HubError, RepositoryListing, require
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
+from shared.model.hf_checkpoint import TEMPLATE_FOLDER
 from shared.runtime.untrusted_files import parse_json
 
 INDEX = "model.safetensors.index.json"
@@ -28,7 +29,8 @@ def directory(hub: Hub, name: HubName, *, weights: bool = True) -> Path:
     require("huggingface_hub")
     top = [file for file in listing.files if "/" not in file]
     _check(listing, top)
-    download(hub, name, listing, [file for file in top if file.endswith(_SUFFIXES)])
+    templates = [file for file in listing.files if file.startswith(f"{TEMPLATE_FOLDER}/")]
+    download(hub, name, listing, [*(file for file in top if file.endswith(_SUFFIXES)), *templates])
     if weights:
         shards = _indexed(snapshot) or (["model.safetensors"] if "model.safetensors" in top else _weights(top))
         if absent := [file for file in shards if file not in listing.files]:

@@ -8,6 +8,11 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.untrusted_files import is_plain_name, parse_json
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
+TEMPLATE_FOLDER = "additional_chat_templates"
+_SIDE_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+SIDE_FILES = (*_SIDE_JSON, "chat_template.jinja")
+"""The files, and the folder of more templates, that decide how a checkpoint reads text."""
+
 INDEX = "model.safetensors.index.json"
 
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")

@@ -24,7 +24,7 @@ from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, AD
 from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
 from services.trainer.megatron.writer_election import HeldPart, elect
 from shared.model.final_exports import MARK
-from shared.model.hf_checkpoint import INDEX
+from shared.model.hf_checkpoint import INDEX, TEMPLATE_FOLDER
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
@@ -194,7 +194,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copies the files of a Hugging Face checkpoint beside its weights: config, tokenizer, license."""
+    """Copies the files of a Hugging Face checkpoint beside its weights: config, tokenizer, chat templates, license."""
+    if (source / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(source / TEMPLATE_FOLDER, target / TEMPLATE_FOLDER)
     for path in source.iterdir():
         copied = path.suffix not in _NOT_COPIED and not path.name.endswith(".index.json")
         if path.is_file() and copied and path.name != MARK and not path.name.startswith("."):

@@ -55,6 +55,13 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: HubServer, tmp_pat
     assert hub.asked == []
 
 
+def test_chat_templates_of_a_folder_are_downloaded_too(hub: HubServer, tmp_path: Path) -> None:
+    hub.commit("models", "org/model", {**MODEL, "additional_chat_templates/tool_use.jinja": b"T", "onnx/tokenizer.json": b"{}"})
+    directory = hub_resolve.for_service(hub_resolve.pinned(named(tmp_path)), "buffer").model.hf_checkpoint
+    assert (directory / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"T"
+    assert not (directory / "onnx").exists()
+
+
 def test_of_several_weight_files_the_index_says_which(hub: HubServer, tmp_path: Path) -> None:
     shards = {f"model-0000{number}-of-00002.safetensors": b"x" * number for number in (1, 2)}
     index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()

@@ -153,3 +153,15 @@ def test_a_prompt_without_tokens_is_refused(tmp_path: Path, tiny_model: Path) ->
     demonstrations, _ = opened(tmp_path, tiny_model, None, {"prompt": "", "response": "2"})
     with pytest.raises(ConfigError, match="has no tokens"):
         demonstrations[0]
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_text_demonstration_begins_with_the_bos_that_the_checkpoint_adds(tmp_path: Path, tiny_model: Path, added: bool) -> None:
+    row = {"prompt": "1+1=", "response": "2"}
+    opened(tmp_path, tiny_model, None, row)
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|im_start|>", "add_bos_token": True}))
+    demonstrations, tokenizer = opened(tmp_path, tiny_model, None, row, data={"add_special_tokens": added})
+    bos = tokenizer.text_prefix if added else []
+    assert demonstrations[0].prompt.tolist() == [*bos, *tokenizer.encode("1+1=")]
+    assert demonstrations[0].response.tolist() == [*tokenizer.encode("2"), *tokenizer.stop_ids[:1]]

@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myxo.preflight.inspection import Inspection, Note
+from myxo.preflight.model_checks import check_tokenizer
 from shared.config.eval_views import eval_views
+from shared.data.chat_template import BrokenTemplate
+from shared.data.filter_cache import fingerprint
 from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
+from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.rewards.reference import Reference, label_text
 from shared.runtime.errors import ConfigError
 from tests.support import call_templates
@@ -330,3 +335,58 @@ def test_what_is_left_out_is_kept_for_the_next_start_and_only_for_the_same_input
     assert facts(opened()) == first
     write_jsonl(path, [ROWS[0], *ROWS])
     assert facts(opened())[0] == ["0", "0", "3", "6", "0", "0"]
+
+
+@pytest.fixture
+def base_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A checkpoint whose tokenizer begins a text with a token, as Llama 3's does."""
+    model = shutil.copytree(tiny_model, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|im_start|>", "add_bos_token": True}))
+    return model
+
+
+def test_text_prompts_begin_with_bos_and_chats_only_with_what_the_template_writes(tmp_path: Path, base_model: Path) -> None:
+    tokenizer, chat = Tokenizer(base_model), [{"role": "user", "content": "1+1="}]
+    rows = [{"prompt": content, "label": "2"} for content in ("1+1=", "<|im_start|>1+1=", chat)]
+    file = prompts(tmp_path, tokenizer, *rows)
+    bos = tokenizer.text_prefix
+    assert [file[row].tokens.tolist() for row in range(2)] == [[*bos, *tokenizer.encode("1+1=")]] * 2
+    assert file[2].tokens.tolist() == tokenizer.encode(tokenizer.render(chat, {})).tolist()
+    assert prompts(tmp_path, tokenizer, *rows, add_special_tokens=False)[0].tokens.tolist() == tokenizer.encode("1+1=").tolist()
+    rendered = prompts(tmp_path, tokenizer, *rows, apply_chat_template=True)
+    assert rendered[0].tokens.tolist() == rendered[2].tokens.tolist() == file[2].tokens.tolist()
+    with pytest.raises(ConfigError, match="not empty"):
+        prompts(tmp_path, tokenizer, {"prompt": "", "label": "2"})[0]
+
+
+def test_bos_counts_for_the_longest_prompt(tmp_path: Path, base_model: Path) -> None:
+    row = {"prompt": "1+1=", "label": "2"}
+    tokenizer = Tokenizer(base_model)
+    with pytest.raises(ConfigError, match="5 tokens"):
+        prompts(tmp_path, tokenizer, row, longest=4).check()
+    assert prompts(tmp_path, tokenizer, row, longest=4, add_special_tokens=False, overlong_prompts="filter").longest == 4
+
+
+def test_a_broken_template_is_not_the_rows_fault_and_skips_none(tmp_path: Path, base_model: Path) -> None:
+    (base_model / "chat_template.jinja").write_text("{{ messages | unheard }}")
+    with pytest.raises(BrokenTemplate) as caught:
+        prompts(tmp_path, Tokenizer(base_model), {"prompt": "1+1=", "label": "2"}, apply_chat_template=True, bad_prompts="skip")
+    assert "chat_template.jinja" in str(caught.value) and "prompts.jsonl" not in str(caught.value)
+
+
+def test_every_side_file_is_in_the_fingerprint(base_model: Path) -> None:
+    found = {fingerprint(base_model, [], None)}
+    for number, name in enumerate((*SIDE_FILES, f"{TEMPLATE_FOLDER}/tool_use.jinja"), start=2):
+        (base_model / name).parent.mkdir(exist_ok=True)
+        with (base_model / name).open("a") as file:
+            file.write(" ")
+        assert len(found := found | {fingerprint(base_model, [], None)}) == number, name
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_dry_run_says_what_text_prompts_begin_with(tmp_path: Path, base_model: Path, added: bool) -> None:
+    config = run_config(tmp_path, model={"hf_checkpoint": str(base_model)}, data={"add_special_tokens": added})
+    [note] = check_tokenizer(Inspection(config))
+    begin = "begin with" if added else "do not begin with"
+    assert isinstance(note, Note) and f"{begin} <|im_start|> (id 2)" in note.text and "data.add_special_tokens" in note.text

@@ -87,9 +87,13 @@ def test_saved_model_loads_in_transformers_and_scores_the_same(hf, make_actor, t
     import transformers
 
     (hf("qwen3_tied") / "tokenizer_config.json").write_text('{"some": "tokenizer"}')
+    template = hf("qwen3_tied") / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir(exist_ok=True)
+    template.write_text("T")
     actor = make_actor("qwen3_tied")
     rank_steps.steps(actor, 2)
     actor.save_hf(tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"some": "tokenizer"}'
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
