@@ -20,7 +20,7 @@ from shared.runtime import user_cache
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError
 
-_FORMAT = 5
+_FORMAT = 6
 _MODEL_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

@@ -111,7 +111,7 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             ids = _json(model / name).get("eos_token_id")
             if ids is not None:
-                return sorted(ids) if isinstance(ids, list) else [ids]
+                return list(ids) if isinstance(ids, list) else [ids]
         eos = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         return [] if eos is None else [eos]
 
