@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,7 @@ SECONDS = 5.0
 COMPARED_ROWS, COMPARED_SECONDS = 100_000, 2.0
 """The most rows, and seconds, for which the texts of a file are read to be compared with those of others."""
 
-DATES = datetime(2001, 2, 3, 4, 5, 6), datetime(2022, 11, 10, 19, 18, 17)
-DATED_ROWS = 16
+DATES, DATED_ROWS = (datetime(2001, 2, 3, 4, 5, 6), datetime(2022, 11, 10, 19, 18, 17)), 16
 """Two moments at which chats are rendered, and how many of a file."""
 
 _FORMAT = 3
@@ -146,7 +145,8 @@ def _contents(file: PromptFile | DemonstrationFile) -> _Contents:
     for index in spread(len(file), COMPARED_ROWS):
         with contextlib.suppress(ConfigError):  # another check reports it
             for question in file.questions(index):
-                said = [_said(message) for message in question] if isinstance(question, list) else [("user", _words(question))]
+                messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
+                said = [(message.get("role"), _words(message.get("content"))) for message in messages if isinstance(message, dict)]
                 if said and said[-1][0] == TRAINED_ROLE:
                     found.answered.append(index)
                     said.pop()
@@ -154,10 +154,6 @@ def _contents(file: PromptFile | DemonstrationFile) -> _Contents:
         if time.monotonic() > end:
             break
     return found
-
-
-def _said(message: Any) -> tuple[Any, str]:
-    return (message.get("role"), _words(message.get("content"))) if isinstance(message, dict) else (None, str(message))
 
 
 def _words(content: Any) -> str:
@@ -173,8 +169,13 @@ def check_dates(inspection: Inspection) -> Findings:
     if not inspection.config.debug.trains_only:
         files |= {"data.prompt_data": inspection.training} | {view.field: prompts for view, prompts in inspection.heldout}
     for field, file in files.items():
-        forms = list[str]()
-        dated = [chat for chat in ([] if file is None else _chats(file)) if _dated(tokenizer, chat, forms)]
+        if file is None:
+            continue
+        forms, dated = list[str](), list[Chat]()
+        for index in spread(len(file), DATED_ROWS):
+            with contextlib.suppress(ConfigError):  # another check reports it
+                if (chat := file.chat(index)) is not None and _dated(tokenizer, chat, forms):
+                    dated.append(chat)
         if not dated:
             continue
         names = dict.fromkeys(re.findall(r"\b(?!strftime_now)\w*(?:date|today|time|now)\w*", str(tokenizer.template)))
@@ -182,13 +183,6 @@ def check_dates(inspection: Inspection) -> Findings:
         pin = next((name for name in names if not any(_dated(tokenizer, chat, [], **{name: today}) for chat in dated)), None)
         way = f"apply_chat_template_kwargs = {{{pin} = {json.dumps(today)}}}" if pin else "a chat_template.jinja that writes none"
         yield Note(f"{field}: the chat template writes today's date: prompts change from day to day, on resume too; to pin it: {way}")
-
-
-def _chats(file: PromptFile | DemonstrationFile) -> Iterator[Chat]:
-    for index in spread(len(file), DATED_ROWS):
-        with contextlib.suppress(ConfigError):  # another check reports it
-            if (chat := file.chat(index)) is not None:
-                yield chat
 
 
 def _dated(tokenizer: Tokenizer, chat: Chat, forms: list[str], **pinned: str) -> bool:

@@ -167,9 +167,7 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
 def demonstration_micro_batches(
     samples: Sequence[Sample], objective: AlgorithmSection, *, dp_rank: int, dp_size: int, max_tokens: int, alone: bool = False
 ) -> list[PackedBatch]:
-    """Returns this rank's micro-batches of demonstrations, which every rank holds; samples of one group weigh as one rollout.
-
-    Raises SampleTooLong.
+    """Returns this rank's micro-batches of demonstrations, which every rank holds; a group weighs as one. Raises SampleTooLong.
 
     ``alone``: a demonstration of more than ``max_tokens`` tokens is a micro-batch by itself.
     """

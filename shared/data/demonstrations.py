@@ -26,14 +26,14 @@ class Piece(NamedTuple):
     trained: bool
 
 
-class Line(NamedTuple):
+class DemonstrationLine(NamedTuple):
     """The text of one sample of a demonstration. ``turn``: the chat's message of its last piece; -1 for text."""
 
     pieces: list[Piece]
     turn: int
 
 
-def lines(tokenizer: Tokenizer, chat: Chat) -> list[Line]:
+def lines(tokenizer: Tokenizer, chat: Chat) -> list[DemonstrationLine]:
     """Returns a chat rendered by the model's template, cut where the assistant's turns begin and end.
 
     A turn begins behind the generation prompt of the messages before it, where generation begins too; it ends with the chat rendered up to
@@ -50,31 +50,31 @@ def lines(tokenizer: Tokenizer, chat: Chat) -> list[Line]:
         raise ValueError(f"no message has the role {TRAINED_ROLE}; there is nothing to train")
     if turns[0] == 0:
         raise ValueError(f"the first message has the role {TRAINED_ROLE}; expected one to answer before it")
-    found: list[Line] = []
-    before: str | None = None
+    found, before = list[DemonstrationLine](), ""
     for turn in turns:
         begun = tokenizer.render(messages[:turn], variables)
         ended = tokenizer.render(messages[: turn + 1], {**variables, "add_generation_prompt": False})
         if not ended.startswith(begun):
-            raise ValueError(_not_nested(turn, begun, ended))
-        if before is None or not begun.startswith(before):
-            found.append(Line([], turn))
+            shown = slice(max(len(begun) - 40, 0), len(begun))
+            rewritten = f"the generation prompt of message {turn}: {begun[shown]!r} becomes {ended[shown]!r}"
+            raise ValueError(f"the chat template rewrites {rewritten}, so that the assistant's tokens cannot be found")
+        if not found or not begun.startswith(before):
+            found.append(DemonstrationLine([], turn))
             before = ""
         pieces = [*found[-1].pieces, Piece(begun[len(before) :], False), Piece(ended[len(begun) :], True)]
-        found[-1], before = Line(pieces, turn), ended
+        found[-1], before = DemonstrationLine(pieces, turn), ended
     return found
 
 
 def _behind(tokenizer: Tokenizer, chat: Chat, turn: int) -> str:
     """Returns what the template writes for the message behind a turn: nothing where there is none, or it refuses a chat that ends there."""
     said = [*chat.messages[:turn], {"role": TRAINED_ROLE, "content": PLACEHOLDER}, *chat.messages[turn + 1 : turn + 2]]
-    ends = []
-    for messages in (said[: turn + 1], said):
-        try:
-            ends.append(tokenizer.render(messages, {**chat.variables, "add_generation_prompt": False}).partition(PLACEHOLDER)[2])
-        except ConfigError:
-            return ""
-    return ends[1].removeprefix(ends[0])
+    variables = {**chat.variables, "add_generation_prompt": False}
+    try:
+        end, behind = (tokenizer.render(said[:stop], variables).partition(PLACEHOLDER)[2] for stop in (turn + 1, turn + 2))
+    except ConfigError:
+        return ""
+    return behind.removeprefix(end)
 
 
 class DemonstrationFile:
@@ -104,14 +104,17 @@ class DemonstrationFile:
         for line in found:
             if sum(len(piece.text.encode()) for piece in line.pieces) < self._most:
                 continue  # a token has a byte at least
-            ids, _ = self._tokens(line, chat)
-            if len(ids) > self._most:
+            if (tokens := self._sample(entry, "", 0, line, chat).length) > self._most:
                 key = self._sft.sft_response_key if chat is None else self._sft.sft_messages_key
                 budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
-                raise entry.refusal(key, f"the demonstration has {len(ids)} tokens, {budget}")
+                raise entry.refusal(key, f"the demonstration has {tokens} tokens, {budget}")
         return len(found)
 
-    def __getitem__(self, row: int) -> list[Sample]:
+    def __getitem__(self, row: int) -> Sample:
+        """Returns the first of a row's `samples`, which is the only one unless its chat is split."""
+        return self.samples(row)[0]
+
+    def samples(self, row: int) -> list[Sample]:
         """Returns a row as samples of version 0, one but for a chat of several `lines`: a prompt goes up to the first trained token.
 
         The end of a response is trained. Where the template writes no stop token in an assistant's turn, that is one that begins the next
@@ -120,7 +123,7 @@ class DemonstrationFile:
         """
         entry = self._rows.entry(row)
         chat, found = self._lines(entry)
-        return [self._sample(entry, f"sft-{row}", index, *self._tokens(line, chat)) for index, line in enumerate(found)]
+        return [self._sample(entry, f"sft-{row}", index, line, chat) for index, line in enumerate(found)]
 
     def chat(self, row: int) -> Chat | None:
         """Returns a row's chat; None for text. Raises ConfigError for what is no chat."""
@@ -133,8 +136,7 @@ class DemonstrationFile:
             return [entry.text(self._sft.sft_prompt_key, "sft.sft_prompt_key")]
         return [chat.messages[:turn] for turn, message in enumerate(chat.messages) if message["role"] == TRAINED_ROLE]
 
-    def _tokens(self, line: Line, chat: Chat | None) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Returns a line's ids up to the last trained one, and their mask."""
+    def _sample(self, entry: RowEntry, group: str, index: int, line: DemonstrationLine, chat: Chat | None) -> Sample:
         stops = self._tokenizer.stop_ids
         tokens = [self._tokenizer.encode(piece.text) for piece in line.pieces]
         masks = [_mask(ids, piece.trained, [] if chat is None else stops) for ids, piece in zip(tokens, line.pieces, strict=True)]
@@ -146,21 +148,18 @@ class DemonstrationFile:
             tokens.append(header if np.isin(header, stops).any() else np.array(stops[:1], np.int32))
             masks.append(np.ones(1, np.uint8))
         ids, mask = np.concatenate(tokens).astype(np.int32), np.concatenate(masks).astype(np.uint8)
-        end = int(np.flatnonzero(mask)[-1]) + 1
-        return ids[:end], mask[:end]
-
-    def _sample(self, entry: RowEntry, group: str, index: int, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:
-        first = int(np.flatnonzero(mask)[0])
+        trained = np.flatnonzero(mask)
+        first, end = int(trained[0]), int(trained[-1]) + 1
         if not first:
             raise entry.refusal(self._sft.sft_prompt_key, "has no tokens; the first trained token needs one before it")
         return Sample(
             group=group,
             index=index,
             prompt=ids[:first],
-            response=ids[first:],
-            log_probs=np.zeros(len(ids) - first, np.float32),
-            mask=mask[first:],
-            segments=[(0, len(ids) - first, 0)],
+            response=ids[first:end],
+            log_probs=np.zeros(end - first, np.float32),
+            mask=mask[first:end],
+            segments=[(0, end - first, 0)],
             finish="stop",
             text="",
         )
@@ -174,12 +173,13 @@ class DemonstrationFile:
             raise entry.refusal(key, f"expected a list of chat messages with role and content, {problem}")
         return Chat(messages, {**self._data.apply_chat_template_kwargs, **chat_tools(entry, self._data.tool_key)})
 
-    def _lines(self, entry: RowEntry) -> tuple[Chat | None, list[Line]]:
+    def _lines(self, entry: RowEntry) -> tuple[Chat | None, list[DemonstrationLine]]:
         """Returns a row's chat, where it has one, and its lines."""
         sft = self._sft
         if (chat := self._chat(entry)) is None:
             prompt = entry.text(sft.sft_prompt_key, "sft.sft_prompt_key")
-            return None, [Line([Piece(prompt, False), Piece(entry.text(sft.sft_response_key, "sft.sft_response_key"), True)], -1)]
+            response = entry.text(sft.sft_response_key, "sft.sft_response_key")
+            return None, [DemonstrationLine([Piece(prompt, False), Piece(response, True)], -1)]
         try:
             return chat, lines(self._tokenizer, chat)
         except ConfigError as error:
@@ -195,13 +195,3 @@ def _mask(tokens: NDArray[np.int32], trained: bool, stop_ids: Sequence[int]) -> 
     if stops.size:
         mask[int(stops[-1]) + 1 :] = 0
     return mask
-
-
-def _not_nested(turn: int, earlier: str, later: str) -> str:
-    differing = (index for index, (before, after) in enumerate(zip(earlier, later, strict=False)) if before != after)
-    at = next(differing, min(len(earlier), len(later)))
-    start = max(at - 20, 0)
-    return (
-        f"the chat template rewrites the generation prompt of message {turn}: {earlier[start : at + 20]!r} becomes "
-        f"{later[start : at + 20]!r}, so that the assistant's tokens cannot be found; give the model another chat_template.jinja"
-    )

@@ -101,19 +101,20 @@ def tensor_problems(
         if tuple(held[name]) != shape:
             yield ConfigError(f"{directory}:{name}", tuple(held[name]), f"shape {shape}, by the sizes in config.json")
             return
-    if OUTPUT in names and OUTPUT not in expected and not _same(directory, field):
-        wanted = f"{EMBEDDING}, to which config.json ties it; set tie_word_embeddings to false there, or remove it from the file"
-        yield ConfigError(f"{directory}:{OUTPUT}", "another matrix", wanted)
+    if OUTPUT in names - set(expected):
+        yield from _tied_problems(directory, field)
 
 
-def _same(directory: Path, field: str) -> bool:
-    """Returns whether the output layer in a directory's files is the embedding, to the bit."""
+def _tied_problems(directory: Path, field: str) -> Iterator[ConfigError]:
+    """Yields that the output layer in a directory's files is not the embedding, to the bit."""
     held = {}
     for file in (TensorFiles([path], links=True) for path in weight_files(directory, field)[0]):
         held.update({name: (file.tensors[name], file[name]) for name in (EMBEDDING, OUTPUT) if name in file.tensors})
     (kind, one), (other_kind, other) = held[EMBEDDING], held[OUTPUT]
     pieces = (slice(first, first + PIECE_BYTES) for first in range(0, len(one), PIECE_BYTES))
-    return kind == other_kind and all(np.array_equal(one[piece], other[piece]) for piece in pieces)
+    if kind != other_kind or not all(np.array_equal(one[piece], other[piece]) for piece in pieces):
+        wanted = f"{EMBEDDING}, to which config.json ties it; set tie_word_embeddings to false there, or remove it from the file"
+        yield ConfigError(f"{directory}:{OUTPUT}", "another matrix", wanted)
 
 
 def some(names: Sequence[str]) -> str:

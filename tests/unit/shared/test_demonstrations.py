@@ -86,7 +86,7 @@ def with_markers(
 def shown(demonstrations: DemonstrationFile, tokenizer: Tokenizer, row: int = 0) -> list[str]:
     """Each line of a row as text, trained stretches in ``[[ ]]``."""
     found = []
-    for sample in demonstrations[row]:
+    for sample in demonstrations.samples(row):
         text, before = tokenizer.decode(sample.prompt, skip_special_tokens=False), 0
         for token, mask in zip(sample.response.tolist(), [*sample.mask.tolist()], strict=True):
             text += ("[[" if mask > before else "]]" if mask < before else "") + tokenizer.decode([token], skip_special_tokens=False)
@@ -97,7 +97,7 @@ def shown(demonstrations: DemonstrationFile, tokenizer: Tokenizer, row: int = 0)
 
 def trained(demonstrations: DemonstrationFile, tokenizer: Tokenizer, row: int = 0) -> tuple[str, list[str]]:
     """The prompt, and the stretches of the response that are trained, ``$`` for a stop token."""
-    [one] = demonstrations[row]
+    one = demonstrations[row]
     assert len(one.response) == len(one.mask)
     assert one.mask[0] == one.mask[-1] == 1
 
@@ -130,7 +130,7 @@ def test_of_a_chat_the_assistants_turns_are_trained_with_their_ends(tmp_path: Pa
 
 def test_the_tokens_are_those_of_a_rollout(tmp_path: Path, tiny_model: Path) -> None:
     demonstrations, tokenizer = opened(tmp_path, tiny_model, CHATML, {"messages": CHAT})
-    [one] = demonstrations[0]
+    one = demonstrations[0]
     prompt = tokenizer.encode(tokenizer.render(CHAT[:2], {}))
     assert one.prompt.tolist() == prompt.tolist()
     rendered = tokenizer.render(CHAT[:5], {"add_generation_prompt": False})
@@ -253,7 +253,7 @@ def test_a_chat_that_qwen3_writes_anew_becomes_lines_that_agree(tmp_path: Path) 
     assert "<think>" not in second.partition("[[")[0], "as a rollout sees earlier turns"
     assert second.count("[[") == 2, "nothing of the third turn is written anew"
     assert "[[a3<|im_end|>]]" in second and second.endswith("[[<think>\nr4\n</think>\n\na4<|im_end|>]]")
-    samples = found[0][0]
+    samples = found[0].samples(0)
     assert [(sample.group, sample.index) for sample in samples] == [("sft-0", 0), ("sft-0", 1)]
     for sample, turn in zip(samples, (1, 5), strict=True):
         assert sample.prompt.tolist() == found[1].encode(found[1].render(chat[:turn], {})).tolist(), "the prompt of a rollout"
@@ -266,7 +266,8 @@ def test_each_line_has_to_fit_into_a_micro_batch(tmp_path: Path) -> None:
     config = run_config(tmp_path, sft={"sft_data": str(path)}, trainer={"max_tokens_per_gpu": 70}, rollout={"rollout_max_response_len": 8})
     demonstrations = DemonstrationFile(config, Tokenizer(model))
     assert demonstrations.check(0) == 2
-    assert max(sample.length for sample in demonstrations[0]) <= 70 < sum(sample.length for sample in demonstrations[0])
+    lengths = [sample.length for sample in demonstrations.samples(0)]
+    assert max(lengths) <= 70 < sum(lengths)
     with pytest.raises(ConfigError, match="the demonstration has .* tokens, a micro-batch holds 70"):
         demonstrations.check(1)
 

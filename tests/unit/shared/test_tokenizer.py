@@ -127,7 +127,7 @@ def test_a_model_without_a_template_says_so(model: Path) -> None:
 def test_stop_ids_come_from_generation_config_then_config_then_the_tokenizer(model: Path) -> None:
     eos = Tokenizer(model).encode("<|im_end|>")[0]
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 3]}))
-    assert Tokenizer(model).stop_ids == [3, 9]
+    assert Tokenizer(model).stop_ids == [9, 3]
     (model / "generation_config.json").unlink()
     (model / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     assert Tokenizer(model).stop_ids == [7]
