@@ -97,7 +97,8 @@ DATA_CHECKS: tuple[Check, ...] = (
     data_checks.check_training_prompts,
     data_checks.check_heldout_prompts,
     data_checks.check_demonstrations,
-    data_checks.check_overlap,
+    data_checks.check_contents,
+    data_checks.check_dates,
     label_checks.check,
     length_checks.check,
 )
@@ -121,7 +122,7 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_context,
     data_checks.check_training_prompts,
     data_checks.check_heldout_prompts,
-    data_checks.check_overlap,
+    data_checks.check_contents,
     label_checks.check,
     length_checks.check,
 )

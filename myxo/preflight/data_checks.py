@@ -5,36 +5,42 @@ reads the others tells what is wrong with them. Where the config has prompts lef
 files are not read again.
 """
 
+import contextlib
 import difflib
 import json
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data import data_files
 from shared.data.data_files import DataFile
-from shared.data.demonstrations import DemonstrationFile
+from shared.data.demonstrations import TRAINED_ROLE, DemonstrationFile
 from shared.data.filter_cache import fingerprint
-from shared.data.prompts import PromptFile, TrainingPrompts, spread
+from shared.data.prompts import Chat, PromptFile, TrainingPrompts, spread
 from shared.data.read_progress import ReadProgress
-from shared.data.rows import Rows
+from shared.data.tokenizer import Tokenizer
 from shared.runtime import user_cache
 from shared.runtime.errors import ConfigError
 
 MOST = 20_000
 SECONDS = 5.0
 
-OVERLAP_ROWS, OVERLAP_SECONDS = 100_000, 2.0
-"""The most rows, and seconds, for which training prompts are compared with held-out ones."""
+COMPARED_ROWS, COMPARED_SECONDS = 100_000, 2.0
+"""The most rows, and seconds, for which the texts of a file are read to be compared with those of others."""
+
+DATES, DATED_ROWS = (datetime(2001, 2, 3, 4, 5, 6), datetime(2022, 11, 10, 19, 18, 17)), 16
+"""Two moments at which chats are rendered, and how many of a file."""
 
 _FORMAT = 3
 
-Result = tuple[str | None, int]
-"""A note about data that was read, and the tokens of the longest prompt."""
+Result = tuple[list[str], int]
+"""Notes about data that was read, and the tokens of the longest prompt."""
 
 
 def check_files(inspection: Inspection) -> Findings:
@@ -77,51 +83,123 @@ def check_heldout_prompts(inspection: Inspection) -> Findings:
 
 def check_demonstrations(inspection: Inspection) -> Findings:
     """Yields what is wrong with the first demonstration of the warm start that cannot be used."""
-    config = inspection.config
-    if config.sft.sft_data is None or inspection.tokenizer is None or not inspection.there(config.sft.sft_data):
+    config, demonstrations = inspection.config, inspection.demonstrations
+    if demonstrations is None or config.sft.sft_data is None:
         return
-    demonstrations = DemonstrationFile(config, inspection.tokenizer)  # raises ConfigError
 
     def read() -> Result:
-        rows, count, end = spread(len(demonstrations), MOST), 0, time.monotonic() + SECONDS
+        rows, end, lines = spread(len(demonstrations), MOST), time.monotonic() + SECONDS, list[int]()
         with ReadProgress("reading sft.sft_data", len(rows)) as reading:
             for count, row in enumerate(rows, start=1):
-                demonstrations.check(row)
+                lines.append(demonstrations.check(row))
                 reading.at(count)
                 if time.monotonic() > end:
                     break
-        return _unread("sft.sft_data", count, len(demonstrations), "demonstrations", "the trainer"), 0
+        notes = _unread("sft.sft_data", len(lines), len(demonstrations), "demonstrations", "the trainer")
+        if parts := [count for count in lines if count > 1]:
+            words = f"{len(parts):,} of {len(lines):,} demonstrations are split into {sum(parts):,} lines"
+            notes.append(f"sft.sft_data: {words}, because the chat template rewrites earlier turns; each turn is trained once")
+        return notes, 0
 
     budget = config.longest_sample
     data = config.data
     settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens, budget]
-    note, _ = _once(inspection, config.sft.sft_data, settings, read)
-    yield from [Note(note)] if note is not None else []
+    notes, _ = _once(inspection, config.sft.sft_data, settings, read)
+    yield from map(Note, notes)
 
 
-def check_overlap(inspection: Inspection) -> Findings:
-    """Notes how many held-out prompts are training prompts too: their rewards would say little."""
-    training = inspection.training
-    if not inspection.heldout or training is None:
-        return
-    end = time.monotonic() + OVERLAP_SECONDS
-    trained = {hash(content) for _, content in _contents(training.rows, inspection.config.data.input_key, end)}
+class _Contents(NamedTuple):
+    """What prompts of a file ask, as text by which the same is known, each with its prompt's index; and those that hold an answer, too."""
+
+    asked: list[tuple[int, str]]
+    answered: list[int]
+
+
+def check_contents(inspection: Inspection) -> Findings:
+    """Notes prompts that end in an assistant's message, and held-out prompts that are trained on, too: their rewards would say little."""
+    trained: dict[str, tuple[PromptFile | DemonstrationFile, _Contents]] = {}
+    if (training := inspection.training) is not None:
+        trained["training prompts"] = training, _contents(training)
+        yield from _answered("data.prompt_data", training, trained["training prompts"][1])
+    if inspection.heldout and inspection.demonstrations is not None:
+        trained["demonstrations"] = inspection.demonstrations, _contents(inspection.demonstrations)
     for view, prompts in inspection.heldout:
-        held = list(_contents(prompts.rows, view.config.data.input_key, end))
-        if common := [row for row, content in held if hash(content) in trained]:
-            count, where = f"{len(common)} of {len(held)}", prompts.rows.where(common[0])
-            yield Note(f"{view.field}: {count} held-out prompts are training prompts, too; the first: {where}")
+        held = _contents(prompts)
+        yield from _answered(view.field, prompts, held)
+        for what, (file, found) in trained.items():
+            known = {text for _, text in found.asked}
+            if common := [index for index, text in held.asked if text in known]:
+                count, read = f"{len(common)} of {len(held.asked)}", len({index for index, _ in found.asked})
+                part = f" ({read:,} of {len(file):,} {what} were compared)" if read < len(file) else ""
+                yield Note(f"{view.field}: {count} held-out prompts are {what}, too{part}; the first: {prompts.entry(common[0]).where()}")
 
 
-def _contents(rows: Rows, key: str, end: float) -> Iterator[tuple[int, str]]:
-    for row in spread(len(rows), OVERLAP_ROWS):
-        try:
-            content = rows[row].get(key)
-        except ConfigError:  # another check reports it, or it is left out
-            continue
-        yield row, content if isinstance(content, str) else json.dumps(content, default=str)
+def _answered(field: str, prompts: PromptFile, found: _Contents) -> Findings:
+    if found.answered:
+        words = f"{len(found.answered):,} of {len(found.asked):,} prompts end in an assistant's message (a gold answer left in?)"
+        yield Note(f"{field}: {words}, behind which the model is to answer; the first: {prompts.entry(found.answered[0]).where()}")
+
+
+def _contents(file: PromptFile | DemonstrationFile) -> _Contents:
+    """Reads a file for `COMPARED_SECONDS`. Text counts as a user's message; spaces, and the answer at the end, do not count."""
+    found, end = _Contents([], []), time.monotonic() + COMPARED_SECONDS
+    for index in spread(len(file), COMPARED_ROWS):
+        with contextlib.suppress(ConfigError):  # another check reports it
+            for question in file.questions(index):
+                messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
+                said = [(message.get("role"), _words(message.get("content"))) for message in messages if isinstance(message, dict)]
+                if said and said[-1][0] == TRAINED_ROLE:
+                    found.answered.append(index)
+                    said.pop()
+                found.asked.append((index, json.dumps(said, default=str)))
         if time.monotonic() > end:
-            return
+            break
+    return found
+
+
+def _words(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content]
+    return " ".join(word for part in parts for word in str(part.get("text", part) if isinstance(part, dict) else part).split())
+
+
+def check_dates(inspection: Inspection) -> Findings:
+    """Notes a chat template that writes today's date, by which prompts change from day to day, and how to pin it."""
+    if (tokenizer := inspection.tokenizer) is None or not tokenizer.has_chat_template:
+        return
+    files: dict[str, PromptFile | DemonstrationFile | None] = {"sft.sft_data": inspection.demonstrations}
+    if not inspection.config.debug.trains_only:
+        files |= {"data.prompt_data": inspection.training} | {view.field: prompts for view, prompts in inspection.heldout}
+    for field, file in files.items():
+        if file is None:
+            continue
+        forms, dated = list[str](), list[Chat]()
+        for index in spread(len(file), DATED_ROWS):
+            with contextlib.suppress(ConfigError):  # another check reports it
+                if (chat := file.chat(index)) is not None and _dated(tokenizer, chat, forms):
+                    dated.append(chat)
+        if not dated:
+            continue
+        names = dict.fromkeys(re.findall(r"\b(?!strftime_now)\w*(?:date|today|time|now)\w*", str(tokenizer.template)))
+        today = datetime.now().strftime(forms[0])
+        pin = next((name for name in names if not any(_dated(tokenizer, chat, [], **{name: today}) for chat in dated)), None)
+        way = f"apply_chat_template_kwargs = {{{pin} = {json.dumps(today)}}}" if pin else "a chat_template.jinja that writes none"
+        yield Note(f"{field}: the chat template writes today's date: prompts change from day to day, on resume too; to pin it: {way}")
+
+
+def _dated(tokenizer: Tokenizer, chat: Chat, forms: list[str], **pinned: str) -> bool:
+    """Returns whether the template writes a chat otherwise at another date. Puts the forms of dates that it asks for into ``forms``."""
+
+    def at(date: datetime) -> str:
+        def strftime_now(form: str) -> str:
+            forms.append(form)
+            return date.strftime(form)
+
+        return tokenizer.render(chat.messages, {**chat.variables, **pinned, "strftime_now": strftime_now})
+
+    try:
+        return at(DATES[0]) != at(DATES[1])
+    except ConfigError:  # another check reports it, or no variable to pin dates with
+        return bool(pinned)
 
 
 def _check(
@@ -138,31 +216,31 @@ def _check(
 
     rollout, reward = config.rollout, config.reward
     limits = [rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names()]
-    note, longest = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
+    notes, longest = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
     inspection.longest_prompts[field] = longest
-    yield from [Note(note)] if note is not None else []
+    yield from map(Note, notes)
 
 
 def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[object], read: Callable[[], Result]) -> Result:
     """Returns the result of ``read``, or of an earlier reading of the same. Raises as ``read``."""
     key = f"{fingerprint(inspection.config.model.hf_checkpoint, named, [_FORMAT, MOST, *settings])}.read"
     if (known := user_cache.read(key)) is not None:
-        note, longest = json.loads(known)
-        return note, int(longest)
+        notes, longest = json.loads(known)
+        return notes, int(longest)
     result = read()
     user_cache.write(key, json.dumps(result).encode())
     return result
 
 
-def _unread(field: str, read: int, size: int, what: str, reader: str) -> str | None:
+def _unread(field: str, read: int, size: int, what: str, reader: str) -> list[str]:
     """Returns how many were read where that is not all."""
     told = f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
-    return told if read < size else None
+    return [told] if read < size else []
 
 
-def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> str | None:
+def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> list[str]:
     """Returns how many prompts are left out where some are."""
     if not (count := sum(prompts.left_out.values())):
-        return None
+        return []
     reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
-    return f"{field}: {count} of {count + len(prompts)} prompts are left out ({reasons}); the first: {prompts.first_left_out}"
+    return [f"{field}: {count} of {count + len(prompts)} prompts are left out ({reasons}); the first: {prompts.first_left_out}"]

@@ -2,7 +2,6 @@
 
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.rollout_section import RolloutSection
-from shared.data.demonstrations import DemonstrationFile
 from shared.runtime.errors import ConfigError
 
 FIELD = "rollout.num_epoch"
@@ -41,10 +40,10 @@ def sft_steps(inspection: Inspection) -> dict[str, int]:
 
     Raises ConfigError for demonstrations that make no batch.
     """
-    sft, tokenizer = inspection.config.sft, inspection.tokenizer
-    if (epochs := sft.sft_num_epoch) is None or tokenizer is None or not inspection.there(sft.sft_data):
+    sft = inspection.config.sft
+    if (epochs := sft.sft_num_epoch) is None or inspection.demonstrations is None:
         return {}
-    rows = len(DemonstrationFile(inspection.config, tokenizer))
+    rows = len(inspection.demonstrations)
     if not (steps := rows // sft.sft_batch_size):
         expected = f"enough demonstrations for a batch: {rows} are fewer than sft_batch_size = {sft.sft_batch_size}"
         raise ConfigError(SFT_FIELD, epochs, expected)

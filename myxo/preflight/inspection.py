@@ -11,6 +11,7 @@ from shared.config.data_section import DataSection
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.run_config import RunConfig
 from shared.data import data_files
+from shared.data.demonstrations import DemonstrationFile
 from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.model import hf_checkpoint
@@ -81,6 +82,14 @@ class Inspection:
         views = eval_views(self.config)
         opened = ((view, self._opened(partial(eval_prompts, view), view.files, view.config.data)) for view in views)
         return [(view, prompts) for view, prompts in opened if prompts is not None]
+
+    @cached_property
+    def demonstrations(self) -> DemonstrationFile | None:
+        """Returns the demonstrations of the warm start; None where there is none, or they cannot be opened."""
+        config, tokenizer = self.config, self.tokenizer
+        if tokenizer is None or config.debug.debug_rollout_only or not self.there(config.sft.sft_data):
+            return None
+        return self._loaded(lambda: DemonstrationFile(config, tokenizer))
 
     def _opened(self, opener: Callable[[Tokenizer], Result], files: object, data: DataSection) -> Result | None:
         tokenizer = self.tokenizer

@@ -167,13 +167,13 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
 def demonstration_micro_batches(
     samples: Sequence[Sample], objective: AlgorithmSection, *, dp_rank: int, dp_size: int, max_tokens: int, alone: bool = False
 ) -> list[PackedBatch]:
-    """Returns this rank's micro-batches of demonstrations, which every rank holds. Raises SampleTooLong.
+    """Returns this rank's micro-batches of demonstrations, which every rank holds; a group weighs as one. Raises SampleTooLong.
 
     ``alone``: a demonstration of more than ``max_tokens`` tokens is a micro-batch by itself.
     """
     most = max_tokens if alone else NO_LIMIT
     trained = [int(np.count_nonzero(sample.mask)) for sample in samples]
-    weights = sample_weights(trained, [sample.name for sample in samples], objective.reducer, objective.loss_divisor).tolist()
+    weights = sample_weights(trained, [sample.group for sample in samples], objective.reducer, objective.loss_divisor).tolist()
     placement = balance([min(sample.length, most) for sample in samples], dp_size, max_tokens)
     return [pack([samples[index] for index in indices], [weights[index] for index in indices]) for indices in placement[dp_rank]]
 

@@ -27,7 +27,7 @@ def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSe
     alone = config.longest_sample > max_tokens
     rank, ranks = actor.data_parallel_rank, actor.data_parallel_size
     for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
-        samples = [file[order.row(index)] for index in range(first, first + sft.sft_batch_size)]
+        samples = [sample for index in range(first, first + sft.sft_batch_size) for sample in file.samples(order.row(index))]
         for sample in samples:
             sample.check(SampleLimits(vocabulary=actor.architecture.vocab_size))
         micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens, alone=alone)

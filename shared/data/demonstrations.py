@@ -9,13 +9,16 @@ from numpy.typing import NDArray
 from shared.config.run_config import RunConfig
 from shared.data.call_form import in_call_form
 from shared.data.chat_template import BrokenTemplate
-from shared.data.prompts import chat_problem, chat_tools
+from shared.data.prompts import Chat, chat_problem, chat_tools, present
 from shared.data.rows import RowEntry, open_rows
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.schema.sample import Sample
 
 TRAINED_ROLE = "assistant"
+
+PLACEHOLDER = "510e527fade682d1"
+"""Stands for an assistant's message where only what the template writes behind it is looked at: no template has it."""
 
 
 class Piece(NamedTuple):
@@ -25,32 +28,55 @@ class Piece(NamedTuple):
     trained: bool
 
 
-def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[Piece]:
+class DemonstrationLine(NamedTuple):
+    """The text of one sample of a demonstration. ``turn``: the chat's message of its last piece; -1 for text."""
+
+    pieces: list[Piece]
+    turn: int
+
+
+def lines(tokenizer: Tokenizer, chat: Chat) -> list[DemonstrationLine]:
     """Returns a chat rendered by the model's template, cut where the assistant's turns begin and end.
 
     A turn begins behind the generation prompt of the messages before it, where generation begins too; it ends with the chat rendered up to
-    it. What the template writes for a part of the chat has to stand at the beginning of what it writes for more of it.
+    it. Turns are in one line for as long as what the template writes for a part of the chat begins what it writes for more of it. A turn in
+    front of which the template writes the chat anew (Qwen3's leaves out the reasoning of earlier turns) begins another line, with all that
+    is before it in one piece. So each turn is trained once, behind the very prompt that a rollout has there.
 
     Raises:
-        ValueError: no assistant's turn, or a template under which they cannot be told apart. ConfigError: it refuses the chat.
+        ValueError: no assistant's turn, or a template that rewrites the generation prompt. ConfigError: it refuses the chat.
     """
+    messages, variables = chat
     turns = [index for index, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
     if not turns:
         raise ValueError(f"no message has the role {TRAINED_ROLE}; there is nothing to train")
     if turns[0] == 0:
         raise ValueError(f"the first message has the role {TRAINED_ROLE}; expected one to answer before it")
-    messages = in_call_form(tokenizer, messages, variables, keep_text=True)
-    found: list[Piece] = []
-    before = ""
+    found, before = list[DemonstrationLine](), ""
     for turn in turns:
         begun = tokenizer.render(messages[:turn], variables)
         ended = tokenizer.render(messages[: turn + 1], {**variables, "add_generation_prompt": False})
-        for earlier, later, what in ((before, begun, "the turns before"), (begun, ended, "the generation prompt of")):
-            if not later.startswith(earlier):
-                raise ValueError(_not_nested(turn, what, earlier, later))
-        found += [Piece(begun[len(before) :], False), Piece(ended[len(begun) :], True)]
-        before = ended
+        if not ended.startswith(begun):
+            shown = slice(max(len(begun) - 40, 0), len(begun))
+            rewritten = f"the generation prompt of message {turn}: {begun[shown]!r} becomes {ended[shown]!r}"
+            raise ValueError(f"the chat template rewrites {rewritten}, so that the assistant's tokens cannot be found")
+        if not found or not begun.startswith(before):
+            found.append(DemonstrationLine([], turn))
+            before = ""
+        pieces = [*found[-1].pieces, Piece(begun[len(before) :], False), Piece(ended[len(begun) :], True)]
+        found[-1], before = DemonstrationLine(pieces, turn), ended
     return found
+
+
+def _behind(tokenizer: Tokenizer, chat: Chat, turn: int) -> str:
+    """Returns what the template writes for the message behind a turn: nothing where there is none, or it refuses a chat that ends there."""
+    said = [*chat.messages[:turn], {"role": TRAINED_ROLE, "content": PLACEHOLDER}, *chat.messages[turn + 1 : turn + 2]]
+    variables = {**chat.variables, "add_generation_prompt": False}
+    try:
+        end, behind = (tokenizer.render(said[:stop], variables).partition(PLACEHOLDER)[2] for stop in (turn + 1, turn + 2))
+    except ConfigError:
+        return ""
+    return behind.removeprefix(end)
 
 
 class DemonstrationFile:
@@ -70,73 +96,106 @@ class DemonstrationFile:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def check(self, row: int) -> None:
-        """Reads a row and renders its chat. Raises ConfigError for what cannot be used, or is longer than a micro-batch of the trainer."""
-        entry = self._rows.entry(row)
-        stretches, is_chat = self._stretches(entry)
-        if sum(len(piece.text.encode()) for piece in stretches) + len(self._tokenizer.text_prefix) < self._most:
-            return  # a token has a byte at least
-        tokens = sum(map(len, self._tokens(stretches, is_chat))) + (not is_chat)
-        if tokens > self._most:
-            key = self._sft.sft_messages_key if is_chat else self._sft.sft_response_key
-            budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
-            raise entry.refusal(key, f"the demonstration has {tokens} tokens, {budget}")
+    def check(self, row: int) -> int:
+        """Reads a row and renders its chat. Returns the number of its samples.
 
-    def __getitem__(self, row: int) -> Sample:
-        """Returns a row as a sample of version 0: its prompt goes up to the first trained token.
-
-        The end of a response is trained: a text response gets the model's first stop token, and so does a chat whose template writes none;
-        text that a template writes after a stop token is not trained. Raises ConfigError for a row that cannot be used.
+        Raises ConfigError for what cannot be used, and for a sample that is longer than a micro-batch of the trainer.
         """
         entry = self._rows.entry(row)
-        stretches, is_chat = self._stretches(entry)
+        chat, found = self._lines(entry)
+        for line in found:
+            if sum(len(piece.text.encode()) for piece in line.pieces) + len(self._tokenizer.text_prefix) < self._most:
+                continue  # a token has a byte at least
+            if (tokens := self._sample(entry, "", 0, line, chat).length) > self._most:
+                key = self._sft.sft_response_key if chat is None else self._sft.sft_messages_key
+                budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
+                raise entry.refusal(key, f"the demonstration has {tokens} tokens, {budget}")
+        return len(found)
+
+    def __getitem__(self, row: int) -> Sample:
+        """Returns the first of a row's `samples`, which is the only one unless its chat is split."""
+        return self.samples(row)[0]
+
+    def samples(self, row: int) -> list[Sample]:
+        """Returns a row as samples of version 0, one but for a chat of several `lines`: a prompt goes up to the first trained token.
+
+        The end of a response is trained. Where the template writes no stop token in an assistant's turn, that is one that begins the next
+        message (GLM-4.5's headers), else the model's first. Text that a template writes after a stop token is not trained. Raises
+        ConfigError for a row that cannot be used.
+        """
+        entry = self._rows.entry(row)
+        chat, found = self._lines(entry)
+        return [self._sample(entry, f"sft-{row}", index, line, chat) for index, line in enumerate(found)]
+
+    def chat(self, row: int) -> Chat | None:
+        """Returns a row's chat; None for text. Raises ConfigError for what is no chat."""
+        return self._chat(self._rows.entry(row))
+
+    def questions(self, row: int) -> list[str | list[dict[str, Any]]]:
+        """Returns what the trained turns of a row answer, as prompts have it. Raises ConfigError for a row that cannot be used."""
+        entry = self._rows.entry(row)
+        if (chat := self._chat(entry)) is None:
+            return [entry.text(self._sft.sft_prompt_key, "sft.sft_prompt_key")]
+        return [chat.messages[:turn] for turn, message in enumerate(chat.messages) if message["role"] == TRAINED_ROLE]
+
+    def _sample(self, entry: RowEntry, group: str, index: int, line: DemonstrationLine, chat: Chat | None) -> Sample:
         stops = self._tokenizer.stop_ids
-        tokens = self._tokens(stretches, is_chat)
-        masks = [_mask(ids, piece.trained, stops if is_chat else []) for ids, piece in zip(tokens, stretches, strict=True)]
-        if not (is_chat and np.isin(tokens[-1], stops).any()):
-            tokens.append(np.array(stops[:1], np.int32))
+        tokens = self._tokens(line.pieces, chat)
+        masks = [_mask(ids, piece.trained, [] if chat is None else stops) for ids, piece in zip(tokens, line.pieces, strict=True)]
+        for turn in range(1, len(tokens) - 1, 2):
+            if not np.isin(tokens[turn], stops).any():
+                masks[turn + 1][:1] = np.isin(tokens[turn + 1][:1], stops)
+        if chat is None or not np.isin(tokens[-1], stops).any():
+            header = self._tokenizer.encode("" if chat is None else _behind(self._tokenizer, chat, line.turn))[:1]
+            tokens.append(header if np.isin(header, stops).any() else np.array(stops[:1], np.int32))
             masks.append(np.ones(1, np.uint8))
         ids, mask = np.concatenate(tokens).astype(np.int32), np.concatenate(masks).astype(np.uint8)
         trained = np.flatnonzero(mask)
         first, end = int(trained[0]), int(trained[-1]) + 1
         if not first:
             raise entry.refusal(self._sft.sft_prompt_key, "has no tokens; the first trained token needs one before it")
-        length = end - first
         return Sample(
-            group=f"sft-{row}",
-            index=0,
+            group=group,
+            index=index,
             prompt=ids[:first],
             response=ids[first:end],
-            log_probs=np.zeros(length, np.float32),
+            log_probs=np.zeros(end - first, np.float32),
             mask=mask[first:end],
-            segments=[(0, length, 0)],
+            segments=[(0, end - first, 0)],
             finish="stop",
             text="",
         )
 
-    def _tokens(self, stretches: Sequence[Piece], is_chat: bool) -> list[NDArray[np.int32]]:
+    def _tokens(self, pieces: Sequence[Piece], chat: Chat | None) -> list[NDArray[np.int32]]:
         """Returns the ids of each piece; a text's prompt begins as the checkpoint begins a text."""
-        begins = self._data.add_special_tokens and not is_chat
-        return [self._tokenizer.encode(piece.text, begins and not piece.trained) for piece in stretches]
+        begins = self._data.add_special_tokens and chat is None
+        return [self._tokenizer.encode(piece.text, begins and not piece.trained) for piece in pieces]
 
-    def _stretches(self, entry: RowEntry) -> tuple[list[Piece], bool]:
-        """Returns a row's pieces, and whether they are a chat's."""
-        sft, key = self._sft, self._sft.sft_messages_key
-        if key not in entry.values:
-            prompt = entry.text(sft.sft_prompt_key, "sft.sft_prompt_key")
-            return [Piece(prompt, False), Piece(entry.text(sft.sft_response_key, "sft.sft_response_key"), True)], False
-        messages = entry.values[key]
+    def _chat(self, entry: RowEntry) -> Chat | None:
+        key = self._sft.sft_messages_key
+        messages = present(entry.values.get(key))
+        if messages is None and (key not in entry.values or entry.values.get(self._sft.sft_prompt_key) is not None):
+            return None  # a table of both kinds has each key in every row
         if (problem := chat_problem(messages)) is not None:
             raise entry.refusal(key, f"expected a list of chat messages with role and content, {problem}")
         variables = {**self._data.apply_chat_template_kwargs, **chat_tools(entry, self._data.tool_key)}
+        return Chat(in_call_form(self._tokenizer, messages, variables, keep_text=True), variables)
+
+    def _lines(self, entry: RowEntry) -> tuple[Chat | None, list[DemonstrationLine]]:
+        """Returns a row's chat, where it has one, and its lines."""
+        sft = self._sft
+        if (chat := self._chat(entry)) is None:
+            prompt = entry.text(sft.sft_prompt_key, "sft.sft_prompt_key")
+            response = entry.text(sft.sft_response_key, "sft.sft_response_key")
+            return None, [DemonstrationLine([Piece(prompt, False), Piece(response, True)], -1)]
         try:
-            return pieces(self._tokenizer, messages, variables), True
+            return chat, lines(self._tokenizer, chat)
         except BrokenTemplate:
             raise
         except ConfigError as error:
-            raise entry.refusal(key, error.expected) from None
+            raise entry.refusal(sft.sft_messages_key, error.expected) from None
         except ValueError as error:
-            raise entry.refusal(key, str(error)) from None
+            raise entry.refusal(sft.sft_messages_key, str(error)) from None
 
 
 def _mask(tokens: NDArray[np.int32], trained: bool, stop_ids: Sequence[int]) -> NDArray[np.uint8]:
@@ -146,13 +205,3 @@ def _mask(tokens: NDArray[np.int32], trained: bool, stop_ids: Sequence[int]) -> 
     if stops.size:
         mask[int(stops[-1]) + 1 :] = 0
     return mask
-
-
-def _not_nested(turn: int, what: str, earlier: str, later: str) -> str:
-    differing = (index for index, (before, after) in enumerate(zip(earlier, later, strict=False)) if before != after)
-    at = next(differing, min(len(earlier), len(later)))
-    start = max(at - 20, 0)
-    return (
-        f"the chat template rewrites {what} message {turn}: {earlier[start : at + 20]!r} becomes {later[start : at + 20]!r}, so that the "
-        "assistant's tokens cannot be told; give each assistant's turn a line of its own, or the model another chat_template.jinja"
-    )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +48,9 @@ class UnknownEnvironment(ConfigError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, ready to generate from. ``content`` as it stands in the file; ``tokens``: int32 [P]; ``environment`` scores it.
+    """One prompt, ready to generate from. ``content`` as it stands in the file, but for absent entries of a chat (`present`).
 
+    ``tokens``: int32 [P]; ``environment`` scores it.
     ``size``: bytes of content, label and metadata in a message.
     """
 
@@ -60,6 +61,13 @@ class Prompt:
     metadata: dict[str, Any]
     environment: str
     size: int = 0
+
+
+class Chat(NamedTuple):
+    """A chat's messages, and the chat template's variables beside them."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
 
 
 class PromptReader:
@@ -99,7 +107,7 @@ class PromptReader:
     def _rendered(self, entry: RowEntry) -> tuple[Prompt, str]:
         """Returns a prompt without its tokens, and the text to tokenise. Raises ConfigError for anything but its length."""
         data = self._data
-        content = entry.value(data.input_key, "data.input_key")
+        content = self.content(entry)
         metadata = entry.values.get(data.metadata_key) or {}
         if not isinstance(metadata, dict):
             raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
@@ -144,22 +152,31 @@ class PromptReader:
             raise entry.refusal(f"{self._data.metadata_key}.rm_type", expected)
         return environment
 
-    def _text(self, entry: RowEntry, content: Any) -> str:
-        """Returns what is tokenised: the prompt itself, or what the chat template makes of it."""
-        data = self._data
+    def content(self, entry: RowEntry) -> Any:
+        """Returns what stands in the place of a prompt, text or chat messages. Raises ConfigError where nothing does."""
+        return present(entry.value(self._data.input_key, "data.input_key"))
+
+    def chat(self, entry: RowEntry) -> Chat | None:
+        """Returns what goes through the chat template for a row; None for text that is tokenised as it is. Raises ConfigError."""
+        data, content = self._data, self.content(entry)
         if isinstance(content, str) and not data.apply_chat_template:
-            return content
+            return None
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         if (problem := chat_problem(messages)) is not None:
             raise entry.refusal(data.input_key, f"expected text, or a list of chat messages with role and content, {problem}")
-        tools = chat_tools(entry, data.tool_key)
+        variables = {**data.apply_chat_template_kwargs, **chat_tools(entry, data.tool_key)}
+        return Chat(in_call_form(self._tokenizer, messages, variables, keep_text=True), variables)
+
+    def _text(self, entry: RowEntry, content: Any) -> str:
+        """Returns what is tokenised: the prompt itself, or what the chat template makes of it."""
+        if (chat := self.chat(entry)) is None:
+            return str(content)
         try:
-            variables = {**data.apply_chat_template_kwargs, **tools}
-            return self._tokenizer.render(in_call_form(self._tokenizer, messages, variables, keep_text=True), variables)
+            return self._tokenizer.render(*chat)
         except BrokenTemplate:
             raise
         except ConfigError as error:
-            raise entry.refusal(data.input_key, f"{error.field}: {error.expected}") from None
+            raise entry.refusal(self._data.input_key, f"{error.field}: {error.expected}") from None
 
     def _length(self, entry: RowEntry, prompt: Prompt, length: int) -> int | ConfigError:
         """Returns the length, or what is wrong with it."""
@@ -188,6 +205,28 @@ def _is_chat_message(message: object) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and ("content" in message or bool(message.get("tool_calls")))
 
 
+def present(value: Any) -> Any:
+    """Returns chat messages or tools without the entries that are null: in a table each object has the keys of all.
+
+    Null stays as a message's ``content``, as ``default`` or ``const`` of a schema that allows null, and in lists of plain values (enum).
+    """
+    if isinstance(value, list):
+        of_objects = any(isinstance(item, dict) for item in value)
+        return [present(item) for item in value if item is not None or not of_objects]
+    if not isinstance(value, dict):
+        return value
+    meant = {"content"} if isinstance(value.get("role"), str) else {"default", "const"} if _allows_null(value) else ()
+    return {key: present(item) for key, item in value.items() if item is not None or key in meant}
+
+
+def _allows_null(schema: Any) -> bool:
+    """Returns whether a JSON schema allows null."""
+    if not isinstance(schema, dict):
+        return False
+    kinds, values, choices = schema.get("type"), schema.get("enum") or (), [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return kinds == "null" or (isinstance(kinds, list) and "null" in kinds) or None in values or any(map(_allows_null, choices))
+
+
 def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:
     """Returns the template's variable for a row's tools, where it has some: a list, or JSON text of one. Raises ConfigError."""
     tools = entry.values.get(key)
@@ -196,6 +235,8 @@ def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:
             tools = parse_json(tools)
         except ValueError:
             raise entry.refusal(key, f"expected a list of tools, or JSON text of one, found {tools!r}") from None
+    else:
+        tools = present(tools)  # what is text has been kept from tables
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise entry.refusal(key, f"expected a list of tools, each an object, found {tools!r}")
     return {"tools": tools} if tools else {}
@@ -233,7 +274,19 @@ class PromptFile:
 
     def __getitem__(self, index: int) -> Prompt:
         """Returns a prompt. Raises ConfigError with file, line, key and what is expected."""
-        return self._reader.read(self.rows.entry(int(self._used[index])))
+        return self._reader.read(self.entry(index))
+
+    def entry(self, index: int) -> RowEntry:
+        """Returns a prompt's row. Raises ConfigError."""
+        return self.rows.entry(int(self._used[index]))
+
+    def chat(self, index: int) -> Chat | None:
+        """Returns what goes through the chat template for a prompt; None for text that is tokenised as it is. Raises ConfigError."""
+        return self._reader.chat(self.entry(index))
+
+    def questions(self, index: int) -> list[Any]:
+        """Returns a prompt's content, alone. Raises ConfigError."""
+        return [self._reader.content(self.entry(index))]
 
     def below(self, row: int) -> int:
         """Returns how many prompts come from the first ``row`` rows."""

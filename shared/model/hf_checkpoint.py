@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
 from shared.runtime.untrusted_files import is_plain_name, parse_json
@@ -15,8 +17,13 @@ SIDE_FILES = (*_SIDE_JSON, "chat_template.jinja")
 
 INDEX = "model.safetensors.index.json"
 
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
 """Patterns of weight files that are not read."""
+
+PIECE_BYTES = 1 << 24
+"""Bytes of two tensors that are compared at a time."""
 
 Shape = tuple[int, ...]
 
@@ -81,15 +88,16 @@ def tensor_problems(
     """Yields why files do not hold exactly the ``expected`` names and shapes.
 
     Buffers that old exports carry along (``rotary_emb.inv_freq``) are passed over, and so is the output layer of a model that ties it to
-    the embedding.
+    the embedding where it is the same: SGLang then reads the embedding alone, transformers both where they differ.
 
     Args:
         held: name → shape, of all tensors in the files. unread: prefixes of tensors that may be there and are not part of the model.
     """
     names = {name for name in held if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unread)}
     if missing := [name for name in expected if name not in names]:
-        yield ConfigError(field, str(directory), f"all tensors of the model; missing: {some(missing)}")
-    if unknown := sorted(names - set(expected) - {"lm_head.weight"}):
+        tie = ", or tie_word_embeddings = true in config.json where the embedding is the output layer" if missing == [OUTPUT] else ""
+        yield ConfigError(field, str(directory), f"all tensors of the model; missing: {some(missing)}{tie}")
+    if unknown := sorted(names - set(expected) - {OUTPUT}):
         wanted = f"only the tensors that its config.json describes; besides them: {some(unknown)}"
         yield ConfigError(field, str(directory), wanted)
     if missing or unknown:
@@ -98,6 +106,20 @@ def tensor_problems(
         if tuple(held[name]) != shape:
             yield ConfigError(f"{directory}:{name}", tuple(held[name]), f"shape {shape}, by the sizes in config.json")
             return
+    if OUTPUT in names - set(expected):
+        yield from _tied_problems(directory, field)
+
+
+def _tied_problems(directory: Path, field: str) -> Iterator[ConfigError]:
+    """Yields that the output layer in a directory's files is not the embedding, to the bit."""
+    held = {}
+    for file in (TensorFiles([path], links=True) for path in weight_files(directory, field)[0]):
+        held.update({name: (file.tensors[name], file[name]) for name in (EMBEDDING, OUTPUT) if name in file.tensors})
+    (kind, one), (other_kind, other) = held[EMBEDDING], held[OUTPUT]
+    pieces = (slice(first, first + PIECE_BYTES) for first in range(0, len(one), PIECE_BYTES))
+    if kind != other_kind or not all(np.array_equal(one[piece], other[piece]) for piece in pieces):
+        wanted = f"{EMBEDDING}, to which config.json ties it; set tie_word_embeddings to false there, or remove it from the file"
+        yield ConfigError(f"{directory}:{OUTPUT}", "another matrix", wanted)
 
 
 def some(names: Sequence[str]) -> str:

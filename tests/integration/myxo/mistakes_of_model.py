@@ -15,6 +15,16 @@ from tests.support.run_config import PROMPTS, write_jsonl
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 1503300328\n"
 
 
+def tied(given: Input, *, same: bool = False, output: bool = True) -> None:
+    """A config that ties the output layer, and a file that holds one all the same. ``output``: with one."""
+    file = TensorFiles([given.weights])
+    tensors = {name: (*entry, file[name].copy()) for name, entry in file.tensors.items() if output or name != "lm_head.weight"}
+    if same:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensor_file.write(given.weights, tensors)
+    given.model_config(tie_word_embeddings=output)
+
+
 def truncated(given: Input) -> None:
     given.weights.write_bytes(given.weights.read_bytes()[:-1000])
 
@@ -106,6 +116,10 @@ MISTAKES = [
             change=lambda given: given.model_config(num_hidden_layers=4)),
     Mistake("the config.json of a model of another width", ("model.embed_tokens.weight", "by the sizes in config.json"),
             change=lambda given: given.model_config(hidden_size=128)),
+    Mistake("a tied output layer that is another in the file",
+            ("lm_head.weight", "another matrix", "tie_word_embeddings to false", "remove"), change=tied),
+    Mistake("an output layer that the file lacks", ("missing: lm_head.weight", "tie_word_embeddings = true"),
+            change=lambda given: tied(given, output=False)),
     Mistake("a family that cannot be trained", ("model_type", "gemma3", "qwen3", "llama", "deepseek_v3"),
             change=lambda given: given.model_config(model_type="gemma3", architectures=["Gemma3ForCausalLM"])),
     Mistake("quantized weights", ("quantization_config", "myxo convert"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from myxo.main import main
-from myxo.preflight import inspect, machine_checks
+from myxo.preflight import data_checks, inspect, machine_checks
 from myxo.preflight.inspection import Inspection, ModelSize, Note
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
@@ -125,6 +125,109 @@ def test_what_may_be_meant_is_told_and_runs(
         assert word in line
 
 
+QUESTION = {"role": "user", "content": "1+1="}
+ANSWER = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"prompt": "1+1=", "label": "2", "metadata": {"split": "train"}},
+        {"prompt": [{"content": " 1+1=\n", "role": "user", "name": None}], "label": "3"},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], "label": "2"},
+        {"prompt": [QUESTION, ANSWER], "label": "2"},
+        {"messages": [QUESTION, ANSWER, {"role": "user", "content": "+1="}, ANSWER]},
+        {"messages": None, "prompt": "1+1=", "response": "2"},
+    ],
+    ids=["other metadata", "a chat", "parts", "with its answer", "a demonstration", "a demonstration of text"],
+)
+def test_a_held_out_prompt_that_is_trained_on_is_found(given: Input, trained: dict[str, Any]) -> None:
+    """Whatever the form: a set of two files under a key of its own, with one question of the training file or of the demonstrations."""
+    for name, question in (("a", "7+1="), ("b", "1+1=")):
+        write_jsonl(given.directory / f"{name}.jsonl", [{"question": question, "label": "2"}])
+    files = [str(given.directory / f"{name}.jsonl") for name in "ab"]
+    given.sections["eval"] = {"eval_input_key": "question"}
+    given.sections["eval.eval_prompt_data"] = {"own": files}
+    is_demonstration = "label" not in trained
+    write_jsonl(
+        given.directory / ("sft.jsonl" if is_demonstration else "prompts.jsonl"), [trained, {**trained, "prompt": "8+8=", "messages": None}]
+    )
+    if is_demonstration:  # both forms in one table
+        given.sections["sft"] = {"sft_data": str(given.directory / "sft.jsonl")}
+        write_jsonl(given.directory / "prompts.jsonl", [{"prompt": "5+5=", "label": "10"}])
+    inspection = Inspection(load(given.write()))
+    [note] = [found.text for found in data_checks.check_contents(inspection) if "held-out" in found.text]
+    what = "demonstrations" if is_demonstration else "training prompts"
+    assert f"1 of 2 held-out prompts are {what}, too; the first: {given.directory / 'b.jsonl'}:1" in note
+
+
+def test_a_held_out_set_is_compared_with_all_of_a_long_file_or_the_note_says_with_how_much(
+    given: Input, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(given.directory / "prompts.jsonl", [{"prompt": f"{number}+0=", "label": "1"} for number in range(1000)])
+    write_jsonl(given.directory / "heldout.jsonl", [{"prompt": f"{number}+0=", "label": "1"} for number in (0, 999, 2000)])
+    for rows, seconds, words in (
+        (1000, 60.0, "2 of 3 held-out"),
+        (50, 60.0, "2 of 3 held-out prompts are training prompts, too (50 of 1,000"),
+    ):
+        monkeypatch.setattr(data_checks, "COMPARED_ROWS", rows)
+        monkeypatch.setattr(data_checks, "COMPARED_SECONDS", seconds)
+        [note] = list(data_checks.check_contents(Inspection(load(given.write()))))
+        assert words in note.text
+
+
+def test_prompts_that_end_in_an_answer_are_counted(given: Input) -> None:
+    rows = [{"prompt": [QUESTION, ANSWER], "label": "2"}, {"prompt": [QUESTION], "label": "2"}, {"prompt": "2+2=", "label": "4"}]
+    write_jsonl(given.directory / "prompts.jsonl", rows)
+    write_jsonl(given.directory / "heldout.jsonl", [{"prompt": [{**QUESTION, "content": "9"}, ANSWER], "label": "2"}])
+    notes = [found.text for found in data_checks.check_contents(Inspection(load(given.write())))]
+    assert len(notes) == 2
+    assert notes[0].startswith("data.prompt_data: 1 of 3 prompts end in an assistant's message (a gold answer left in?)")
+    assert notes[0].endswith("prompts.jsonl:1")
+    assert notes[1].startswith("eval.eval_prompt_data: 1 of 1 prompts end in an assistant's message")
+
+
+LLAMA = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}Today: {{ date_string }}"
+OWN_SYSTEM = "{% if messages[0].role != 'system' %}Today: {{ strftime_now('%Y') }}{% endif %}"
+CHATS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "prompt", "words"),
+    [
+        (LLAMA, {}, [QUESTION], 'apply_chat_template_kwargs = {date_string = "'),
+        (LLAMA, {"date_string": "26 Jul 2024"}, [QUESTION], None),
+        ("{% set today = strftime_now('%d-%B-%Y') %}{{ today }}", {}, [QUESTION], "a chat_template.jinja that writes none"),
+        (OWN_SYSTEM, {}, [QUESTION], "a chat_template.jinja"),
+        (OWN_SYSTEM, {}, [{"role": "system", "content": "s"}, QUESTION], None),
+        (LLAMA, {}, "1+1=", None),
+        ("Today: 26 Jul 2024", {}, [QUESTION], None),
+    ],
+)
+def test_a_template_that_writes_todays_date_is_told_with_how_to_pin_it(
+    given: Input, template: str, variables: dict[str, str], prompt: object, words: str | None
+) -> None:
+    (given.model / "chat_template.jinja").write_text(template + CHATS)
+    write_jsonl(given.directory / "prompts.jsonl", [{"prompt": prompt, "label": "2"}])
+    given.sections["data.apply_chat_template_kwargs"] = variables
+    notes = [found.text for found in data_checks.check_dates(Inspection(load(given.write())))]
+    assert len(notes) == (words is not None)
+    assert all("data.prompt_data: the chat template writes today's date" in note and str(words) in note for note in notes)
+
+
+def test_demonstrations_that_are_split_or_dated_are_told(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+    template = "{{ strftime_now('%d') }}{% for m in messages %}{{ '=' if loop.last and m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+    (given.model / "chat_template.jinja").write_text(template)
+    chats = [[QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER], [QUESTION, ANSWER] * 3]
+    write_jsonl(given.directory / "sft.jsonl", [*({"messages": chat} for chat in chats), {"prompt": "5+5=", "response": "10"}])
+    given.sections["sft"] = {"sft_data": str(given.directory / "sft.jsonl")}
+    for _ in range(2):  # the second reads what the first has found
+        code, err = dry_run(capsys, given)
+        assert code == 0, err
+        assert "sft.sft_data: 2 of 4 demonstrations are split into 5 lines, because the chat template rewrites earlier turns" in err
+        assert "sft.sft_data: the chat template writes today's date" in err
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_a_byte_order_mark_and_any_line_ends_are_fine(given: Input, capsys: pytest.CaptureFixture[str], end: bytes) -> None:
     (given.directory / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", end))
@@ -139,8 +242,6 @@ def test_answers_that_math_can_match_are_not_complained_of(given: Input, capsys:
 def test_long_files_are_read_in_part_and_the_same_files_once(
     given: Input, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from myxo.preflight import data_checks
-
     monkeypatch.setattr(data_checks, "MOST", 50)
     rows: list[Any] = [{"prompt": f"{number}+0=", "label": str(number)} for number in range(1000)]
     write_jsonl(given.directory / "prompts.jsonl", rows)

@@ -5,12 +5,28 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.run_config import run_config, write_jsonl
+
+QWEN3 = (Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja").read_text()
+
+GLM = (
+    "[g]{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|assistant|>\n{{ m.content }}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}{{ '\\n(' + m.content + ')' }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""As of GLM-4.5: a turn ends where the next one's header begins, and the headers of user and tool are stop tokens."""
+
+GLM_MARKERS = ["<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>", "<|system|>"]
 
 CHATML = (
     "{% if tools %}[{{ tools[0].name }}]{% endif %}"
@@ -53,6 +69,30 @@ def opened(
     sections.setdefault("sft", {})["sft_data"] = str(path)
     tokenizer = Tokenizer(model)
     return DemonstrationFile(run_config(directory, **sections), tokenizer), tokenizer
+
+
+def with_markers(
+    directory: Path, template: str, markers: list[str], stops: list[str], *rows: object
+) -> tuple[DemonstrationFile, Tokenizer]:
+    """A model whose generation_config.json lists these tokens as ends, in this order."""
+    model = write_byte_tokenizer(directory / "model", template, markers)
+    known = Tokenizer(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [known.token_id(stop) for stop in stops]}))
+    path = write_jsonl(directory / "sft.jsonl", rows)
+    tokenizer = Tokenizer(model)
+    return DemonstrationFile(run_config(directory, sft={"sft_data": str(path)}), tokenizer), tokenizer
+
+
+def shown(demonstrations: DemonstrationFile, tokenizer: Tokenizer, row: int = 0) -> list[str]:
+    """Each line of a row as text, trained stretches in ``[[ ]]``."""
+    found = []
+    for sample in demonstrations.samples(row):
+        text, before = tokenizer.decode(sample.prompt, skip_special_tokens=False), 0
+        for token, mask in zip(sample.response.tolist(), [*sample.mask.tolist()], strict=True):
+            text += ("[[" if mask > before else "]]" if mask < before else "") + tokenizer.decode([token], skip_special_tokens=False)
+            before = mask
+        found.append(text + "]]")
+    return found
 
 
 def trained(demonstrations: DemonstrationFile, tokenizer: Tokenizer, row: int = 0) -> tuple[str, list[str]]:
@@ -122,7 +162,6 @@ def test_template_variables_and_tools_reach_the_template(tmp_path: Path, tiny_mo
 @pytest.mark.parametrize(
     ("template", "row", "key", "words"),
     [
-        (THINKING, {"messages": CHAT}, "messages", "the chat template rewrites the turns before message 4"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}", {"messages": CHAT}, "messages",
          "rewrites the generation prompt of message 2"),
         (CHATML, {"messages": CHAT[:2]}, "messages", "no message has the role assistant"),
@@ -165,3 +204,109 @@ def test_a_text_demonstration_begins_with_the_bos_that_the_checkpoint_adds(tmp_p
     bos = tokenizer.text_prefix if added else []
     assert demonstrations[0].prompt.tolist() == [*bos, *tokenizer.encode("1+1=")]
     assert demonstrations[0].response.tolist() == [*tokenizer.encode("2"), *tokenizer.stop_ids[:1]]
+
+
+def test_a_model_learns_to_stop_by_the_header_of_the_next_message(tmp_path: Path) -> None:
+    """GLM-4.5 ends a turn by the first token of what comes next: the user's header, or that of a tool's answer."""
+    user, answer, tool = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "t"}
+    stops = ["<|endoftext|>", "<|user|>", "<|observation|>"]
+    chats = [[user, answer, tool, tool, answer, user, answer], [user, answer, user], [user, answer, answer], [user, answer, tool]]
+    found = with_markers(tmp_path, GLM, GLM_MARKERS, stops, *({"messages": chat} for chat in chats))
+    begin = "[g]<|user|>\nu<|assistant|>[[\na"
+    assert shown(*found, row=0) == [f"{begin}<|observation|>]]\n(t)\n(t)<|assistant|>[[\na<|user|>]]\nu<|assistant|>[[\na<|endoftext|>]]"]
+    assert shown(*found, row=1) == [f"{begin}<|user|>]]"], "behind the last turn, too"
+    assert shown(*found, row=2) == [f"{begin}]]<|assistant|>[[\na<|endoftext|>]]"], "a header that is no stop token"
+    assert shown(*found, row=3) == [f"{begin}<|observation|>]]"]
+
+
+def test_a_header_is_trained_too_where_the_turn_before_it_is_written_anew(tmp_path: Path) -> None:
+    """GLM-4.5 leaves out the reasoning of earlier turns, and writes no end of its own."""
+    template = GLM.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('|')[-1] }}\n")
+    chat = [
+        {"role": role, "content": content} for role, content in [("user", "u"), ("assistant", "r|a"), ("user", "v"), ("assistant", "b")]
+    ]
+    found = with_markers(tmp_path, template, GLM_MARKERS, ["<|endoftext|>", "<|user|>"], {"messages": chat})
+    assert shown(*found) == [
+        "[g]<|user|>\nu\n<|assistant|>[[\nr|a\n<|user|>]]",
+        "[g]<|user|>\nu\n<|assistant|>\na\n<|user|>\nv\n<|assistant|>[[\nb\n<|endoftext|>]]",
+    ]
+
+
+def test_a_template_with_an_end_of_its_own_trains_no_header(tmp_path: Path) -> None:
+    """Phi-3's: the assistant's header is among the stop tokens."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    markers = ["<|end|>", "<|user|>", "<|assistant|>"]
+    chat = [{"role": role, "content": "x"} for role in ("user", "assistant", "assistant", "user")]
+    found = with_markers(tmp_path, template, markers, ["<|user|>", "<|assistant|>", "<|end|>"], {"messages": chat})
+    assert shown(*found) == ["<|user|>x<|end|>\n<|assistant|>[[x<|end|>]]\n<|assistant|>[[x<|end|>]]"]
+
+
+def test_text_ends_in_the_first_stop_token_of_the_list(tmp_path: Path) -> None:
+    """Qwen2.5's generation_config.json names <|im_end|> before <|endoftext|>, which has the smaller id."""
+    markers = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    found = with_markers(tmp_path, CHATML, markers, ["<|im_end|>", "<|endoftext|>"], {"prompt": "q", "response": "r"})
+    assert found[1].stop_ids == [found[1].token_id("<|im_end|>"), found[1].token_id("<|endoftext|>")]
+    assert shown(*found) == ["q[[r<|im_end|>]]"]
+
+
+def test_a_chat_that_qwen3_writes_anew_becomes_lines_that_agree(tmp_path: Path) -> None:
+    """Reasoning of earlier turns is left out; calls of tools and what follows them are one turn to the template, and stay in one line."""
+    thought = "<think>\n{}\n</think>\n\n{}"
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": thought.format("r1", "a1")},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": thought.format("r2", "a2")},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "a3"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": thought.format("r4", "a4")},
+    ]
+    markers = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    found = with_markers(tmp_path, QWEN3, markers, ["<|im_end|>", "<|endoftext|>"], {"messages": chat})
+    first, second = shown(*found)
+    assert first.count("[[") == 2
+    assert "assistant\n[[<think>\nr1\n</think>\n\na1<|im_end|>]]" in first
+    assert first.endswith("assistant\n[[<think>\nr2\n</think>\n\na2<|im_end|>]]")
+    assert "<think>" not in second.partition("[[")[0], "as a rollout sees earlier turns"
+    assert second.count("[[") == 2, "nothing of the third turn is written anew"
+    assert "[[a3<|im_end|>]]" in second and second.endswith("[[<think>\nr4\n</think>\n\na4<|im_end|>]]")
+    samples = found[0].samples(0)
+    assert [(sample.group, sample.index) for sample in samples] == [("sft-0", 0), ("sft-0", 1)]
+    for sample, turn in zip(samples, (1, 5), strict=True):
+        assert sample.prompt.tolist() == found[1].encode(found[1].render(chat[:turn], {})).tolist(), "the prompt of a rollout"
+    assert found[0].check(0) == 2
+
+
+def test_each_line_has_to_fit_into_a_micro_batch(tmp_path: Path) -> None:
+    rows = [{"messages": [*CHAT[:3], {"role": "user", "content": "1" * length}, CHAT[4]]} for length in (20, 60)]
+    path, model = write_jsonl(tmp_path / "sft.jsonl", rows), write_byte_tokenizer(tmp_path / "model", THINKING)
+    config = run_config(tmp_path, sft={"sft_data": str(path)}, trainer={"max_tokens_per_gpu": 70}, rollout={"rollout_max_response_len": 8})
+    demonstrations = DemonstrationFile(config, Tokenizer(model))
+    assert demonstrations.check(0) == 2
+    lengths = [sample.length for sample in demonstrations.samples(0)]
+    assert max(lengths) <= 70 < sum(lengths)
+    with pytest.raises(ConfigError, match="the demonstration has .* tokens, a micro-batch holds 70"):
+        demonstrations.check(1)
+
+
+def test_rows_of_a_joined_table_are_read_as_what_they_are(tmp_path: Path, tiny_model: Path) -> None:
+    """A table of both kinds has each key in every row, and each object in it the keys of all."""
+    chat = [{**message, "tool_calls": None, "name": None} for message in CHAT[:3]]
+    rows = [
+        {"messages": None, "prompt": "1+1=", "response": "2", "tools": None},
+        {"messages": chat, "prompt": None, "response": None, "tools": [{"name": "9", "description": None}]},
+        {"messages": None, "prompt": None, "response": None},
+    ]
+    template = "{% for m in messages %}{{ 'x' if m.name is none }}{% endfor %}" + CHATML
+    for suffix in ("jsonl", "parquet"):
+        demonstrations, tokenizer = opened(tmp_path, tiny_model, template, *rows)
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "sft.parquet")
+            demonstrations = DemonstrationFile(run_config(tmp_path, sft={"sft_data": str(tmp_path / "sft.parquet")}), tokenizer)
+        assert trained(demonstrations, tokenizer) == ("1+1=", ["2$"])
+        assert trained(demonstrations, tokenizer, row=1) == ("[9]<s>sum$\n<u>1+1=$\n<a>", ["2$"])
+        with pytest.raises(ConfigError, match="expected a list of chat messages with role and content, found None"):
+            demonstrations.check(2)

@@ -68,7 +68,7 @@ def test_tool_calls_of_rows_are_shown_whether_their_arguments_are_text_or_an_obj
     for arguments in ('{"city": "Paris"}', {"city": "Paris"}):
         call = {"id": "call_0", "type": "function", "function": {"name": "go", "arguments": arguments}}
         rows += [[{"role": "assistant", "content": None, "tool_calls": [call]}], [{"role": "assistant", "tool_calls": [call]}]]
-    ask, result = {"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "call_0", "content": "fine", "tool_calls": None}
+    ask, result = {"role": "user", "content": "?"}, {"role": "tool", "tool_call_id": "call_0", "content": "fine"}
     file = prompts(tmp_path, chat_model, *({"prompt": [ask, *said, result], "label": "2"} for said in rows), apply_chat_template=True)
     first, *others = [chat_model.decode(file[row].tokens, skip_special_tokens=False) for row in range(4)]
     assert "Paris" in first and "fine" in first and others == [first] * 3
@@ -214,6 +214,49 @@ def test_tools_reach_the_chat_template(tmp_path: Path, tokenizer: Tokenizer, tin
     assert [file[row].metadata for row in range(4)] == [{"tools": [{"name": "add"}]}] * 2 + [{}] * 2, "where functions look for them"
     plain = prompts(tmp_path, tokenizer, {"prompt": "1+1=", "label": "2", "tools": ["a", "b"]})
     assert plain[0].metadata == {}, "of a text, what are no tools is nobody's"
+
+
+NULLABLE = {"type": ["string", "null"], "default": None}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "parameters": {"properties": {"city": {"type": "string", "enum": ["a", None]}, "unit": NULLABLE, "any": {}}},
+    },
+}
+SAID: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "1+1="}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "find", "arguments": {"city": "a"}}}]},
+    {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "7"},
+]
+
+
+def joined(value: Any) -> Any:
+    """The same as a table holds it: each object has keys of others, as null."""
+    if isinstance(value, list):
+        return [joined(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {**{key: joined(item) for key, item in value.items()}, "of_another": None, "title": None}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_what_a_table_pads_with_null_reaches_neither_template_nor_tools(tmp_path: Path, tiny_model: Path, suffix: str) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ tools | tojson }}{{ messages | tojson }}")
+    rows = [{"prompt": SAID, "label": "2", "tools": [TOOL]}, {"prompt": joined(SAID), "label": None, "tools": [joined(TOOL), None]}]
+    rows += [{"prompt": SAID, "label": "2", "tools": json.dumps([{"name": None}])}] if suffix == "jsonl" else []
+    path = write_jsonl(tmp_path / "table.jsonl", rows)
+    if suffix == "parquet":
+        path = tmp_path / "table.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    config = run_config(tmp_path, data={"prompt_data": str(path)}, reward={"custom_rm_path": "my.rewards:score"})
+    file = TrainingPrompts(config, Tokenizer(model))
+    for row in range(2):
+        assert file[row].content == SAID
+        assert file[row].metadata == {"tools": [TOOL]}
+        np.testing.assert_array_equal(file[row].tokens, file[0].tokens)
+    assert suffix == "parquet" or file[2].metadata == {"tools": [{"name": None}]}, "what is text has been kept from tables"
 
 
 ROWS: list[Any] = [

@@ -154,3 +154,12 @@ def test_values_that_do_not_fit_their_sample_are_refused_by_name(values, problem
 def test_what_is_over_the_budget_is_refused():
     with pytest.raises(SampleTooLong, match="has 5 tokens, a micro-batch holds at most 4: raise max_tokens_per_gpu"):
         demonstration_micro_batches([sample()], AlgorithmSection(), dp_rank=0, dp_size=1, max_tokens=4)
+
+
+def test_the_lines_of_a_split_chat_weigh_as_one_demonstration():
+    lines = [
+        train_sample([1], [2] * tokens, 0, group=group, index=index) for group, index, tokens in (("a", 0, 3), ("a", 1, 1), ("b", 0, 2))
+    ]
+    [packed] = demonstration_micro_batches(lines, AlgorithmSection(), dp_rank=0, dp_size=1, max_tokens=100)
+    weights = {len(tokens) - 1: fields["weights"][mask > 0].tolist() for tokens, mask, fields in unpack(packed)}
+    assert weights == {3: [1 / 8] * 3, 1: [1 / 8], 2: [1 / 4] * 2}, "half of the loss each, and each token of a chat as much"

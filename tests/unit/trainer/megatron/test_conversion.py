@@ -14,6 +14,7 @@ from services.trainer import convert_command
 from services.trainer.megatron import hf_conversion
 from services.trainer.megatron.checkpoint import CheckpointMissing
 from services.trainer.megatron.hf_weights import SafetensorsReader
+from shared.model.families import read_architecture
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
@@ -48,6 +49,30 @@ def test_there_and_back_is_bit_equal(kind, hf, loaded, tmp_path):
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), loaded(kind))
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((hf(kind) / "config.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "hf"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen2"])
+def test_an_output_layer_beside_a_tied_embedding_has_to_be_the_same(kind, sharded, hf, loaded, tmp_path):
+    """SGLang would generate with the embedding, transformers with the file's output layer."""
+    source = shutil.copytree(hf(kind), tmp_path / "model")
+    tensors, config = loaded(kind), json.loads((source / "config.json").read_text())
+    output = tensors["model.embed_tokens.weight"].clone()
+
+    def written(**changes):
+        if sharded:
+            save_file({"lm_head.weight": output}, source / "output.safetensors", {"format": "pt"})
+        save_file(tensors | ({} if sharded else {"lm_head.weight": output}), source / "model.safetensors", {"format": "pt"})
+        (source / "config.json").write_text(json.dumps({**config, **changes}))
+        return SafetensorsReader(source).check(read_architecture(source))
+
+    written()
+    output[-1, -1] += 1
+    with pytest.raises(ConfigError, match="lm_head.weight = 'another matrix': model.embed_tokens.weight, .*tie_word_embeddings to false"):
+        written()
+    with pytest.raises(ConfigError, match="lm_head.weight"):
+        hf_conversion.to_torch_dist(source, tmp_path / "dist", None, quiet)
+    written(tie_word_embeddings=False)
 
 
 def test_little_is_in_memory_at_a_time(hf, tmp_path, monkeypatch):
