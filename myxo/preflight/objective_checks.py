@@ -1,4 +1,4 @@
-"""Checks of the objective: what its presets set and what was given otherwise; the key of its teachers."""
+"""Checks of the objective: what its presets set and what was given otherwise; its corrections; the key of its teachers."""
 
 import os
 
@@ -12,6 +12,25 @@ def check_presets(inspection: Inspection) -> Findings:
     config = inspection.config
     values = {field: value for section in type(config).model_fields for field, value in getattr(config, section)}
     yield from map(Note, presets.told(config.algorithm.preset, values))
+
+
+def check_corrections(inspection: Inspection) -> Findings:
+    """Yields a note for a correction that nobody asked for, and for one without effect."""
+    algorithm, rollout, trainer = inspection.config.algorithm, inspection.config.rollout, inspection.config.trainer
+    if algorithm.loss_type != "policy_loss" or not inspection.config.has_steps:
+        return
+    by_default = algorithm.off_policy is None and algorithm.use_tis is None and algorithm.correction == "decoupled"
+    if by_default and (rollout.max_staleness or rollout.staleness_policy == "continue"):
+        weight = f"importance weight of tis_mode = {algorithm.tis_mode} within {algorithm.tis_clip_low:g} to {algorithm.tis_clip:g}"
+        yield Note(
+            f"samples may be {rollout.max_staleness} versions old (max_staleness): the loss corrects for it by off_policy = decoupled, an "
+            f"{weight}; slime has none unless --use-tis is given, --no-use-tis leaves it out"
+        )
+    if algorithm.use_opsm and algorithm.correction != "rollout" and trainer.num_steps_per_rollout == 1:
+        yield Note(
+            "--use-opsm changes nothing: with one optimizer step a rollout the policy has not moved away from the old one, as with slime; "
+            "--use-rollout-logprobs measures from the rollout's"
+        )
 
 
 TEACHES = (

@@ -20,7 +20,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Those that always hold; the optimizer's are Megatron's."""
 
-_OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "custom_tis_function_path", "use_opsm", "use_m2po", "preset")
+_OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "use_m2po", "preset")
 """Fields that say how stale samples are corrected, or name a whole objective."""
 
 

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
 
 def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[Piece]:
-    """Returns a chat rendered by the model's template, cut where the assistant's turns begin and end.
+    """Returns a chat rendered by the model's template, cut where the assistant's turns begin and end. One with ``step_loss_mask`` 0 is not trained.
 
     A turn begins behind the generation prompt of the messages before it, where generation begins too; it ends with the chat rendered up to
     it. What the template writes for a part of the chat has to stand at the beginning of what it writes for more of it.
@@ -33,8 +33,8 @@ def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: 
         ValueError: no assistant's turn, or a template under which they cannot be told apart. ConfigError: it refuses the chat.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
-    if not turns:
-        raise ValueError(f"no message has the role {TRAINED_ROLE}; there is nothing to train")
+    if not any(map(_is_trained, (messages[turn] for turn in turns))):
+        raise ValueError(f"no message has the role {TRAINED_ROLE} and a step_loss_mask of 1, the default; there is nothing to train")
     if turns[0] == 0:
         raise ValueError(f"the first message has the role {TRAINED_ROLE}; expected one to answer before it")
     found: list[Piece] = []
@@ -45,9 +45,14 @@ def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: 
         for earlier, later, what in ((before, begun, "the turns before"), (begun, ended, "the generation prompt of")):
             if not later.startswith(earlier):
                 raise ValueError(_not_nested(turn, what, earlier, later))
-        found += [Piece(begun[len(before) :], False), Piece(ended[len(begun) :], True)]
+        found += [Piece(begun[len(before) :], False), Piece(ended[len(begun) :], _is_trained(messages[turn]))]
         before = ended
     return found
+
+
+def _is_trained(message: dict[str, Any]) -> bool:
+    """Returns whether an assistant's turn is trained: slime's key of a message says so."""
+    return bool(message.get("step_loss_mask", 1) == 1)
 
 
 class DemonstrationFile:
@@ -92,7 +97,7 @@ class DemonstrationFile:
         masks = [_mask(ids, piece.trained, stops if is_chat else []) for ids, piece in zip(tokens, stretches, strict=True)]
         if not (is_chat and np.isin(tokens[-1], stops).any()):
             tokens.append(np.array(stops[:1], np.int32))
-            masks.append(np.ones(1, np.uint8))
+            masks.append(np.full(1, stretches[-1].trained, np.uint8))
         ids, mask = np.concatenate(tokens).astype(np.int32), np.concatenate(masks).astype(np.uint8)
         trained = np.flatnonzero(mask)
         first, end = int(trained[0]), int(trained[-1]) + 1

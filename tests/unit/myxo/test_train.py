@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from myxo.commands import train
-from myxo.preflight import inspect, length_checks
+from myxo.preflight import inspect, length_checks, objective_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
 from shared.bus import runs
+from shared.config import slime_functions
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
@@ -130,6 +131,27 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
     assert (config.data.label_key, config.trainer.adam_beta2, config.rollout.max_staleness) == ("answer", 0.98, 2)
     assert (config.algorithm.correction, config.algorithm.kl_loss_type) == ("decoupled", "k1")
     assert (config.rollout.rollout_num_gpus, config.rollout.rollout_replicas) == (8, 4)
+
+
+def notes(words: str) -> str:
+    """What is said at the start of a run with these flags besides `LEAST`."""
+    inspection = Inspection(config_of([*shlex.split(LEAST), *words.split()]))
+    return " | ".join(found.text for found in objective_checks.check_corrections(inspection) if isinstance(found, Note))
+
+
+def test_masking_sequences_switches_no_importance_weight_on() -> None:
+    algorithm = config_of([*shlex.split(LEAST), "--use-opsm"]).algorithm
+    assert (algorithm.correction, algorithm.use_opsm) == ("none", True)
+    assert "--use-opsm changes nothing: with one optimizer step a rollout" in notes("--use-opsm")
+    assert notes("--use-opsm --num-steps-per-rollout 4") == notes("--use-opsm --use-rollout-logprobs") == ""
+    with pytest.raises(ConfigError, match=r"custom_tis_function_path = '?m.f'?: belongs to the importance weight of off_policy = decoupled"):
+        config_of([*shlex.split(LEAST), "--custom-tis-function-path", "m.f"])
+
+
+@pytest.mark.parametrize("words", ["--partial-rollout", "--max-staleness 2", f"--rollout-function-path {slime_functions.FULLY_ASYNC}"])
+def test_a_correction_that_nobody_asked_for_is_said_at_the_start(words: str) -> None:
+    assert "the loss corrects for it by off_policy = decoupled, an importance weight of tis_mode = clip within 0 to 2; slime has" in notes(words)
+    assert notes(f"{words} --use-tis") == notes(f"{words} --no-use-tis") == notes("") == ""
 
 
 def test_samples_are_to_come_with_their_rewards_where_nothing_is_named_that_scores_them() -> None:
