@@ -80,7 +80,8 @@ twice the last counts, and that is told. A switch that is on by default is turne
   run take all its GPUs. Everything else has Myxo's defaults: how many ranks and engines, what is kept and what is
   written. A TOML file has Myxo's own.
 - **To overlap generation and training**, as `train_async.py` does, give `--max-staleness 1` or more, or name slime's fully asynchronous
-  function. Stale samples then have an importance weight (`--use-tis`) unless you say otherwise: [staleness.md](staleness.md).
+  function. With these, and with `--partial-rollout`, the loss has an importance weight (`--use-tis`) unless you say otherwise, and the start
+  says so: [staleness.md](staleness.md).
 - **What slime refuses at its start is refused** for `myxo train` without a file, too: REINFORCE++ without `--normalize-advantages`, both
   lists of parameters, deltas of weights without `--update-weight-transport disk` or with `--colocate`. A TOML file may have these.
   `--kl-loss-coef` without `--use-kl-loss` changes nothing, as with slime, and that is told.

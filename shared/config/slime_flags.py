@@ -146,8 +146,8 @@ NO_OPS: dict[str, NoOp] = {
 _REASONS = {
     "keep_old_actor": "slime then takes the ratio to the weights that made the samples, by the trainer; --use-rollout-logprobs takes it to "
     "them by the engine's own log-probs",
-    "get_mismatch_metrics": "slime then calls --custom-tis-function-path, and what it makes of the loss counts; --use-tis calls it here. The "
-    "distance of trainer and rollout is always measured: leave it out",
+    "get_mismatch_metrics": "slime then calls --custom-tis-function-path, and what it makes of the loss counts; --use-tis calls it here. "
+    "Leave it out otherwise: the distance of trainer and rollout is always measured",
     "load_forge_rollout_data": "use `myxo replay CONFIG TEMPLATE` on batches that --save-debug-rollout-data has written",
     "release_train": "use --offload-train: a trainer that gives its memory back stays alive",
     "custom_update_weight_post_write_path": "snapshots lie on a file system that trainer and engines see alike",

@@ -24,10 +24,11 @@ class Piece(NamedTuple):
 
 
 def pieces(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[Piece]:
-    """Returns a chat rendered by the model's template, cut where the assistant's turns begin and end. One with ``step_loss_mask`` 0 is not trained.
+    """Returns a chat rendered by the model's template, cut where the assistant's turns begin and end.
 
     A turn begins behind the generation prompt of the messages before it, where generation begins too; it ends with the chat rendered up to
-    it. What the template writes for a part of the chat has to stand at the beginning of what it writes for more of it.
+    it. What the template writes for a part of the chat has to stand at the beginning of what it writes for more of it. A turn with
+    ``step_loss_mask`` 0 is not trained.
 
     Raises:
         ValueError: no assistant's turn, or a template under which they cannot be told apart. ConfigError: it refuses the chat.
