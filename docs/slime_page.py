@@ -80,8 +80,8 @@ twice the last counts, and that is told. A switch that is on by default is turne
   run take all its GPUs. Everything else has Myxo's defaults: how many ranks and engines, what is kept and what is
   written. A TOML file has Myxo's own.
 - **To overlap generation and training**, as `train_async.py` does, give `--max-staleness 1` or more, or name slime's fully asynchronous
-  function. With these, and with `--partial-rollout`, the loss has an importance weight (`--use-tis`) unless you say otherwise, and the start
-  says so: [staleness.md](staleness.md).
+  function. With these, and with `--partial-rollout`, the loss has an importance weight (`--use-tis`) unless you say otherwise, and the
+  start says so: [staleness.md](staleness.md).
 - **What slime refuses at its start is refused** for `myxo train` without a file, too: REINFORCE++ without `--normalize-advantages`, both
   lists of parameters, deltas of weights without `--update-weight-transport disk` or with `--colocate`. A TOML file may have these.
   `--kl-loss-coef` without `--use-kl-loss` changes nothing, as with slime, and that is told.
@@ -91,6 +91,10 @@ twice the last counts, and that is told. A switch that is on by default is turne
 - **Group statistics** are those of a group always, never those of a batch's shape; equal rewards give exactly 0.
 - **A sample longer than `--max-tokens-per-gpu`** is trained in a micro-batch of its own, as slime does (`--overlong-samples alone`). TOML
   files have `mask` by default.
+- **Environment variables** by which slime trains otherwise (`OPEN_TRAINING_INT4_…`, `MEGATRON_USE_SGLANG_…`, `DSA_KV_FP8_QAT…`) are not
+  read, in the environment or in `--train-env-vars`, and the start says so for each: weights and arithmetic are those of `--train-dtype`.
+- **Distillation without labels** is taken, as with slime: a verifier that has nothing to compare with gives 0 to every response, the start
+  says so, and the policy learns from the teacher.
 - **Logs and metrics** have slime's names where they mean the same: [metrics.md](metrics.md).
 
 """

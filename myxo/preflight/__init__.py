@@ -69,6 +69,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     epochs.check_epochs,
     objective_checks.check_presets,
     objective_checks.check_corrections,
+    objective_checks.check_variables,
     objective_checks.check_teachers,
 )
 """Checks of what a config names, but for its rows of data."""

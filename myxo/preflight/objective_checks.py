@@ -3,7 +3,7 @@
 import os
 
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config import presets
+from shared.config import environment_variables, presets
 from shared.runtime.errors import ConfigError
 
 
@@ -33,6 +33,11 @@ def check_corrections(inspection: Inspection) -> Findings:
         )
 
 
+def check_variables(inspection: Inspection) -> Findings:
+    """Yields a note for each environment variable of slime's that changes nothing here."""
+    yield from map(Note, environment_variables.unread({**os.environ, **inspection.config.trainer.train_env_vars}))
+
+
 TEACHES = (
     "custom_generate_function_path",
     "rollout_function_path",
@@ -53,6 +58,12 @@ def check_teachers(inspection: Inspection) -> Findings:
     if algorithm.use_opd and algorithm.opd_type == "sglang" and alone:
         expected = "a teacher: opd_teachers, or a function that puts its log-probs beside the samples (custom_generate_function_path)"
         yield ConfigError("algorithm.use_opd", True, expected)
+    temperature = config.rollout.rollout_temperature
+    if algorithm.opd_teachers and temperature != 1.0:
+        yield Note(
+            f"opd_teachers are asked for log-probs at rollout_temperature = {temperature:g}, at which the policy's are taken; SGLang gives those "
+            "of given tokens at 1, whatever it is asked, and the two then differ; opd_type = megatron takes both at rollout_temperature"
+        )
     variable = inspection.config.algorithm.opd_teacher_key_variable
     if variable is not None and inspection.starts and not os.environ.get(variable):
         yield ConfigError("algorithm.opd_teacher_key_variable", variable, "a variable that is set where `myxo up` starts")

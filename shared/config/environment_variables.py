@@ -18,6 +18,27 @@ _LAUNCHER = re.compile(
 """Variables that Myxo and torchrun set for each rank."""
 
 
+UNREAD = {
+    "OPEN_TRAINING_INT4_": "slime's training forward rounds weights to INT4 by it; here they have train_dtype, and engines those that are pushed",
+    "DSA_KV_FP8_QAT": "slime trains sparse attention with keys and values rounded to FP8 by it; here they are not",
+    "MEGATRON_USE_SGLANG_": "slime trains by SGLang's kernels with it; here by torch's or Transformer Engine's",
+    "INDEXER_ROPE_NEOX_STYLE": "slime's sparse attention reads it; no model family of Myxo has an indexer",
+    "SLIME_DEEPGEMM_": "slime trains by DeepGEMM's kernels with it; here by torch's or Transformer Engine's",
+    "SLIME_GRAD_COALESCE": "slime's Megatron reads it; here gradients are reduced as [trainer.megatron] says",
+    "ENABLE_ROUTING_REPLAY": "slime sets it; --use-routing-replay and --use-rollout-routing-replay do it",
+    "TENSORBOARD_DIR": "TensorBoard's files lie in RUN/tensorboard",
+}
+"""How the variables begin that slime reads and Myxo does not → what they do there, and what is so here."""
+
+
+def unread(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each variable that is set, and that slime would read."""
+    for name, value in sorted(variables.items()):
+        reason = next((reason for start, reason in UNREAD.items() if name.startswith(start)), None)
+        if reason is not None and value.lower() not in ("", "0", "false"):
+            yield f"{name} = {value} is not read: {reason}"
+
+
 def names_credential(name: str) -> bool:
     """Returns whether a variable is called as those are that hold a secret."""
     return bool(_CREDENTIAL.search(name))

@@ -18,6 +18,7 @@ from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
 from shared.runtime.errors import ConfigError, raise_problems
+from tests.support.run_config import run_config
 from tests.support.slime_scripts import SCRIPTS
 
 NOW = datetime(2026, 8, 1, 9, 30)
@@ -152,6 +153,18 @@ def test_masking_sequences_switches_no_importance_weight_on() -> None:
 def test_a_correction_that_nobody_asked_for_is_said_at_the_start(words: str) -> None:
     assert "off_policy = decoupled, an importance weight of tis_mode = clip within 0 to 2; slime has none unless" in notes(words)
     assert notes(f"{words} --use-tis") == notes(f"{words} --no-use-tis") == notes("") == ""
+
+
+def test_another_temperature_than_a_teachers_is_said_at_the_start(tmp_path: Path) -> None:
+    def said(temperature: float) -> list[str]:
+        taught = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "http://a:1"}}
+        found = objective_checks.check_teachers(
+            Inspection(run_config(tmp_path, algorithm=taught, rollout={"rollout_temperature": temperature}))
+        )
+        return [note.text for note in found if isinstance(note, Note)]
+
+    assert said(1.0) == []
+    assert "asked for log-probs at rollout_temperature = 0.7" in said(0.7)[0] and "opd_type = megatron" in said(0.7)[0]
 
 
 def test_samples_are_to_come_with_their_rewards_where_nothing_is_named_that_scores_them() -> None:
