@@ -78,9 +78,7 @@ def _without_label(inspection: Inspection, keys: Mapping[str, str | None]) -> Fi
         looked = min(len(prompts.rows), MOST)
         bare = looked if keys[field] is None else sum(prompts.rows[row].get(keys[field]) is None for row in range(looked))
         if bare:
-            yield Note(
-                f"{field}: {bare} of {looked} prompts have no label: {named} gives 0 to every response, and only the teacher teaches"
-            )
+            yield Note(f"{field}: {bare} of {looked} prompts have no label: {named} gives 0 to every response, only the teacher teaches")
 
 
 def first_labels(config: RunConfig, prompts: TrainingPrompts | PromptFile, overrides: Mapping[str, Any] | None = None) -> list[Label]:

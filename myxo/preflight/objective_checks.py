@@ -61,8 +61,8 @@ def check_teachers(inspection: Inspection) -> Findings:
     temperature = config.rollout.rollout_temperature
     if algorithm.opd_teachers and temperature != 1.0:
         yield Note(
-            f"opd_teachers are asked for log-probs at rollout_temperature = {temperature:g}, at which the policy's are taken; SGLang gives those "
-            "of given tokens at 1, whatever it is asked, and the two then differ; opd_type = megatron takes both at rollout_temperature"
+            f"opd_teachers are asked for log-probs at rollout_temperature = {temperature:g}, at which the policy's are taken; SGLang gives "
+            "those of given tokens at 1, whatever it is asked, and the two differ; opd_type = megatron takes both at rollout_temperature"
         )
     variable = inspection.config.algorithm.opd_teacher_key_variable
     if variable is not None and inspection.starts and not os.environ.get(variable):

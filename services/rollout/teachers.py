@@ -79,7 +79,7 @@ def _authorization(variable: str | None) -> dict[str, str]:
 class Teachers:
     """The teachers of a run. Must be made, used and closed in one event loop. Raises ConfigError for a key that is not set.
 
-    ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken. SGLang itself gives those of given tokens at 1.
+    ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken; SGLang gives those of given tokens at 1.
     """
 
     def __init__(self, objective: AlgorithmSection, temperature: float = 1.0) -> None:

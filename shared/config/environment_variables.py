@@ -19,7 +19,7 @@ _LAUNCHER = re.compile(
 
 
 UNREAD = {
-    "OPEN_TRAINING_INT4_": "slime's training forward rounds weights to INT4 by it; here they have train_dtype, and engines those that are pushed",
+    "OPEN_TRAINING_INT4_": "slime's training forward rounds weights to INT4 by it; here they have train_dtype, as engines get them",
     "DSA_KV_FP8_QAT": "slime trains sparse attention with keys and values rounded to FP8 by it; here they are not",
     "MEGATRON_USE_SGLANG_": "slime trains by SGLang's kernels with it; here by torch's or Transformer Engine's",
     "INDEXER_ROPE_NEOX_STYLE": "slime's sparse attention reads it; no model family of Myxo has an indexer",

@@ -86,7 +86,7 @@ async def test_with_a_teacher_a_prompt_without_label_is_taken_and_earns_0(tmp_pa
     assert [score.reward for score in scores] == [0.0, 0.0]
     [note] = label_checks.check(Inspection(config))
     assert isinstance(note, Note)
-    assert note.text == f"data.prompt_data: 2 of 2 prompts have no label: {name} gives 0 to every response, and only the teacher teaches"
+    assert note.text == f"data.prompt_data: 2 of 2 prompts have no label: {name} gives 0 to every response, only the teacher teaches"
 
 
 def test_a_prompt_of_which_nothing_would_score_the_samples_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
