@@ -69,14 +69,10 @@ def check(inspection: Inspection) -> Findings:
 
 def _without_label(inspection: Inspection, keys: Mapping[str, str | None]) -> Findings:
     """Yields a note for each set of prompts of which some have no label that their verifier needs: a teacher makes up for it."""
-    sets = [("data.prompt_data", inspection.config, inspection.training)]
-    sets += [(view.field, view.config, prompts) for view, prompts in inspection.heldout]
-    for field, config, prompts in sets:
-        named = config.reward.environment_of(None)
-        if prompts is None or not needs_label(named):
-            continue
-        looked = min(len(prompts.rows), MOST)
-        bare = looked if keys[field] is None else sum(prompts.rows[row].get(keys[field]) is None for row in range(looked))
+    training = [] if inspection.training is None else [("data.prompt_data", inspection.config, inspection.training.rows)]
+    for field, config, rows in (*training, *((view.field, view.config, prompts.rows) for view, prompts in inspection.heldout)):
+        named, looked = config.reward.environment_of(None), min(len(rows), MOST)
+        bare = sum(rows[row].get(keys[field] or "") is None for row in range(looked)) if needs_label(named) else 0
         if bare:
             yield Note(f"{field}: {bare} of {looked} prompts have no label: {named} gives 0 to every response, only the teacher teaches")
 

@@ -14,23 +14,29 @@ def check_presets(inspection: Inspection) -> Findings:
     yield from map(Note, presets.told(config.algorithm.preset, values))
 
 
+def check_support(inspection: Inspection) -> Findings:
+    """Yields a note where samples come from another distribution than the one that is trained."""
+    if found := inspection.config.support_mismatch:
+        yield Note(
+            f"{', '.join(found)}: this run trains another distribution than it samples: log-probs and ratios are those of softmax(logits / "
+            "rollout_temperature) over the whole vocabulary, and train/support_mismatch is 1 in each step's metrics"
+        )
+
+
 def check_corrections(inspection: Inspection) -> Findings:
-    """Yields a note for a correction that nobody asked for, and for one without effect."""
-    algorithm, rollout, trainer = inspection.config.algorithm, inspection.config.rollout, inspection.config.trainer
+    """Yields a note for a correction that is on by default, and for one without effect."""
+    algorithm, rollout = inspection.config.algorithm, inspection.config.rollout
     if algorithm.loss_type != "policy_loss" or not inspection.config.has_steps:
         return
-    by_default = algorithm.off_policy is None and algorithm.use_tis is None and algorithm.correction == "decoupled"
-    if by_default and (rollout.max_staleness or rollout.staleness_policy == "continue"):
-        weight = f"importance weight of tis_mode = {algorithm.tis_mode} within {algorithm.tis_clip_low:g} to {algorithm.tis_clip:g}"
+    if algorithm.off_policy is None and algorithm.use_tis is None and algorithm.correction == "decoupled" and rollout.max_staleness:
         yield Note(
             f"samples may be {rollout.max_staleness} versions old (max_staleness): the loss corrects for it by off_policy = decoupled, an "
-            f"{weight}; slime has none unless --use-tis is given, --no-use-tis leaves it out"
+            f"importance weight of tis_mode = {algorithm.tis_mode} within {algorithm.tis_clip_low:g} to {algorithm.tis_clip:g}; slime "
+            "has none unless --use-tis is given, --no-use-tis leaves it out"
         )
-    if algorithm.use_opsm and algorithm.correction != "rollout" and trainer.num_steps_per_rollout == 1:
-        yield Note(
-            "--use-opsm changes nothing: with one optimizer step a rollout the policy has not moved away from the old one, as with slime; "
-            "--use-rollout-logprobs measures from the rollout's"
-        )
+    if algorithm.use_opsm and algorithm.correction != "rollout" and inspection.config.trainer.num_steps_per_rollout == 1:
+        unmoved = "with one optimizer step a rollout the policy has not moved away from the old one, as with slime"
+        yield Note(f"--use-opsm changes nothing: {unmoved}; --use-rollout-logprobs measures from the rollout's")
 
 
 def check_variables(inspection: Inspection) -> Findings:

@@ -18,15 +18,13 @@ _LAUNCHER = re.compile(
 """Variables that Myxo and torchrun set for each rank."""
 
 
+_KERNELS = "slime trains by other kernels with it; here by torch's or Transformer Engine's"
+
 UNREAD = {
     "OPEN_TRAINING_INT4_": "slime's training forward rounds weights to INT4 by it; here they have train_dtype, as engines get them",
     "DSA_KV_FP8_QAT": "slime trains sparse attention with keys and values rounded to FP8 by it; here they are not",
-    "MEGATRON_USE_SGLANG_": "slime trains by SGLang's kernels with it; here by torch's or Transformer Engine's",
-    "INDEXER_ROPE_NEOX_STYLE": "slime's sparse attention reads it; no model family of Myxo has an indexer",
-    "SLIME_DEEPGEMM_": "slime trains by DeepGEMM's kernels with it; here by torch's or Transformer Engine's",
-    "SLIME_GRAD_COALESCE": "slime's Megatron reads it; here gradients are reduced as [trainer.megatron] says",
-    "ENABLE_ROUTING_REPLAY": "slime sets it; --use-routing-replay and --use-rollout-routing-replay do it",
-    "TENSORBOARD_DIR": "TensorBoard's files lie in RUN/tensorboard",
+    "MEGATRON_USE_SGLANG_": _KERNELS,
+    "SLIME_DEEPGEMM_": _KERNELS,
 }
 """How the variables begin that slime reads and Myxo does not → what they do there, and what is so here."""
 

@@ -15,7 +15,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter"},
-    "rollout": {"overlong_samples": "alone", "rollout_skip_special_tokens": False},
+    "rollout": {"overlong_samples": "alone", "rollout_skip_special_tokens": False, "gpus_per_node": 8},
     "trainer": {"adam_beta2": 0.999, "weight_decay": 0.01, "lr_decay_style": "linear"},
 }
 """Those that always hold; the optimizer's are Megatron's."""

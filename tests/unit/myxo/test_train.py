@@ -127,6 +127,9 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
     assert (config.trainer.adam_beta2, config.trainer.weight_decay, config.trainer.lr_decay_style) == (0.999, 0.01, "linear")
     assert (config.rollout.max_staleness, config.algorithm.correction) == (0, "none")
     assert config.rollout.rollout_replicas == 1
+    engine = [*shlex.split(LEAST), "--rollout-num-gpus-per-engine", "16"]
+    assert config_of(engine).rollout.nodes_per_engine == 2
+    assert config_of([*engine, "--num-gpus-per-node", "4"]).rollout.nodes_per_engine == 4
     given = "--label-key answer --adam-beta2 0.98 --max-staleness 2 --use-kl-loss --colocate --actor-num-gpus-per-node 8 --use-tis"
     config = config_of([*shlex.split(LEAST), *given.split(), "--rollout-num-gpus-per-engine", "2"])
     assert (config.data.label_key, config.trainer.adam_beta2, config.rollout.max_staleness) == ("answer", 0.98, 2)
@@ -150,7 +153,7 @@ def test_masking_sequences_switches_no_importance_weight_on() -> None:
 
 
 @pytest.mark.parametrize("words", ["--partial-rollout", "--max-staleness 2", f"--rollout-function-path {slime_functions.FULLY_ASYNC}"])
-def test_a_correction_that_nobody_asked_for_is_said_at_the_start(words: str) -> None:
+def test_a_correction_that_is_on_by_default_is_said_at_the_start(words: str) -> None:
     assert "off_policy = decoupled, an importance weight of tis_mode = clip within 0 to 2; slime has none unless" in notes(words)
     assert notes(f"{words} --use-tis") == notes(f"{words} --no-use-tis") == notes("") == ""
 

@@ -49,7 +49,7 @@ def test_a_renamed_flag_sets_fields_that_there_are(name: str) -> None:
         ("--deterministic-mode", {"trainer": {"deterministic": True}}, "--deterministic-mode is --deterministic"),
         ("--balance-data", {}, "--balance-data changes nothing: batches are always balanced"),
         ("--data-pad-size-multiplier 1024", {}, "--data-pad-size-multiplier changes nothing: micro-batches are padded"),
-        ("--loss-mask-type qwen3_5", {}, "is trained, whatever the template"),
+        ("--loss-mask-type qwen3_5", {}, "turns are trained, by any template"),
         ("--router-policy cache_aware --router-verbose", {}, "there is no router"),
     ],
 )

@@ -79,7 +79,7 @@ CHECKOUT = {
     "slime/utils/lengths.py": "from slime.utils.types import Sample\nlongest = max\n",
     "slime/rollout/__init__.py": "",
     "slime/rollout/rm_hub/__init__.py": "import ray\n",
-    "slime/rollout/rm_hub/own_grader.py": "from slime.rollout.rm_hub import f1\ndef grade(args, sample): return 1.0\n",
+    "slime/rollout/rm_hub/own_grader.py": "from slime.rollout.rm_hub.f1 import f1_score\ndef grade(args, sample): return 1.0\n",
     "slime/ray/__init__.py": "",
     "slime/ray/actor_group.py": "import ray\n",
     "slime/ray/inner.py": "import slime.ray.actor_group\n",
