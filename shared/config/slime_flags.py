@@ -89,7 +89,7 @@ RENAMED: dict[str, Renamed] = {
     "distributed_timeout_minutes": Renamed(
         "int", "--collective-timeout, in seconds", lambda minutes: {"collective_timeout": 60.0 * minutes}
     ),
-    "num_gpus_per_node": Renamed("int", "--gpus-per-node, by which --sglang-nnodes follows", lambda gpus: {"gpus_per_node": gpus}),
+    "num_gpus_per_node": Renamed("int", "--gpus-per-node, by which an engine's nodes are counted", lambda gpus: {"gpus_per_node": gpus}),
     "sglang_router_request_timeout_secs": Renamed("float", "--generate-timeout", lambda seconds: {"generate_timeout": seconds}),
     "update_weight_disk_keep_files": Renamed(
         "switch", "--keep-snapshots 1000000", lambda given: {"keep_snapshots": 1_000_000} if given else {}
