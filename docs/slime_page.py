@@ -96,7 +96,7 @@ twice the last counts, and that is told. A switch that is on by default is turne
   the nucleus of top-p, Myxo's does not yet. The start says so, and `train/support_mismatch` is 1; so it is with parameters that
   `--sglang-preferred-sampling-params` sets for all requests. Those of the checkpoint's `generation_config.json` are not used
   (`--sglang-sampling-defaults openai`).
-- **`--sglang-quantization`** is refused where the trainer pushes weights, and so is `--sglang-speculative-algorithm` without a draft: layers
+- **`--sglang-quantization`** is refused where the trainer pushes weights, and `--sglang-speculative-algorithm` without a draft: layers
   of the checkpoint, or `--sglang-speculative-draft-model-path`.
 - **Environment variables** by which slime trains otherwise (`OPEN_TRAINING_INT4_…`, `MEGATRON_USE_SGLANG_…`, `DSA_KV_FP8_QAT…`) are not
   read, in the environment or in `--train-env-vars`, and the start says so for each: weights and arithmetic are those of `--train-dtype`.

@@ -24,17 +24,9 @@ def check_support(inspection: Inspection) -> Findings:
 
 
 def check_corrections(inspection: Inspection) -> Findings:
-    """Yields a note for a correction that is on by default, and for one without effect."""
-    algorithm, rollout = inspection.config.algorithm, inspection.config.rollout
-    if algorithm.loss_type != "policy_loss" or not inspection.config.has_steps:
-        return
-    if algorithm.off_policy is None and algorithm.use_tis is None and algorithm.correction == "decoupled" and rollout.max_staleness:
-        yield Note(
-            f"samples may be {rollout.max_staleness} versions old (max_staleness): the loss corrects for it by off_policy = decoupled, an "
-            f"importance weight of tis_mode = {algorithm.tis_mode} within {algorithm.tis_clip_low:g} to {algorithm.tis_clip:g}; slime "
-            "has none unless --use-tis is given, --no-use-tis leaves it out"
-        )
-    if algorithm.use_opsm and algorithm.correction != "rollout" and inspection.config.trainer.num_steps_per_rollout == 1:
+    """Yields a note for a correction without effect."""
+    algorithm, steps = inspection.config.algorithm, inspection.config.trainer.num_steps_per_rollout
+    if inspection.config.has_steps and algorithm.use_opsm and algorithm.correction != "rollout" and steps == 1:
         unmoved = "with one optimizer step a rollout the policy has not moved away from the old one, as with slime"
         yield Note(f"--use-opsm changes nothing: {unmoved}; --use-rollout-logprobs measures from the rollout's")
 

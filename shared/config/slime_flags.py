@@ -77,7 +77,7 @@ RENAMED: dict[str, Renamed] = {
     ),
     "partial_rollout": Renamed(
         "switch",
-        "--staleness-policy continue: generation goes on under the next weights, up to --max-staleness",
+        "--staleness-policy continue: generation goes on under the next weights, up to --max-staleness; --off-policy corrects the loss",
         lambda given: {"staleness_policy": "continue"} if given else {},
         yields=True,
     ),
