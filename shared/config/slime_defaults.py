@@ -66,8 +66,8 @@ def settle(given: dict[str, dict[str, Any]]) -> list[str]:
     if _runs_ahead(rollout) and str(rollout.get("max_staleness")) != "0" and _leaves_correction_open(algorithm):
         weight = f"an importance weight within {algorithm.get('tis_clip_low', 0)} to {algorithm.get('tis_clip', 2)}"
         told.append(
-            f"rollouts run ahead of training, and the loss corrects for it by --off-policy decoupled, {weight}; slime has none: --no-use-tis "
-            "leaves it out"
+            f"rollouts run ahead of training, and the loss corrects for it by --off-policy decoupled, {weight}; slime has none: "
+            "--no-use-tis leaves it out"
         )
     coefficient = algorithm.get("kl_loss_coef")
     if coefficient is not None and not _is_on(algorithm.get("use_kl_loss")) and _is_above_zero(coefficient):
