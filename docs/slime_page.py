@@ -68,6 +68,7 @@ twice the last counts, and that is told. A switch that is on by default is turne
 | `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. |
 | `--rollout-num-gpus --colocate` | Without effect, as with slime: all GPUs are the engines', too. `--rollout-replicas` takes fewer. |
 | `--custom-config-path FILE` | Its keys stand over all flags: fields of that name, the rest are attributes of `args` for your functions. |
+| `--num-gpus-per-node` | An engine's GPUs over these are its nodes, `--sglang-nnodes`, where that is not given. |
 | `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
 | user functions | The same files, with slime's import names, `args` and `Sample`: [hooks.md](hooks.md). |
 | `--rm-type` | The same names and values: [rewards.md](rewards.md). Without it and `--custom-rm-path`, samples or prompts name their own. |
@@ -80,7 +81,8 @@ twice the last counts, and that is told. A switch that is on by default is turne
   run take all its GPUs. Everything else has Myxo's defaults: how many ranks and engines, what is kept and what is
   written. A TOML file has Myxo's own.
 - **To overlap generation and training**, as `train_async.py` does, give `--max-staleness 1` or more, or name slime's fully asynchronous
-  function. Stale samples then have an importance weight (`--use-tis`) unless you say otherwise: [staleness.md](staleness.md).
+  function. With these, and with `--partial-rollout`, the loss has an importance weight (`--use-tis`) unless you say otherwise, and the
+  start says so: [staleness.md](staleness.md).
 - **What slime refuses at its start is refused** for `myxo train` without a file, too: REINFORCE++ without `--normalize-advantages`, both
   lists of parameters, deltas of weights without `--update-weight-transport disk` or with `--colocate`. A TOML file may have these.
   `--kl-loss-coef` without `--use-kl-loss` changes nothing, as with slime, and that is told.
@@ -90,6 +92,16 @@ twice the last counts, and that is told. A switch that is on by default is turne
 - **Group statistics** are those of a group always, never those of a batch's shape; equal rewards give exactly 0.
 - **A sample longer than `--max-tokens-per-gpu`** is trained in a micro-batch of its own, as slime does (`--overlong-samples alone`). TOML
   files have `mask` by default.
+- **`--rollout-top-p` below 1 and `--rollout-top-k`** sample from another distribution than the one that is trained: slime's trainer replays
+  the nucleus of top-p, Myxo's does not yet. The start says so, and `train/support_mismatch` is 1; so it is with parameters that
+  `--sglang-preferred-sampling-params` sets for all requests. Those of the checkpoint's `generation_config.json` are not used
+  (`--sglang-sampling-defaults openai`).
+- **`--sglang-quantization`** is refused where the trainer pushes weights, and `--sglang-speculative-algorithm` without a draft: layers
+  of the checkpoint, or `--sglang-speculative-draft-model-path`.
+- **Environment variables** by which slime trains otherwise (`OPEN_TRAINING_INT4_…`, `MEGATRON_USE_SGLANG_…`, `DSA_KV_FP8_QAT…`) are not
+  read, in the environment or in `--train-env-vars`, and the start says so for each: weights and arithmetic are those of `--train-dtype`.
+- **Distillation without labels** is taken, as with slime: a verifier that has nothing to compare with gives 0 to every response, the start
+  says so, and the policy learns from the teacher.
 - **Logs and metrics** have slime's names where they mean the same: [metrics.md](metrics.md).
 
 """

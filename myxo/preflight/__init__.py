@@ -17,6 +17,7 @@ from myxo.preflight import (
     data_checks,
     dump_checks,
     engine_filling,
+    engine_model_checks,
     epochs,
     ingest_checks,
     label_checks,
@@ -47,6 +48,7 @@ LONGEST_NOTE = 1000
 """Characters of a note that are shown: one may hold a whole prompt."""
 
 INPUT_CHECKS: tuple[Check, ...] = (
+    objective_checks.check_support,
     model_checks.check_files,
     model_checks.check_tokenizer,
     data_checks.check_files,
@@ -62,12 +64,15 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engines,
     model_checks.check_training,
     model_checks.check_engine_flags,
+    engine_model_checks.check_engine_model,
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     machine_checks.check_functions,
     dump_checks.check_dumps,
     epochs.check_epochs,
     objective_checks.check_presets,
+    objective_checks.check_corrections,
+    objective_checks.check_variables,
     objective_checks.check_teachers,
 )
 """Checks of what a config names, but for its rows of data."""
@@ -118,6 +123,7 @@ TRAINER_CHECKS: tuple[Check, ...] = (
 ROLLOUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engines,
     model_checks.check_engine_flags,
+    engine_model_checks.check_engine_model,
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     data_checks.check_training_prompts,

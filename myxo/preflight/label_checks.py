@@ -15,7 +15,7 @@ from typing import Any
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.run_config import RunConfig
 from shared.data.prompts import PromptFile, TrainingPrompts
-from shared.rewards.names import RUNS_CODE, VERIFIERS, base
+from shared.rewards.names import RUNS_CODE, VERIFIERS, base, needs_label
 from shared.rewards.reference import label_text
 from shared.runtime.errors import ConfigError
 
@@ -53,6 +53,8 @@ def check(inspection: Inspection) -> Findings:
     keys = {"data.prompt_data": config.data.label_key}
     for view, prompts in inspection.heldout:
         labels[view.field], keys[view.field] = first_labels(view.config, prompts, view.metadata), view.config.data.label_key
+    if config.algorithm.use_opd:
+        yield from _without_label(inspection, keys)
     interleaved = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
     distinct = list(dict.fromkeys((label.verifier, label.text) for label in interleaved))
     results, failure = ask(distinct) if distinct else ({}, None)
@@ -63,6 +65,16 @@ def check(inspection: Inspection) -> Findings:
         problems = [(label, wrong) for label, result in tried if (wrong := problem(label, result, inspection)) is not None]
         if problems:
             yield from _report(f"{field}:{keys[field]}", problems, len(tried))
+
+
+def _without_label(inspection: Inspection, keys: Mapping[str, str | None]) -> Findings:
+    """Yields a note for each set of prompts of which some have no label that their verifier needs: a teacher makes up for it."""
+    training = [] if inspection.training is None else [("data.prompt_data", inspection.config, inspection.training.rows)]
+    for field, config, rows in (*training, *((view.field, view.config, prompts.rows) for view, prompts in inspection.heldout)):
+        named, looked = config.reward.environment_of(None), min(len(rows), MOST)
+        bare = sum(rows[row].get(keys[field] or "") is None for row in range(looked)) if needs_label(named) else 0
+        if bare:
+            yield Note(f"{field}: {bare} of {looked} prompts have no label: {named} gives 0 to every response, only the teacher teaches")
 
 
 def first_labels(config: RunConfig, prompts: TrainingPrompts | PromptFile, overrides: Mapping[str, Any] | None = None) -> list[Label]:

@@ -13,7 +13,7 @@ from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.hooks import reward_values
-from shared.rewards.names import GIVEN
+from shared.rewards.names import GIVEN, needs_label
 from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema.messages import Generated
@@ -67,12 +67,15 @@ class VerifierScorer(Scorer):
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         first, *others = references = [sample.reference for sample in samples]
+        taught = self._config.algorithm.use_opd
         for reference in references:
             if environment == GIVEN:
                 raise WorkerFailed(_UNSCORED)
-            if (problem := label_problem(environment, reference)) is not None:
+            if (problem := label_problem(environment, reference, taught=taught)) is not None:
                 came = "; its sample came without a reward" if self._config.may_give_rewards else ""
                 raise WorkerFailed(f"verifier {environment}: the label: {problem}{came}")
+        if taught and first.label is None and needs_label(environment):
+            return [Score(reward=0.0) for _ in samples]
         asked = Verification(
             environment,
             [sample.text for sample in samples],

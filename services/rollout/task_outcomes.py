@@ -24,8 +24,8 @@ class TaskOutcomes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._config = service, service.config
-        objective = service.config.algorithm
-        self._teachers = Teachers(objective) if objective.opd_teachers else None
+        objective, temperature = service.config.algorithm, service.config.rollout.rollout_temperature
+        self._teachers = Teachers(objective, temperature) if objective.opd_teachers else None
 
     async def close(self) -> None:
         """Closes the connections to teachers."""

@@ -77,9 +77,12 @@ def _authorization(variable: str | None) -> dict[str, str]:
 
 
 class Teachers:
-    """The teachers of a run. Must be made, used and closed in one event loop. Raises ConfigError for a key that is not set."""
+    """The teachers of a run. Must be made, used and closed in one event loop. Raises ConfigError for a key that is not set.
 
-    def __init__(self, objective: AlgorithmSection) -> None:
+    ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken; SGLang gives those of given tokens at 1.
+    """
+
+    def __init__(self, objective: AlgorithmSection, temperature: float = 1.0) -> None:
         self._objective = objective
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
@@ -87,7 +90,8 @@ class Teachers:
             headers={"Content-Type": "application/json", **_authorization(objective.opd_teacher_key_variable)},
         )
         self._teachers = {
-            name: _Teacher(name, url, self._session, objective.opd_teacher_concurrency) for name, url in objective.opd_teachers.items()
+            name: _Teacher(name, url, self._session, objective.opd_teacher_concurrency, temperature)
+            for name, url in objective.opd_teachers.items()
         }
 
     async def close(self) -> None:
@@ -129,7 +133,8 @@ class _Given(NamedTuple):
 class _Teacher:
     """One teacher. url: its server's, with or without the path /generate."""
 
-    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, concurrency: int) -> None:
+    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, concurrency: int, temperature: float) -> None:
+        self._temperature = temperature
         address = environment_url.parse(url)
         self._url = address.url.removesuffix("/generate") + "/generate"
         self._shown, self._session, self._room = f"{name} at {address.shown}", session, asyncio.Semaphore(concurrency)
@@ -138,7 +143,8 @@ class _Teacher:
         """Returns what it says of the sample's response. Asks again, until the deadline, while it is away or at fault."""
         if not len(sample.response):
             return _Given(np.zeros(0, np.float32), np.zeros((0, k), np.int32), np.zeros((0, k), np.float32))
-        body, pause, reason = orjson.dumps(_request(sample, k), option=orjson.OPT_SERIALIZE_NUMPY), FIRST_PAUSE, "it did not answer"
+        body = orjson.dumps(_request(sample, k, self._temperature), option=orjson.OPT_SERIALIZE_NUMPY)
+        pause, reason = FIRST_PAUSE, "it did not answer"
         try:
             async with asyncio.timeout(deadline), self._room:
                 while True:
@@ -183,11 +189,11 @@ class _Teacher:
         return _Given(values.astype(np.float32), entries[..., 1].astype(np.int32), entries[..., 0].astype(np.float32))
 
 
-def _request(sample: Sample, k: int) -> dict[str, Any]:
+def _request(sample: Sample, k: int, temperature: float) -> dict[str, Any]:
     """Returns what SGLang's ``/generate`` is asked: log-probs of given tokens, from the last of the prompt on, and no new ones."""
     return {
         "input_ids": np.concatenate([sample.prompt, sample.response]),
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
+        "sampling_params": {"temperature": temperature, "max_new_tokens": 0, "skip_special_tokens": False},
         "return_logprob": True,
         "logprob_start_len": len(sample.prompt) - 1,
         "top_logprobs_num": k,

@@ -119,7 +119,7 @@ EFFECTS: tuple[Rule, ...] = (
         "custom_tis_function_path",
     ),
     *_where(lambda a: a.use_rs, "needs use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound"),
-    *_where(lambda a: a.correction != "none", "measures the distance from the rollout: off_policy is none", "use_opsm", "use_m2po"),
+    *_where(lambda a: a.correction != "none", "measures the distance from the rollout: off_policy is none", "use_m2po"),
     *_where(lambda a: a.use_opsm, "needs use_opsm", "opsm_delta"),
     *_where(lambda a: a.use_opd, "needs use_opd", "opd_type", "opd_kl_coef", "opd_teacher_load"),
     *_where(lambda a: a.use_opd and a.opd_type == "sglang", "needs use_opd and opd_type = sglang", "opd_teachers"),

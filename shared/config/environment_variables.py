@@ -18,6 +18,25 @@ _LAUNCHER = re.compile(
 """Variables that Myxo and torchrun set for each rank."""
 
 
+_KERNELS = "slime trains by other kernels with it; here by torch's or Transformer Engine's"
+
+UNREAD = {
+    "OPEN_TRAINING_INT4_": "slime's training forward rounds weights to INT4 by it; here they have train_dtype, as engines get them",
+    "DSA_KV_FP8_QAT": "slime trains sparse attention with keys and values rounded to FP8 by it; here they are not",
+    "MEGATRON_USE_SGLANG_": _KERNELS,
+    "SLIME_DEEPGEMM_": _KERNELS,
+}
+"""How the variables begin that slime reads and Myxo does not → what they do there, and what is so here."""
+
+
+def unread(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each variable that is set, and that slime would read."""
+    for name, value in sorted(variables.items()):
+        reason = next((reason for start, reason in UNREAD.items() if name.startswith(start)), None)
+        if reason is not None and value.lower() not in ("", "0", "false"):
+            yield f"{name} = {value} is not read: {reason}"
+
+
 def names_credential(name: str) -> bool:
     """Returns whether a variable is called as those are that hold a secret."""
     return bool(_CREDENTIAL.search(name))

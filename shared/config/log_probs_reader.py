@@ -12,7 +12,7 @@ from shared.config.rollout_section import RolloutSection
 
 FIELD = "rollout.missing_log_probs"
 
-_READ_BY = ("custom_tis_function_path", "use_opsm", "use_m2po", "use_rs", "rs_veto_threshold", "tis_batch_normalize")
+_READ_BY = ("custom_tis_function_path", "use_m2po", "use_rs", "rs_veto_threshold", "tis_batch_normalize")
 """Fields of the objective that are about the distance between rollout and trainer alone."""
 
 

@@ -1,5 +1,7 @@
 """`[rollout]`: generation, and how far it may run ahead of training."""
 
+import contextlib
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,6 +38,20 @@ def _each_once(names: list[str]) -> list[str]:
 
 Roles = Annotated[list[Annotated[str, StringConstraints(pattern=ROLE)]], AfterValidator(_each_once)]
 """The names of those that play a rollout together."""
+
+
+_RESHAPING = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0, "logit_bias": None,
+              "regex": None, "ebnf": None, "json_schema": None, "structural_tag": None}  # fmt: skip
+"""SGLang's sampling parameters that requests do not name and that change what is sampled → the value that changes nothing."""
+
+
+def _preferred(given: Any) -> list[str]:
+    """Returns which of SGLang's ``preferred-sampling-params`` change what is sampled; none of what is no JSON, which is reported."""
+    with contextlib.suppress(ValueError):
+        values = given if isinstance(given, dict) else json.loads(str(given))
+        values = values if isinstance(values, dict) else {}
+        return [f"{name} = {values[name]}" for name, neutral in _RESHAPING.items() if values.get(name, neutral) not in (None, neutral)]
+    return []
 
 
 class RolloutSection(Section):
@@ -239,6 +255,12 @@ class RolloutSection(Section):
         **MUTABLE,
     )
     rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine on all its nodes (its tensor parallel size)")
+    gpus_per_node: int | None = Field(
+        default=None,
+        gt=0,
+        description="GPUs of a machine, by which an engine's nodes are counted where sglang.nnodes is not given: "
+        "rollout_num_gpus_per_engine // gpus_per_node, at least 1; default: an engine is on one; slime's is 8",
+    )
     rollout_concurrency: int | None = Field(
         default=None,
         gt=0,
@@ -272,9 +294,25 @@ class RolloutSection(Section):
 
     @property
     def nodes_per_engine(self) -> int:
-        """Returns the number of nodes that one engine is on: SGLang's ``nnodes``."""
-        given = next((value for name, value in self.sglang.items() if plain_name(name) == "nnodes"), 1)
+        """Returns the number of nodes that one engine is on: SGLang's ``nnodes``, which follows from its GPUs as with slime."""
+        derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or self.rollout_num_gpus_per_engine))
+        given = next((value for name, value in self.sglang.items() if plain_name(name) == "nnodes"), derived)
         return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
+
+    @property
+    def sampled_otherwise(self) -> list[str]:
+        """Returns the settings by which engines sample from another distribution than is trained, softmax(logits / rollout_temperature)."""
+        found = [f"rollout_top_p = {self.rollout_top_p:g}"] if self.rollout_top_p < 1 else []
+        found += [f"rollout_top_k = {self.rollout_top_k}"] if self.rollout_top_k > 0 else []
+        for key, value in self.sglang.items():
+            match plain_name(key):
+                case "preferred-sampling-params":
+                    found += [f"rollout.sglang.{key}: {name}" for name in _preferred(value)]
+                case "speculative-accept-threshold-single" | "speculative-accept-threshold-acc" if str(value) not in ("1", "1.0"):
+                    found.append(f"rollout.sglang.{key} = {value}")
+                case "enable-strict-thinking" if value:
+                    found.append(f"rollout.sglang.{key}")
+        return found
 
     @property
     def may_give_rewards(self) -> bool:

@@ -32,6 +32,7 @@ from shared.config.run_section import RunSection
 from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
 from shared.config.sft_section import SftSection
+from shared.config.sglang_flags import plain_name
 from shared.config.store_section import StoreSection
 from shared.config.trainer_section import TrainerSection
 from shared.config.weights_section import WeightsSection
@@ -87,6 +88,12 @@ class RunConfig(Section):
     def may_give_rewards(self) -> bool:
         """Returns whether rollouts may come with their rewards: something of the user's makes them, or an environment plays with them."""
         return self.rollout.may_give_rewards or self.episode.episode_url is not None
+
+    @property
+    def support_mismatch(self) -> list[str]:
+        """Returns the settings by which the policy gradient is of another distribution than samples come from; none where there is none."""
+        trains = self.has_steps and not self.debug.debug_rollout_only and self.algorithm.loss_type != "sft_loss"
+        return self.rollout.sampled_otherwise if trains else []
 
     @property
     def has_steps(self) -> bool:
@@ -186,7 +193,7 @@ class RunConfig(Section):
             return
         if rollout.rollout_num_gpus_per_engine % nodes:
             yield f"{field}: {nodes} nodes do not share rollout_num_gpus_per_engine = {rollout.rollout_num_gpus_per_engine} GPUs evenly"
-        if self.trainer.colocate:
+        if self.trainer.colocate and any(plain_name(key) == "nnodes" for key in rollout.sglang):
             yield f"{field}: with colocate an engine shares the GPUs of one machine; leave it out"
 
     def _groups_from_outside(self) -> Iterator[str]:

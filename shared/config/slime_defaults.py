@@ -15,12 +15,12 @@ Values = Mapping[str, Mapping[str, Any]]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter", "add_special_tokens": False},
-    "rollout": {"overlong_samples": "alone", "rollout_skip_special_tokens": False},
+    "rollout": {"overlong_samples": "alone", "rollout_skip_special_tokens": False, "gpus_per_node": 8},
     "trainer": {"adam_beta2": 0.999, "weight_decay": 0.01, "lr_decay_style": "linear"},
 }
 """Those that always hold; the optimizer's are Megatron's."""
 
-_OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "custom_tis_function_path", "use_opsm", "use_m2po", "preset")
+_OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "use_m2po", "preset")
 """Fields that say how stale samples are corrected, or name a whole objective."""
 
 
@@ -28,10 +28,9 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
     """Returns the fields that have slime's default, for what a command line gives."""
     found = {section: dict(fields) for section, fields in DEFAULTS.items()}
     rollout, trainer, algorithm = (given.get(section, {}) for section in ("rollout", "trainer", "algorithm"))
-    ahead = {"staleness_policy", "max_staleness"} & rollout.keys() or rollout.get("rollout_function_path") == slime_functions.FULLY_ASYNC
-    if not ahead:
+    if not _runs_ahead(rollout):
         found["rollout"]["max_staleness"] = 0
-        if not algorithm.keys() & set(_OBJECTIVES) and algorithm.get("loss_type", "policy_loss") == "policy_loss":
+        if _leaves_correction_open(algorithm):
             found["algorithm"] = {"use_tis": False}
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not _presets(algorithm, "kl_loss_type"):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
@@ -45,6 +44,16 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
     }
 
 
+def _runs_ahead(rollout: Mapping[str, Any]) -> bool:
+    """Returns whether samples may be of older weights than those that are trained."""
+    is_async = str(rollout.get("rollout_function_path")).replace(":", ".") == slime_functions.FULLY_ASYNC
+    return is_async or bool({"staleness_policy", "max_staleness"} & rollout.keys())
+
+
+def _leaves_correction_open(algorithm: Mapping[str, Any]) -> bool:
+    return not algorithm.keys() & set(_OBJECTIVES) and algorithm.get("loss_type", "policy_loss") == "policy_loss"
+
+
 def _presets(algorithm: Mapping[str, Any], field: str) -> bool:
     """Returns whether a preset that is given sets the field."""
     given = algorithm.get("preset", [])
@@ -52,8 +61,14 @@ def _presets(algorithm: Mapping[str, Any], field: str) -> bool:
 
 
 def settle(given: dict[str, dict[str, Any]]) -> list[str]:
-    """Takes out of a command line what is without effect in slime; returns the lines for the user."""
+    """Takes out of a command line what is without effect in slime; returns the lines for the user, of what slime does not do as well."""
     algorithm, rollout, told = given.get("algorithm", {}), given.get("rollout", {}), list[str]()
+    if _runs_ahead(rollout) and str(rollout.get("max_staleness")) != "0" and _leaves_correction_open(algorithm):
+        weight = f"an importance weight within {algorithm.get('tis_clip_low', 0)} to {algorithm.get('tis_clip', 2)}"
+        told.append(
+            f"rollouts run ahead of training, and the loss corrects for it by --off-policy decoupled, {weight}; slime has none: "
+            "--no-use-tis leaves it out"
+        )
     coefficient = algorithm.get("kl_loss_coef")
     if coefficient is not None and not _is_on(algorithm.get("use_kl_loss")) and _is_above_zero(coefficient):
         del algorithm["kl_loss_coef"]

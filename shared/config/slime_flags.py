@@ -77,7 +77,7 @@ RENAMED: dict[str, Renamed] = {
     ),
     "partial_rollout": Renamed(
         "switch",
-        "--staleness-policy continue: generation goes on under the next weights, up to --max-staleness",
+        "--staleness-policy continue: generation goes on under the next weights, up to --max-staleness; --off-policy corrects the loss",
         lambda given: {"staleness_policy": "continue"} if given else {},
         yields=True,
     ),
@@ -89,6 +89,7 @@ RENAMED: dict[str, Renamed] = {
     "distributed_timeout_minutes": Renamed(
         "int", "--collective-timeout, in seconds", lambda minutes: {"collective_timeout": 60.0 * minutes}
     ),
+    "num_gpus_per_node": Renamed("int", "--gpus-per-node, by which an engine's nodes are counted", lambda gpus: {"gpus_per_node": gpus}),
     "sglang_router_request_timeout_secs": Renamed("float", "--generate-timeout", lambda seconds: {"generate_timeout": seconds}),
     "update_weight_disk_keep_files": Renamed(
         "switch", "--keep-snapshots 1000000", lambda given: {"keep_snapshots": 1_000_000} if given else {}
@@ -106,7 +107,6 @@ RENAMED: dict[str, Renamed] = {
 
 NO_OPS: dict[str, NoOp] = {
     "train_backend": NoOp("text", "the trainer is Megatron-Core", ("megatron",)),
-    "num_gpus_per_node": NoOp("int", "the GPUs of a machine are counted where the run starts"),
     "use_dynamic_batch_size": NoOp("switch", "micro-batches are always packed by tokens, up to --max-tokens-per-gpu"),
     "log_probs_max_tokens_per_gpu": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
     "ref_micro_batch_size": NoOp("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
@@ -114,7 +114,7 @@ NO_OPS: dict[str, NoOp] = {
     "balance_data": NoOp("switch", "batches are always balanced over the data-parallel ranks"),
     "balance_by_flops": NoOp("switch", "batches are always balanced over the data-parallel ranks, by operations"),
     "data_pad_size_multiplier": NoOp("int", "micro-batches are padded as their layout needs it; padding is in no loss"),
-    "loss_mask_type": NoOp("text", "masks are made token by token, for every chat template", ("qwen", "qwen3", "qwen3_5", "distill_qwen")),
+    "loss_mask_type": NoOp("text", "the assistant's turns are trained, by any template", ("qwen", "qwen3", "qwen3_5", "distill_qwen")),
     "no_position_embedding": NoOp("switch", "positions are embedded as the checkpoint says"),
     "enable_experimental": NoOp("switch", "nothing here waits for it"),
     "model_name": NoOp("text", "the model's family is read from --hf-checkpoint"),
@@ -128,20 +128,22 @@ NO_OPS: dict[str, NoOp] = {
     "rollout_data_transport": NoOp("text", "trainer ranks fetch samples from the run's store", ("object-store", "nixl")),
     "use_distributed_post": NoOp("switch", "each rollout service talks to its own engine"),
     "disable_compute_advantages_and_returns": NoOp("switch", "--loss-type sft_loss uses none; other losses need them"),
-    "keep_old_actor": NoOp("switch", "log-probs before a step are computed where --off-policy asks for them"),
-    "get_mismatch_metrics": NoOp("switch", "the distance of trainer and rollout is always measured, see docs/metrics.md"),
     "update_weight_delta_checksum": NoOp("text", "every tensor of a push is checked by its digest", ("xxh3-128", "blake3", "adler32")),
     "update_weight_local_checkpoint_dir": NoOp("text", "engines read snapshots, whole or deltas, from where the trainer writes them"),
     "use_tensorboard": NoOp("switch", "TensorBoard's files are always written, to RUN/tensorboard"),
     "tb_project_name": NoOp("text", "TensorBoard's files lie in RUN/tensorboard"),
     "tb_experiment_name": NoOp("text", "TensorBoard's files lie in RUN/tensorboard"),
     "disable_wandb_random_suffix": NoOp("switch", "a run's name in W&B is its own name, without a suffix"),
-    "wandb_always_use_train_step": NoOp("switch", "the step is always the training step"),
+    "wandb_always_use_train_step": NoOp("switch", "the step of every curve is the rollout batch's, whatever --num-steps-per-rollout is"),
     "http_proxy": NoOp("text", "services talk over the run's bus, engines over private sockets: nothing goes through a proxy"),
 }
 """Flags of slime's without effect."""
 
 _REASONS = {
+    "keep_old_actor": "slime then takes the ratio to the weights that made the samples, by the trainer; --use-rollout-logprobs takes it to "
+    "them by the engine's own log-probs",
+    "get_mismatch_metrics": "slime then calls --custom-tis-function-path, and what it makes of the loss counts; --use-tis calls it here. "
+    "Leave it out otherwise: the distance of trainer and rollout is always measured",
     "load_forge_rollout_data": "use `myxo replay CONFIG TEMPLATE` on batches that --save-debug-rollout-data has written",
     "release_train": "use --offload-train: a trainer that gives its memory back stays alive",
     "custom_update_weight_post_write_path": "snapshots lie on a file system that trainer and engines see alike",

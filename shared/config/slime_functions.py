@@ -84,7 +84,7 @@ def _settle_rollout(values: Values) -> list[str]:
             return [f"{_FLAG} {path} is what the rollout services do"]
         case str(path) if path == FULLY_ASYNC:
             del rollout["rollout_function_path"]
-            return [f"{_FLAG} {path} is what the rollout services do; --max-staleness says how far they run ahead"]
+            return [f"{_FLAG} {path} is what the rollout services do; --max-staleness bounds how far they run ahead, --off-policy corrects"]
         case str(path) if path == DEMONSTRATIONS:
             _train_demonstrations(values)
             return [f"{_FLAG} {path} is --num-rollout 0 with --sft-data: demonstrations are trained, nothing is generated"]

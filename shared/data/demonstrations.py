@@ -41,15 +41,16 @@ def lines(tokenizer: Tokenizer, chat: Chat) -> list[DemonstrationLine]:
     A turn begins behind the generation prompt of the messages before it, where generation begins too; it ends with the chat rendered up to
     it. Turns are in one line for as long as what the template writes for a part of the chat begins what it writes for more of it. A turn in
     front of which the template writes the chat anew (Qwen3's leaves out the reasoning of earlier turns) begins another line, with all that
-    is before it in one piece. So each turn is trained once, behind the very prompt that a rollout has there.
+    is before it in one piece. So each turn is trained once, behind the very prompt that a rollout has there; one with ``step_loss_mask`` 0
+    never.
 
     Raises:
         ValueError: no assistant's turn, or a template that rewrites the generation prompt. ConfigError: it refuses the chat.
     """
     messages, variables = chat
     turns = [index for index, message in enumerate(messages) if message["role"] == TRAINED_ROLE]
-    if not turns:
-        raise ValueError(f"no message has the role {TRAINED_ROLE}; there is nothing to train")
+    if not any(map(_is_trained, (messages[turn] for turn in turns))):
+        raise ValueError(f"no message has the role {TRAINED_ROLE} and a step_loss_mask of 1, the default; there is nothing to train")
     if turns[0] == 0:
         raise ValueError(f"the first message has the role {TRAINED_ROLE}; expected one to answer before it")
     found, before = list[DemonstrationLine](), ""
@@ -63,9 +64,14 @@ def lines(tokenizer: Tokenizer, chat: Chat) -> list[DemonstrationLine]:
         if not found or not begun.startswith(before):
             found.append(DemonstrationLine([], turn))
             before = ""
-        pieces = [*found[-1].pieces, Piece(begun[len(before) :], False), Piece(ended[len(begun) :], True)]
+        pieces = [*found[-1].pieces, Piece(begun[len(before) :], False), Piece(ended[len(begun) :], _is_trained(messages[turn]))]
         found[-1], before = DemonstrationLine(pieces, turn), ended
-    return found
+    return [line for line in found if any(piece.trained for piece in line.pieces)]
+
+
+def _is_trained(message: dict[str, Any]) -> bool:
+    """Returns whether an assistant's turn is trained: slime's key of a message says so."""
+    return bool(message.get("step_loss_mask", 1) == 1)
 
 
 def _behind(tokenizer: Tokenizer, chat: Chat, turn: int) -> str:
@@ -143,12 +149,12 @@ class DemonstrationFile:
         tokens = self._tokens(line.pieces, chat)
         masks = [_mask(ids, piece.trained, [] if chat is None else stops) for ids, piece in zip(tokens, line.pieces, strict=True)]
         for turn in range(1, len(tokens) - 1, 2):
-            if not np.isin(tokens[turn], stops).any():
+            if line.pieces[turn].trained and not np.isin(tokens[turn], stops).any():
                 masks[turn + 1][:1] = np.isin(tokens[turn + 1][:1], stops)
         if chat is None or not np.isin(tokens[-1], stops).any():
             header = self._tokenizer.encode("" if chat is None else _behind(self._tokenizer, chat, line.turn))[:1]
             tokens.append(header if np.isin(header, stops).any() else np.array(stops[:1], np.int32))
-            masks.append(np.ones(1, np.uint8))
+            masks.append(np.full(1, line.pieces[-1].trained, np.uint8))
         ids, mask = np.concatenate(tokens).astype(np.int32), np.concatenate(masks).astype(np.uint8)
         trained = np.flatnonzero(mask)
         first, end = int(trained[0]), int(trained[-1]) + 1

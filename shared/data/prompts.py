@@ -78,6 +78,7 @@ class PromptReader:
         self._data, self._reward, self._tokenizer = config.data, config.reward, tokenizer
         self._max_tokens = config.rollout.rollout_max_prompt_len
         self._environments, self._given = config.reward.environment_names(), config.may_give_rewards
+        self._taught = config.algorithm.use_opd
 
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
@@ -119,7 +120,7 @@ class PromptReader:
             expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
             raise entry.refusal(data.input_key, expected) from None
         environment = self._environment(entry, metadata)
-        problem = None if self._given else label_problem(environment, Reference(label, is_json, metadata))
+        problem = None if self._given else label_problem(environment, Reference(label, is_json, metadata), taught=self._taught)
         if problem is not None:
             raise entry.refusal(data.label_key or "label_key", problem)
         return Prompt(content, _NO_TOKENS, label, is_json, metadata, environment, size), self._text(entry, content)

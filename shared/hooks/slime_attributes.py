@@ -33,7 +33,6 @@ ON = """
 """
 
 OTHERS: dict[str, Any] = {
-    "num_gpus_per_node": 8,
     "train_backend": "megatron",
     "rollout_function_path": EVAL_LOOP,
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
@@ -51,6 +50,7 @@ SLIME_CONCURRENCY = 512
 """slime's own default of ``sglang_server_concurrency``, for runs whose concurrency follows the engine's load."""
 
 FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
+    "num_gpus_per_node": lambda config: config.rollout.gpus_per_node or 8,
     "partial_rollout": lambda config: config.rollout.staleness_policy in ("continue", "mask"),
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
     "rollout_num_gpus": lambda config: config.rollout.rollout_replicas * config.rollout.rollout_num_gpus_per_engine,

@@ -1,13 +1,14 @@
-"""Makes slime's import names importable where slime is not installed, so that files written for it run as they are.
+"""Makes slime's import names importable, so that files written for it run as they are.
 
-``slime.utils.types`` and the others of `MODULES` are modules of `shared.hooks.slime`, one object under both names. The finder comes last,
-so that a slime that is installed wins.
+``slime.utils.types`` and the others of `MODULES` are modules of `shared.hooks.slime`, one object under both names. They win over those of a
+slime that can be imported, in whose modules is Ray; what Myxo has nothing of comes from there.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 
 from shared.hooks.layout_names import SameModule
@@ -47,9 +48,9 @@ MODULES = {
 
 
 def install() -> None:
-    """Adds the finder, once."""
+    """Adds the finder, once, before that of files."""
     if not any(isinstance(finder, SlimeNames) for finder in sys.meta_path):
-        sys.meta_path.append(SlimeNames())
+        sys.meta_path.insert(0, SlimeNames())
 
 
 INSTEAD = {
@@ -60,18 +61,42 @@ INSTEAD = {
 
 
 class SlimeNames(MetaPathFinder):
-    """Finds the modules of `MODULES`. Raises ModuleNotFoundError for others of slime's, which says what there is."""
+    """Finds the modules of `MODULES`, and others in a slime that can be imported. Raises ModuleNotFoundError, which says what there is."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.partition(".")[0] != "slime" or (name != "slime" and not _is_ours(sys.modules.get("slime"))):
+        if name.partition(".")[0] != "slime":
             return None
-        if name not in MODULES:
-            there = ", ".join(sorted(other for other in MODULES if MODULES[other] != _OURS))
-            if (instead := INSTEAD.get(".".join(name.split(".")[:2]))) is not None:
-                raise ModuleNotFoundError(f"No module named {name!r}: Myxo has nothing of it; {instead}", name=name)
-            raise ModuleNotFoundError(f"No module named {name!r}: slime is not installed, and Myxo has of its modules {there}", name=name)
-        ours = MODULES[name]
-        return ModuleSpec(name, _EmptyPackage() if ours == _OURS else SameModule(ours), is_package=_is_package(name))
+        if (ours := MODULES.get(name)) is not None:
+            spec = ModuleSpec(name, _EmptyPackage() if ours == _OURS else SameModule(ours), is_package=_is_package(name))
+            if spec.submodule_search_locations is not None:
+                spec.submodule_search_locations += _directories(name)
+            return spec
+        if (theirs := PathFinder.find_spec(name, path)) is not None:
+            theirs.loader = _OfSlime(theirs.loader) if theirs.has_location and theirs.loader is not None else theirs.loader
+            return theirs
+        instead = INSTEAD.get(".".join(name.split(".")[:2]))
+        lacks = "slime's own package has none" if _directories("slime") else "slime is not installed"
+        reason = f"Myxo has nothing of it; {instead}" if instead is not None else f"{lacks}, and Myxo has {_there()}"
+        raise ModuleNotFoundError(f"No module named {name!r}: {reason}", name=name)
+
+
+class _OfSlime(Loader):
+    """Loads a module of slime's own, and says what it lacks: slime's packages need not be installed here."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            self._loader.exec_module(module)
+        except ImportError as error:
+            if "slime's own" in str(error):  # of a module that this one imports
+                raise
+            needs = f"slime's own {module.__name__} ({module.__file__}) needs it, and Myxo has {_there()}"
+            raise type(error)(f"{error}; {needs}", name=error.name) from error
 
 
 class _EmptyPackage(Loader):
@@ -84,9 +109,17 @@ class _EmptyPackage(Loader):
         pass
 
 
+def _directories(package: str) -> list[str]:
+    """Returns the directories of a package of slime's, where one can be imported: from inside a checkout, or beside it."""
+    found = PathFinder.find_spec("slime")
+    roots = [Path(root) for root in (found and found.submodule_search_locations) or ()]
+    roots = [root / "slime" if (root / "slime").is_dir() else root for root in roots]
+    return [str(inner) for root in roots if (inner := root.joinpath(*package.split(".")[1:])).is_dir()]
+
+
+def _there() -> str:
+    return "of its modules " + ", ".join(sorted(other for other in MODULES if MODULES[other] != _OURS))
+
+
 def _is_package(name: str) -> bool:
     return any(other.startswith(f"{name}.") for other in MODULES)
-
-
-def _is_ours(module: ModuleType | None) -> bool:
-    return module is not None and isinstance(getattr(module.__spec__, "loader", None), _EmptyPackage)

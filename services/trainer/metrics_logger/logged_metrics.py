@@ -5,6 +5,12 @@ from shared.runtime.metric_specs import MetricSpec, declare_metrics
 declare_metrics(
     MetricSpec("train/grad_norm", "", "L2 norm of the last optimizer step's gradient, before clipping"),
     MetricSpec("train/lr", "", "learning rate of the last optimizer step"),
+    MetricSpec(
+        "train/support_mismatch",
+        "",
+        "1: samples come from another distribution than the one that is trained, and log-probs are of the latter",
+        when="with `rollout_top_p` below 1, `rollout_top_k`, or flags of SGLang's to that end",
+    ),
     MetricSpec("critic/loss", "reward²", "what is minimised: the value loss"),
     MetricSpec("critic/grad_norm", "", "L2 norm of the last optimizer step's gradient, before clipping"),
     MetricSpec("critic/lr", "", "learning rate of the last optimizer step"),

@@ -84,19 +84,16 @@ def importance_weight(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, confi
     return ImportanceWeight(weight, ratio, weight != ratio)
 
 
-def off_policy_sequence_mask(
-    log_probs: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, delta: float
-) -> Tensor:
-    """Returns a mask [T], false where A < 0 and the sequence's mean of ``behaviour - log_probs`` is above delta.
+def off_policy_sequence_mask(d: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, delta: float) -> Tensor:
+    """Returns a mask [T], false where A < 0 and the sequence's mean of ``d`` is above delta.
 
     Args:
-        log_probs: of the policy being trained [T]. behaviour: the rollout's [T]. delta: nats per token.
+        d: log-probs of the old policy, the one that the ratio is to, less those of the policy being trained [T]. delta: nats per token.
 
-    Source: DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, off-policy sequence masking. As there, the distance is from
-    the engine's own log-probs, so that it holds both staleness and the engine's mismatch (slime: from its old
-    log-probs, which are the trainer's unless told otherwise).
+    Source: DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, off-policy sequence masking. There the old policy is the engine's, as with
+    ``off_policy`` rollout.
     """
-    distance = sequence_mean((behaviour - log_probs).detach(), mask, cu_seqlens)
+    distance = sequence_mean(d.detach(), mask, cu_seqlens)
     return ~((advantages < 0) & (distance > delta))
 
 

@@ -89,8 +89,12 @@ class PolicyLoss:
         metrics["ppo_kl"] = tokens.mean(d_clipped.detach())
         metrics["ois"] = tokens.mean(ratio_of(-d_clipped.detach()))
         if rollout is not None:
-            pg = self._off_policy(pg, start, rollout, tokens, advantages, metrics)
+            pg = self._weighted(pg, start, rollout, tokens, metrics)
             metrics |= self._agreement(start, rollout, known, tokens)
+        if config.use_opsm:
+            stays = off_policy_sequence_mask(d, advantages, tokens.mask, batch.cu_seqlens, config.opsm_delta)
+            pg = pg * stays
+            metrics["opsm_clipfrac"] = tokens.fraction(~stays)
         pg_loss = tokens.mean(pg)
         if REDUCER in self.custom:
             pg_loss = self.custom.reduced(pg, tokens, config.reducer == "token_mean") / self.denominator
@@ -129,19 +133,14 @@ class PolicyLoss:
             d = sequence_mean(d, tokens.mask, tokens.batch.cu_seqlens)
         return policy_gradient.clipped_surrogate(d, advantages, *config.clip_range, config.eps_clip_c), d
 
-    def _off_policy(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, advantages: Tensor, metrics: Metrics) -> Tensor:
-        config = self.config
-        if config.correction == "decoupled":
-            if TIS in self.custom:
-                pg, found = self.custom.weighted(pg, start, rollout, tokens)
-            else:
-                pg, found = correction.weighted(config, pg, start - rollout, tokens, self.statistics)
-            metrics |= found
-        if config.use_opsm:
-            cu_seqlens = tokens.batch.cu_seqlens
-            stays = off_policy_sequence_mask(tokens.log_probs, rollout, advantages, tokens.mask, cu_seqlens, config.opsm_delta)
-            pg = pg * stays
-            metrics["opsm_clipfrac"] = tokens.fraction(~stays)
+    def _weighted(self, pg: Tensor, start: Tensor, rollout: Tensor, tokens: MaskedTokens, metrics: Metrics) -> Tensor:
+        if self.config.correction != "decoupled":
+            return pg
+        if TIS in self.custom:
+            pg, found = self.custom.weighted(pg, start, rollout, tokens)
+        else:
+            pg, found = correction.weighted(self.config, pg, start - rollout, tokens, self.statistics)
+        metrics |= found
         return pg
 
     def _agreement(self, start: Tensor, rollout: Tensor, known: Tensor | None, tokens: MaskedTokens) -> Metrics:

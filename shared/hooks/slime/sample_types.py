@@ -1,5 +1,9 @@
-"""``slime.utils.types``: the sample."""
+"""``slime.utils.types``: the sample, and the type of a rank's batch."""
+
+from typing import Any
 
 from shared.hooks.hook_sample import HookSample as Sample
 
-__all__ = ["Sample"]
+RolloutBatch = dict[str, Any]
+
+__all__ = ["RolloutBatch", "Sample"]

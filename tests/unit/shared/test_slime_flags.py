@@ -49,7 +49,7 @@ def test_a_renamed_flag_sets_fields_that_there_are(name: str) -> None:
         ("--deterministic-mode", {"trainer": {"deterministic": True}}, "--deterministic-mode is --deterministic"),
         ("--balance-data", {}, "--balance-data changes nothing: batches are always balanced"),
         ("--data-pad-size-multiplier 1024", {}, "--data-pad-size-multiplier changes nothing: micro-batches are padded"),
-        ("--loss-mask-type qwen3_5", {}, "masks are made token by token"),
+        ("--loss-mask-type qwen3_5", {}, "turns are trained, by any template"),
         ("--router-policy cache_aware --router-verbose", {}, "there is no router"),
     ],
 )
@@ -57,6 +57,18 @@ def test_what_is_renamed_or_without_effect_is_told(words: str, fields: dict[str,
     given = flags.read(words.split())
     assert (given.overrides, given.problems) == (fields, [])
     assert note in " | ".join(given.notes)
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--keep-old-actor", "--use-rollout-logprobs"),
+        ("--get-mismatch-metrics", "--use-tis calls it"),
+    ],
+)
+def test_a_flag_that_changes_the_loss_with_slime_is_not_told_as_without_effect(flag: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=instead):
+        flags.parse([flag])
 
 
 @pytest.mark.parametrize(

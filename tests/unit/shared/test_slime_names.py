@@ -1,4 +1,4 @@
-"""slime's import names: Myxo's own objects where slime is not installed, and slime's where it is."""
+"""slime's import names: Myxo's own objects, and in a checkout of slime its own modules beside them."""
 
 import importlib
 import subprocess
@@ -72,18 +72,45 @@ def test_what_there_is_nothing_of_is_refused_with_what_there_is(
         load("a.b", "of_another.f")
 
 
-def test_a_slime_that_is_installed_wins(tmp_path: Path) -> None:
-    (tmp_path / "slime" / "utils").mkdir(parents=True)
-    for package in ("slime", "slime/utils"):
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "slime" / "utils" / "types.py").write_text("Sample = 'theirs'\n")
+CHECKOUT = {
+    "slime/__init__.py": "",
+    "slime/utils/__init__.py": "",
+    "slime/utils/types.py": "import ray\n",
+    "slime/utils/lengths.py": "from slime.utils.types import Sample\nlongest = max\n",
+    "slime/rollout/__init__.py": "",
+    "slime/rollout/rm_hub/__init__.py": "import ray\n",
+    "slime/rollout/rm_hub/own_grader.py": "from slime.rollout.rm_hub.f1 import f1_score\ndef grade(args, sample): return 1.0\n",
+    "slime/ray/__init__.py": "",
+    "slime/ray/actor_group.py": "import ray\n",
+    "slime/ray/inner.py": "import slime.ray.actor_group\n",
+    "slime/agent/parsing.py": "def parsed(text): return text\n",
+}
+"""A checkout of slime, whose types and rewards want Ray."""
+
+
+@pytest.mark.parametrize("place", ["", ".."], ids=["inside", "beside"])
+def test_from_a_checkout_of_slime_our_names_win_and_its_helpers_load(place: str, tmp_path: Path) -> None:
+    for name, text in CHECKOUT.items():
+        file = tmp_path / "slime" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     program = (
-        "from shared.hooks import slime_names; slime_names.install()\nfrom slime.utils.types import Sample\nassert Sample == 'theirs'\n"
-        "try:\n    import slime.rollout\nexcept ModuleNotFoundError as error:\n    print(error)\n"
+        "import importlib\nfrom shared.hooks import HookSample, load\n"
+        "load('a.b', 'slime.rollout.rm_hub.own_grader.grade'); load('a.b', 'slime.agent.parsing:parsed')\n"
+        "from slime.utils.types import Sample\nassert Sample is HookSample\n"
+        "from slime.utils import lengths\nassert (lengths.Sample, lengths.longest) == (HookSample, max), lengths\n"
+        "for name in ('slime.ray.inner', 'slime.ray.absent'):\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
     )
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (0, "No module named 'slime.rollout'\n"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path / "slime" / place, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    needs, absent = done.stdout.splitlines()
+    assert needs.startswith("No module named 'ray'; slime's own slime.ray.actor_group (")
+    assert "needs it, and Myxo has of its modules" in needs
+    assert absent.startswith("No module named 'slime.ray.absent': slime's own package has none, and Myxo has of its modules slime.")
 
 
 def test_the_names_are_there_without_torch() -> None:

@@ -82,7 +82,7 @@ def configs(draw: st.DrawFn) -> AlgorithmSection:
     use_rs = decoupled and draw(st.booleans())
     use_m2po = off_policy != "none" and estimator not in ("gspo", "cispo") and draw(st.integers(0, 2)) == 0
     mode = draw(st.sampled_from(["truncate", "clip", "mask"])) if decoupled else "clip"
-    use_opsm = off_policy != "none" and draw(st.booleans())
+    use_opsm = draw(st.booleans())
     kl_loss_coef = draw(st.sampled_from([0.0, 0.1]))
     reducer = draw(st.sampled_from(["rollout_mean", "token_mean", "fixed_length"]))
     return AlgorithmSection(

@@ -178,7 +178,7 @@ def policy_loss(sequences, config, batch_version=None):
             factor = [f * (1 - r) * (1 - vetoed) for f, r in zip(factor, rejected, strict=True)]
         dropped = 0.0
         if config.use_opsm:
-            distance = mean_over_sequence(s, [r - c for r, c in zip(s.rollout, s.current, strict=True)])
+            distance = mean_over_sequence(s, d)
             dropped = float(s.advantage < 0 and distance > config.opsm_delta)
             factor = [f * (1 - dropped) for f in factor]
 

@@ -49,7 +49,6 @@ TAUGHT = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "http://a
         ({"use_rs": True, "rs_lower_bound": 3.0}, "rs_upper_bound"),
         ({"tis_clip": 0.5, "tis_clip_low": 0.5}, "tis_clip"),
         ({"tis_mode": "truncate", "tis_clip_low": 0.5}, "tis_clip_low"),
-        ({"use_opsm": True, "use_tis": False}, "use_opsm"),
         ({"use_m2po": True, "off_policy": "none"}, "use_m2po"),
         ({"use_m2po": True, "advantage_estimator": "cispo"}, "use_m2po"),
         ({"use_m2po": True, "eps_clip_c": 3.0}, "eps_clip_c"),
@@ -165,10 +164,10 @@ def test_every_contradiction_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(Problems) as error:
         run_config(
             tmp_path,
-            algorithm={"kl_coef": 0.1, "tis_clip": 0.5, "tis_clip_low": 0.5, "use_opsm": True, "off_policy": "none"},
+            algorithm={"kl_coef": 0.1, "tis_clip": 0.5, "tis_clip_low": 0.5, "use_m2po": True, "off_policy": "none"},
             trainer={"num_steps_per_rollout": 3},
         )
-    for field in ("algorithm.kl_coef", "algorithm.tis_clip", "algorithm.use_opsm", "trainer.num_steps_per_rollout"):
+    for field in ("algorithm.kl_coef", "algorithm.tis_clip", "algorithm.use_m2po", "trainer.num_steps_per_rollout"):
         assert field in str(error.value)
 
 

@@ -108,10 +108,10 @@ def test_importance_weights_carry_no_gradient(level):
 
 def test_opsm_drops_only_far_sequences_of_negative_advantage():
     log_probs, mask = tensor(-1.0, -9.0, -1.4, -1.0, -1.0), torch.tensor([True, False, True, True, True])
-    behaviour = torch.full((5,), -1.0, dtype=torch.float64)  # mean distances: 0.2 (the -9 is not trained), 0
+    old = torch.full((5,), -1.0, dtype=torch.float64)  # mean distances: 0.2 (the -9 is not trained), 0
     for advantage, delta, stays in [(-1.0, 0.1, False), (-1.0, 0.3, True), (1.0, 0.1, True), (0.0, 0.1, True)]:
         advantages = torch.full((5,), advantage, dtype=torch.float64)
-        kept = off_policy_sequence_mask(log_probs, behaviour, advantages, mask, TWO_SEQUENCES, delta)
+        kept = off_policy_sequence_mask(old - log_probs, advantages, mask, TWO_SEQUENCES, delta)
         assert kept.tolist() == [stays] * 3 + [True] * 2
 
 

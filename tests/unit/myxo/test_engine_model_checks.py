@@ -1,0 +1,110 @@
+"""What the model lacks for flags of SGLang's is refused before the start, and what samples otherwise is said."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxo.preflight.engine_model_checks import check_engine_model
+from myxo.preflight.inspection import Findings, Inspection, Note
+from myxo.preflight.objective_checks import check_support
+from tests.support.run_config import run_config
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_model: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def said(findings: Findings) -> str:
+    return " | ".join(f"note: {found.text}" if isinstance(found, Note) else str(found) for found in findings)
+
+
+def checked(directory: Path, flags: dict[str, Any], **sections: dict[str, Any]) -> str:
+    sections.setdefault("rollout", {})["sglang"] = flags
+    return said(check_engine_model(Inspection(run_config(directory, **sections))))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"speculative-algorithm": "EAGLE"}, "a model with layers that draft, or speculative-draft-model-path: its config.json names none"),
+        ({"speculative_algorithm": "nextn"}, "its config.json names none (num_nextn_predict_layers)"),
+        ({"--speculative-algorithm": "EAGLE3"}, "speculative-draft-model-path besides"),
+        (
+            {"speculative-algorithm": "STANDALONE", "speculative-draft-model": "/none"},
+            "speculative-draft-model = '/none': the directory of",
+        ),
+        ({"speculative-algorithm": "EAGEL"}, "did you mean EAGLE?"),
+        ({"speculative-algorithm": "EAGLE3", "speculative-draft-model-path": "org/draft"}, "note: .*draft-model-path: the draft is not tr"),
+        ({"speculative-num-steps": 3}, "note: rollout.sglang.speculative-num-steps: without effect, as no speculative-algorithm is given"),
+        ({"quantization": "fp8"}, "quantization = 'fp8': none: engines load the trainer's weights with each push"),
+        ({"quantization": "awq"}, "quantization = 'awq': none: the weights of hf_checkpoint are not quantized"),
+        ({"quantization": "w8a8_int8"}, "the weights of hf_checkpoint are not quantized"),
+        ({"kv-cache-dtype": "fp8_e4m3"}, "note: rollout.sglang.kv-cache-dtype = fp8_e4m3: engines compute with fewer bits"),
+        ({"dtype": "half"}, "note: rollout.sglang.dtype = half: engines compute with fewer bits"),
+        ({"enable-lora": True}, "note: rollout.sglang.enable-lora changes nothing"),
+    ],
+)
+def test_what_the_model_lacks_for_an_engines_flag_is_named(tmp_path: Path, model: Path, flags: dict[str, Any], words: str) -> None:
+    found = checked(tmp_path, flags)
+    assert all(part in found for part in words.split(".*")), found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"speculative-algorithm": "NGRAM"},
+        {"quantization": "unquant", "kv-cache-dtype": "auto", "dtype": "bfloat16"},
+        {"quantization": None},
+    ],
+)
+def test_what_every_model_has_is_taken(tmp_path: Path, model: Path, flags: dict[str, Any]) -> None:
+    assert checked(tmp_path, flags) == ""
+
+
+def test_a_run_that_only_generates_may_quantize_as_it_loads(tmp_path: Path, model: Path) -> None:
+    alone = {"debug": {"debug_rollout_only": True}}
+    assert checked(tmp_path, {"quantization": "fp8"}, **alone) == ""
+    assert "not quantized" in checked(tmp_path, {"quantization": "gptq"}, **alone)
+
+
+def test_layers_that_draft_have_to_have_weights(tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert "its files have no weights of them" in checked(tmp_path, {"speculative-algorithm": "EAGLE"})
+    (model / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1, "num_hidden_layers": 1}))
+    assert "note: rollout.sglang.speculative-algorithm: the layers that draft are not trained" in checked(
+        tmp_path, {"speculative-algorithm": "EAGLE"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ({"rollout_top_p": 0.95}, "rollout_top_p = 0.95: this run trains another distribution than it samples"),
+        ({"rollout_top_k": 20}, "rollout_top_k = 20: this run"),
+        ({"sglang": {"preferred-sampling-params": '{"min_p": 0.1, "repetition_penalty": 1.05}'}}, "min_p = 0.1, rollout.sglang.pref"),
+        ({"sglang": {"preferred_sampling_params": {"frequency_penalty": 0.5}}}, "frequency_penalty = 0.5"),
+        ({"sglang": {"speculative-accept-threshold-single": "0.8"}}, "speculative-accept-threshold-single = 0.8"),
+    ],
+)
+def test_a_run_that_samples_otherwise_than_it_trains_is_told_so(tmp_path: Path, rollout: dict[str, Any], words: str) -> None:
+    found = said(check_support(Inspection(run_config(tmp_path, rollout=rollout))))
+    assert words in found and "train/support_mismatch is 1" in found
+    assert not run_config(tmp_path, rollout=rollout, debug={"debug_rollout_only": True}).support_mismatch
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {},
+        {"rollout_temperature": 0.7},
+        {"sglang": {"preferred-sampling-params": '{"min_p": 0, "top_p": 0.9}', "speculative-accept-threshold-acc": 1.0}},
+    ],
+)
+def test_a_run_that_samples_what_it_trains_is_not(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    assert run_config(tmp_path, rollout=rollout).support_mismatch == []
