@@ -39,7 +39,7 @@ from shared.model.replayed_choices import replayed_choices
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
 from shared.schema.sample import SampleLimits
-from shared.schema.versions import is_periodic, version_after
+from shared.schema.versions import crossed, version_after
 from shared.store.payload_store import BlockingStore
 
 SKIPPED_IN_A_ROW = 10
@@ -284,7 +284,8 @@ class RoleWorker:
 
     def _save_if_due(self) -> None:
         steps, rollout = self._progress.steps, self._config.rollout
-        if is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout:
+        due = crossed(self._begun_save, steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch)
+        if due or steps == rollout.num_rollout:
             self._save()
 
     def _save(self) -> None:
