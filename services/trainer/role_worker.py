@@ -234,13 +234,13 @@ class RoleWorker:
     # --- checkpoints
 
     def _resume(self) -> None:
-        step = self._resume_step()
-        if step is None:
-            return
-        self._set_state("loading the checkpoint")
-        self._progress = Progress(**self._actor.load_checkpoint(self._checkpoints, step))
-        self._begun_save = self._saved = self._progress.steps
-        self._log.info("resumed", steps=self._progress.steps, version=self._version)
+        if (step := self._resume_step()) is not None:
+            self._set_state("loading the checkpoint")
+            self._progress = Progress(**self._actor.load_checkpoint(self._checkpoints, step))
+            self._begun_save = self._saved = self._progress.steps
+            self._log.info("resumed", steps=self._progress.steps, version=self._version)
+        if self._metrics is not None:
+            self._metrics.resume(self._progress.steps, sft_done=self._progress.sft_done)
 
     def _resume_step(self) -> int | None:
         """Returns the step to go back to, None to begin anew: rank 0 takes the newest that every rank has, and tells the others.

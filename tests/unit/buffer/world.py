@@ -390,7 +390,10 @@ class World:
         came_back = [record.group for record in self.records if isinstance(record, EvalScored)]
         assert len(set(came_back)) == len(came_back) == sum(limits.eval_sets[name] for _, name in state.evaluated)
         assert set(state.evaluated) == {
-            (version, name) for before, version in pairwise([-1, *went_live]) if self._evaluates(before, version) for name in limits.eval_sets
+            (version, name)
+            for before, version in pairwise([-1, *went_live])
+            if self._evaluates(before, version)
+            for name in limits.eval_sets
         }
         for ended in state.evaluated.values():
             assert (ended.prompts, ended.late) == (limits.eval_sets[ended.dataset], 0) and ended.version <= ended.live
@@ -403,4 +406,6 @@ class World:
             return version == limits.last_version or not limits.evaluation.skip_eval_before_train
         interval, made = limits.evaluation.eval_interval, limits.weights.update_weights_interval
         first = before < 0 and not limits.evaluation.skip_eval_before_train
-        return first or (interval is not None and any(steps % interval == 0 for steps in range(max(0, before) * made + 1, version * made + 1)))
+        return first or (
+            interval is not None and any(steps % interval == 0 for steps in range(max(0, before) * made + 1, version * made + 1))
+        )

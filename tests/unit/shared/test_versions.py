@@ -32,7 +32,9 @@ def test_admission_is_for_exactly_the_steps_within_the_bound(total: int, interva
 
 
 @given(st.sets(st.integers(0, 200)), INTERVALS, st.one_of(st.none(), INTERVALS))
-def test_a_count_that_jumps_loses_nothing_that_is_due_and_does_nothing_twice(counts: set[int], interval: int, per_epoch: int | None) -> None:
+def test_a_count_that_jumps_loses_nothing_that_is_due_and_does_nothing_twice(
+    counts: set[int], interval: int, per_epoch: int | None
+) -> None:
     seen = sorted({0, *counts})
     due = [steps for steps in range(1, seen[-1] + 1) if steps % interval == 0 or (per_epoch is not None and steps % per_epoch == 0)]
     fired = [(before, now) for before, now in pairwise(seen) if crossed(before, now, interval, per_epoch)]
