@@ -74,7 +74,8 @@ class TensorBoard:
         scratch, path = self._directory / ".resumed", self._new_path()  # TensorBoard reads whatever has "tfevents" in its name
         with scratch.open("wb") as whole:
             _begin_file(whole)
-            _record(whole, step=0, session_log=SessionLog(status=SessionLog.START))
+            for _ in range(2):  # TensorBoard takes the first that it sees for the beginning
+                _record(whole, step=0, session_log=SessionLog(status=SessionLog.START))
             for (step, at), values in groupby(found.items(), lambda item: (item[0][1], item[1][0])):
                 _record(whole, step=step, wall_time=at, summary=Summary(value=[value for _, (_, value) in values]))
             whole.flush()

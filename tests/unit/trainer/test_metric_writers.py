@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PagesAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
 from services.trainer.metrics_logger import writers
@@ -17,10 +19,17 @@ Series = dict[str, list[tuple[int, float]]]
 
 
 def series(directory: Path | EventAccumulator) -> Series:
-    """What TensorBoard shows: a new one for a directory, or one that runs and looks again."""
+    """What a reader of TensorBoard's files finds: a new one for a directory, or one that runs and looks again."""
     events = EventAccumulator(str(directory)) if isinstance(directory, Path) else directory
     events.Reload()
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def shown(pages: PagesAccumulator) -> Series:
+    """What the pages of a TensorBoard show that runs and looks again."""
+    pages.Reload()
+    found = {tag: pages.Tensors(tag) for tag in pages.Tags()["tensors"]}
+    return {tag: [(event.step, float(make_ndarray(event.tensor_proto))) for event in events] for tag, events in found.items()}
 
 
 def life(directory: Path, resumed: int, steps: range, value: float, evaluated: Mapping[int, float] = {}) -> TensorBoard:
@@ -42,11 +51,11 @@ def test_a_step_that_was_trained_again_stands_once_with_its_newest_value(tmp_pat
     for step in range(1, 11):
         first.write(step, {"sft/loss": float(step)})
     first.flush()
-    watching = EventAccumulator(str(tmp_path))
+    watching, pages = EventAccumulator(str(tmp_path)), PagesAccumulator(str(tmp_path))
     life(tmp_path, 0, range(7), 1.0, {0: 0.0, 4: 0.25})
-    series(watching)
+    series(watching), shown(pages)
     life(tmp_path, 4, range(4, 9), 2.0, {0: 0.0, 4: 0.25, 8: 0.5})
-    series(watching)
+    series(watching), shown(pages)
     life(tmp_path, 8, range(8, 9), 3.0, {0: 0.0, 4: 0.25, 8: 0.5})  # killed again and again
     life(tmp_path, 8, range(8, 10), 4.0, {0: 0.0, 4: 0.25, 8: 0.5})
     life(tmp_path, 10, range(10, 12), 5.0, {0: 0.0, 4: 0.25, 8: 0.5})  # a stop in order: nothing is made again
@@ -59,7 +68,9 @@ def test_a_step_that_was_trained_again_stands_once_with_its_newest_value(tmp_pat
         "perf/update_weights_time": [(step, 1.0 if step < 8 else 2.0 if step < 10 else 4.0 if step < 11 else 5.0) for step in range(1, 13)],
         "sft/loss": [(step, float(step)) for step in range(1, 11)],
     }
-    assert series(tmp_path) == series(watching) == expected, "also in a TensorBoard that has run since before the first death"
+    assert series(tmp_path) == series(watching) == shown(pages) == expected, (
+        "also in a TensorBoard that has run since before the first death"
+    )
     ours: Series = {}
     for scalar in EventDirectory(tmp_path).read():
         ours.setdefault(scalar.tag, []).append((scalar.step, scalar.value))
