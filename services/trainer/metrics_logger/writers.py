@@ -169,6 +169,7 @@ class LoggedSteps:
                 step, *names = json.loads(line)
                 for name in names:
                     self._known.setdefault(name, set()).add(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
 
     def new(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
