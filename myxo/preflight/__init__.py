@@ -70,6 +70,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     machine_checks.check_functions,
     dump_checks.check_dumps,
     epochs.check_epochs,
+    epochs.check_intervals,
     objective_checks.check_presets,
     objective_checks.check_corrections,
     objective_checks.check_variables,

@@ -34,6 +34,17 @@ def check_epochs(inspection: Inspection) -> Findings:
         yield Note(f"--num-epoch {rollout.num_epoch} changes nothing: --num-rollout {rollout.num_rollout} is given, and counts")
 
 
+def check_intervals(inspection: Inspection) -> Findings:
+    """Notes intervals that are no multiple of the one at which what they need is made."""
+    trainer, evaluation, weights = inspection.config.trainer, inspection.config.eval, inspection.config.weights
+    for name, interval, made_by, made, what in (
+        ("eval_interval", evaluation.eval_interval, "update_weights_interval", weights.update_weights_interval, "version of the weights"),
+        ("save_hf_interval", trainer.save_hf_interval, "save_interval", trainer.save_interval, "checkpoint"),
+    ):
+        if interval is not None and interval % made:
+            yield Note(f"{name} = {interval} is no multiple of {made_by} = {made}: what is due in between waits for the next {what}")
+
+
 def sft_steps(inspection: Inspection) -> dict[str, int]:
     """Returns the field with the steps that the epochs of the run's demonstrations come to; nothing where they are not told, or the
     demonstrations cannot be opened, which a check reports.

@@ -295,7 +295,9 @@ class Buffer:
                 self._log.warning("sample_refused", step=step, group=name, sample=sample, reason=reason)
             case ledger.BatchAmended(step=step, removed=removed, added=added):
                 self._log.warning("batch_amended", step=step, removed=removed, added=added)
-            case ledger.EvalStarted(version=version, dataset=dataset):
+            case ledger.EvalStarted(version=version, dataset=dataset, skipped=skipped):
+                if skipped:
+                    self._log.warning("evaluated_in_place_of", version=version, dataset=dataset, due=skipped, reason="never went live")
                 self._tasks.evaluation(self._state.evaluations[version, dataset], self._limits)
             case ledger.EvalEnded():
                 evaluation_report.log_evaluation(self._service, record)

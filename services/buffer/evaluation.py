@@ -10,41 +10,46 @@ from typing import Any
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, EvaluationState
 from shared.data.eval_figures import eval_figures
-from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord, eval_group_parts
+from shared.schema.ledger import MOST_SKIPPED, EvalEnded, EvalScored, EvalStarted, LedgerRecord, eval_group_parts
 from shared.schema.messages import Evaluated, Failed, Scored
-from shared.schema.versions import is_periodic
+from shared.schema.versions import crossed
 
 MOST_OWN_SETS = 64
 """The sets of one version that a function may give results for although the run does not name them."""
 
 
 def is_due(limits: BufferConfig, version: int) -> bool:
-    """Returns whether weights of ``version`` are evaluated, in a run that has held-out prompts."""
+    """Returns whether weights of ``version`` are evaluated, in a run that has held-out prompts: the steps since the version before them
+    reach or cross one after which an evaluation is due."""
     if version == limits.last_version:
         return True
     if version == 0:
         return not limits.evaluation.skip_eval_before_train
-    interval = limits.evaluation.eval_interval
-    steps = version * limits.weights.update_weights_interval
-    return interval is not None and is_periodic(steps, interval, limits.rollout.num_rollout_per_epoch)
+    evaluated_every, steps = limits.evaluation.eval_interval, version * limits.weights.update_weights_interval
+    before = steps - limits.weights.update_weights_interval
+    return evaluated_every is not None and crossed(before, steps, evaluated_every, limits.rollout.num_rollout_per_epoch)
 
 
 def due(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
-    """Returns the beginnings of the evaluations of ``version`` that are due and have not begun."""
-    if not is_due(limits, version):
-        return []
-    begun = {*state.evaluations, *state.evaluated}
-    return [
-        EvalStarted(dataset=name, version=version, prompts=prompts, at=now)
-        for name, prompts in limits.eval_sets.items()
-        if (version, name) not in begun
-    ]
+    """Returns the beginnings of the evaluations that are due and have not begun, now that ``version`` is live.
+
+    Versions are skipped where pushes fail or training is faster than they are. One that was due and never went live is evaluated as the
+    next one that did, once for all that were skipped. The newest version in the ledger is looked at again: the buffer may have died before
+    it had recorded the beginnings.
+    """
+    found = [skipped for skipped in range(state.version_before + 1, version + 1) if is_due(limits, skipped)]
+    records: list[LedgerRecord] = []
+    for name, prompts in limits.eval_sets.items() if found else ():
+        begun = max((of for of, dataset in (*state.evaluations, *state.evaluated) if dataset == name), default=-1)
+        if missing := [of for of in found if of > begun]:
+            skipped = tuple(of for of in missing if of != version)[-MOST_SKIPPED:]
+            records.append(EvalStarted(dataset=name, version=version, prompts=prompts, skipped=skipped, at=now))
+    return records
 
 
 def awaited(state: BufferState, limits: BufferConfig) -> bool:
-    """Returns whether the run's last version has a set that is due and not evaluated."""
-    last = limits.last_version
-    return is_due(limits, last) and any((last, name) not in state.evaluated for name in limits.eval_sets)
+    """Returns whether a set of the run's last version, which is always due, is not evaluated."""
+    return any((limits.last_version, name) not in state.evaluated for name in limits.eval_sets)
 
 
 def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[LedgerRecord]:

@@ -139,6 +139,7 @@ class BufferState:
     dropped: int = 0
     dead: int = 0
     live_version: int = -1
+    version_before: int = -1  # live before it
     trained_steps: int = 0
     durable_steps: int = 0
     groups: dict[str, GroupState] = field(default_factory=dict)
@@ -235,7 +236,7 @@ class BufferState:
                 self._end(group.id)
 
     def _version_live(self, record: ledger.VersionLive) -> None:
-        self.live_version = record.version
+        self.version_before, self.live_version = self.live_version, record.version
 
     def _eval_started(self, record: ledger.EvalStarted) -> None:
         pending = {eval_group_id(record.dataset, record.version, row): row for row in range(record.prompts)}

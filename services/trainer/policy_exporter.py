@@ -16,7 +16,7 @@ from services.trainer.megatron import runtime
 from services.trainer.megatron.joint_write import JointWrite
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import export_directory, holds_policy
-from shared.schema.versions import is_periodic
+from shared.schema.versions import crossed, is_periodic, newest_due
 
 
 class PolicyExporter:
@@ -72,6 +72,7 @@ class PolicyExporter:
         """Returns where the policy after ``steps`` steps goes; None where it is not exported."""
         trainer, rollout = self._config.trainer, self._config.rollout
         template, interval = trainer.save_hf, trainer.save_hf_interval
-        if interval is not None and steps % interval and steps != rollout.num_rollout:
+        before = newest_due(steps - 1, trainer.save_interval, rollout.num_rollout_per_epoch)  # the checkpoint before this one
+        if interval is not None and not crossed(before, steps, interval) and steps != rollout.num_rollout:
             return None
         return None if template is None or steps == 0 else export_directory(template, steps)

@@ -1,5 +1,5 @@
-"""The reference policy of a run with a KL term: version 0 or a checkpoint of its own, later the policy of the last step that
-``ref_update_interval`` divides."""
+"""The reference policy of a run with a KL term: version 0 or a checkpoint of its own, later the policy after the last multiple of
+``ref_update_interval`` steps."""
 
 import contextlib
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.trainer.actor import Actor
 from services.trainer.megatron.frozen_weights import FrozenWeights
+from shared.schema.versions import newest_due
 
 
 class ReferencePolicy:
@@ -22,6 +23,7 @@ class ReferencePolicy:
     def __init__(self, actor: Actor, first: Path, interval: int | None, keep_steps: int, own: Path | None = None) -> None:
         self._actor, self._first, self._interval, self._keep_steps, self._own = actor, first, interval, keep_steps, own
         self._weights: FrozenWeights | None = None
+        self._made = 0  # the multiple of the interval that the one in use is of
 
     def save_first(self) -> None:
         """Stores the present policy, version 0, where the reference starts from it. A collective of all ranks."""
@@ -31,6 +33,7 @@ class ReferencePolicy:
     def load(self, steps: int) -> None:
         """Loads the reference that is in use after so many training steps from disk. A collective of all ranks."""
         made, model = made_at(steps, self._interval), self._actor.model
+        self._made = made
         if made == 0 and self._own is not None:
             self._weights = FrozenWeights.from_hf(model, self._own)
         else:
@@ -38,9 +41,10 @@ class ReferencePolicy:
 
     def renew(self, steps: int) -> None:
         """Makes the present policy the reference, if a new one is due after so many steps. A collective of all ranks."""
-        if self._weights is None or steps == 0 or made_at(steps, self._interval) != steps:
+        if self._weights is None or (made := made_at(steps, self._interval)) <= self._made:
             return
-        self._actor.save_hf(self._directory(steps))
+        self._made = made
+        self._actor.save_hf(self._directory(made))
         self._weights = FrozenWeights.of_policy(self._actor.model)
         needed = made_at(max(steps - self._keep_steps, 0), self._interval)
         for directory in self._first.parent.glob(f"{self._first.name}-*"):
@@ -60,4 +64,4 @@ class ReferencePolicy:
 
 def made_at(steps: int, interval: int | None) -> int:
     """Returns the training steps after which the reference in use after ``steps`` was made."""
-    return 0 if interval is None else steps // interval * interval
+    return 0 if interval is None else newest_due(steps, interval)

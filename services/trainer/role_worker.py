@@ -39,7 +39,7 @@ from shared.model.replayed_choices import replayed_choices
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Batch
 from shared.schema.sample import SampleLimits
-from shared.schema.versions import is_periodic, version_after
+from shared.schema.versions import crossed, version_after
 from shared.store.payload_store import BlockingStore
 
 SKIPPED_IN_A_ROW = 10
@@ -234,13 +234,13 @@ class RoleWorker:
     # --- checkpoints
 
     def _resume(self) -> None:
-        step = self._resume_step()
-        if step is None:
-            return
-        self._set_state("loading the checkpoint")
-        self._progress = Progress(**self._actor.load_checkpoint(self._checkpoints, step))
-        self._begun_save = self._saved = self._progress.steps
-        self._log.info("resumed", steps=self._progress.steps, version=self._version)
+        if (step := self._resume_step()) is not None:
+            self._set_state("loading the checkpoint")
+            self._progress = Progress(**self._actor.load_checkpoint(self._checkpoints, step))
+            self._begun_save = self._saved = self._progress.steps
+            self._log.info("resumed", steps=self._progress.steps, version=self._version)
+        if self._metrics is not None:
+            self._metrics.resume(self._progress.steps, sft_done=self._progress.sft_done)
 
     def _resume_step(self) -> int | None:
         """Returns the step to go back to, None to begin anew: rank 0 takes the newest that every rank has, and tells the others.
@@ -284,7 +284,8 @@ class RoleWorker:
 
     def _save_if_due(self) -> None:
         steps, rollout = self._progress.steps, self._config.rollout
-        if is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout:
+        due = crossed(self._begun_save, steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch)
+        if due or steps == rollout.num_rollout:
             self._save()
 
     def _save(self) -> None:

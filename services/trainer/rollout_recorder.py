@@ -52,6 +52,7 @@ class RolloutRecorder:
     def run(self) -> None:
         """Records batch after batch until the run is done or a stop is asked for. Raises DeadlineExceeded where none comes in time."""
         step = self._recorded()
+        self._metrics.resume(step)
         self._control.set_state("ready")
         with contextlib.suppress(StopAsked):
             while not self._control.stopping:

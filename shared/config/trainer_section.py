@@ -187,7 +187,7 @@ class TrainerSection(Section):
     save_hf_interval: int | None = Field(
         default=None,
         gt=0,
-        description="of the checkpoints, those after a multiple of so many steps are exported to save_hf, and the last; default: all",
+        description="the first checkpoint at or after each multiple of so many steps is exported to save_hf, and the last; default: all",
         **MUTABLE,
     )
     save_final_hf: bool = Field(

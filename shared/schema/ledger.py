@@ -14,6 +14,9 @@ from shared.schema.messages import Attestation, EvalFigures, Message, Payload, S
 PAYLOAD_LOST = "payload lost"
 """Reason of groups that are generated anew because the store holds their samples no more."""
 
+MOST_SKIPPED = 64
+"""The most versions that one evaluation says it stands for."""
+
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
 
@@ -122,11 +125,15 @@ class VersionLive(LedgerRecord):
 
 
 class EvalStarted(LedgerRecord):
-    """``prompts`` held-out prompts of ``dataset`` go out, for weights of ``version``."""
+    """``prompts`` held-out prompts of ``dataset`` go out, for weights of ``version``.
+
+    ``skipped``: versions that were due and never went live, in whose place this one is evaluated; the newest `MOST_SKIPPED`.
+    """
 
     dataset: Name
     version: Count
     prompts: Count
+    skipped: tuple[Count, ...] = Field(default=(), max_length=MOST_SKIPPED)
 
 
 class EvalScored(LedgerRecord):

@@ -17,9 +17,21 @@ def is_pushed(steps: int, interval: int, total: int) -> bool:
     return steps >= total or steps % interval == 0
 
 
+def newest_due(steps: int, interval: int, per_epoch: int | None = None) -> int:
+    """Returns the newest of the first ``steps`` steps after which something is due that happens every ``interval`` steps, and at the end of
+    each epoch (``per_epoch`` steps); 0 if none is."""
+    return max(steps // each * each for each in (interval, per_epoch or interval))
+
+
+def crossed(previous: int, current: int, interval: int, per_epoch: int | None = None) -> bool:
+    """Returns whether such a step lies after ``previous`` and not after ``current``: however far a count jumps, nothing due is lost, and
+    what was done once is not done again."""
+    return newest_due(current, interval, per_epoch) > previous
+
+
 def is_periodic(steps: int, interval: int, per_epoch: int | None = None) -> bool:
-    """Returns whether what happens every ``interval`` steps, and at the end of each epoch (``per_epoch`` steps), is due after ``steps``."""
-    return steps % interval == 0 or (per_epoch is not None and steps % per_epoch == 0)
+    """Returns whether such a step is ``steps`` itself."""
+    return crossed(steps - 1, steps, interval, per_epoch)
 
 
 def admissible_steps(live: int, max_staleness: int, interval: int, total: int) -> int:

@@ -164,3 +164,37 @@ async def test_a_step_is_written_everywhere(
             shown.setdefault(tag, []).append(value)
     assert {tag: pytest.approx(values, rel=1e-5) for tag, values in shown.items()} == written, "readers of the bus see what files have"
     assert told[0].metrics["agreement_abs_diff"] == 2.0
+
+
+def life(config: RunConfig, resumed: int, steps: range, loss: float) -> None:
+    """A trainer that resumes, is told of every evaluation, and trains and pushes until it is killed."""
+    with ControlClient() as link:
+        asyncio.run(until(lambda: len(link.evaluations) == 2, "the evaluations that the buffer has"))
+        record = MetricsLogger(link, config, SPEED)
+        record.resume(resumed)
+        for step in steps:
+            record.step(batch(step, [[1.0, 0.0]]), [result(loss)], 2.0 * step, 2.0 * step + 1, optimized=1.0, token_means={})
+            pushed = {"seconds": loss, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
+            for replica in ("rollout-0", "late"):  # the second push of the version is a late replica's
+                record.push(PushResult(version=step + 1, replicas=[replica], bytes=100, digest="d", **pushed))
+
+
+async def test_after_a_restart_evaluations_and_repeated_steps_stand_once(
+    nats: EmbeddedNats, valkey: EmbeddedValkey, bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, run={"name": run_name})
+    await runs.create(bus, config, valkey.url)
+    monkeypatch.setenv("NATS_URL", nats.url)
+    monkeypatch.setenv("MYXO_RUN", run_name)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    buffer = asyncio.create_task(evaluated(bus, run_name))
+    for resumed, steps, loss in ((0, range(5), 1.0), (2, range(2, 6), 2.0), (6, range(6, 7), 3.0)):
+        await asyncio.to_thread(life, config, resumed, steps, loss)
+    buffer.cancel()
+    events = EventAccumulator(str(config.run.root / "tensorboard"))
+    events.Reload()
+    written = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert [tag for tag, found in written.items() if len({step for step, _ in found}) < len(found)] == []
+    assert written["train/loss"] == [(step, 1.0 if step < 2 else 2.0 if step < 6 else 3.0) for step in range(7)]
+    assert written["eval/heldout"] == [(0, 0.75)] and written["eval/late/late"] == [(1, 3.0)]
+    assert written["perf/update_weights_time"] == [(step, 1.0 if step < 6 else 2.0 if step < 7 else 3.0) for step in range(1, 8)]

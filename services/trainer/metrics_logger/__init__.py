@@ -88,7 +88,8 @@ class MetricsLogger:
     ) -> None:
         self._control, self._config, self._objective = control, config, config.algorithm
         directory = config.trained / "tensorboard" / ("" if role == "actor" else role)
-        self._writers: list[Writer] = [TensorBoard(directory), Prometheus(control), EventStream(control, role)]
+        self._tensorboard = TensorBoard(directory)
+        self._writers: list[Writer] = [self._tensorboard, Prometheus(control), EventStream(control, role)]
         if config.monitoring.use_wandb:
             self._writers.append(WeightsAndBiases(config, role))
         self._speed, self._role, self._log = speed, role, log
@@ -99,6 +100,19 @@ class MetricsLogger:
         self._sft_first = self._sft_shown = 0.0
         self._zero_std: dict[str, float] = {}
         self._evaluated = 0  # of the evaluations that the buffer has told of
+        self._pushed = -1  # the newest version whose push is written
+
+    def resume(self, steps: int, *, sft_done: bool = True) -> None:
+        """Has what earlier lives wrote stand once; called before anything is written. Training goes on after so many ``steps``.
+
+        Steps from there on are made again, and evaluations of later versions reported again, as the ledger has them; of a push the one
+        that brought its version first is the one that counts.
+        """
+
+        def is_repeated(name: str, step: int) -> bool:
+            return not sft_done if name.startswith("sft/") else step >= steps and not name.startswith("perf/update_weights_")
+
+        self._tensorboard.resume(is_repeated)
 
     def step(
         self,
@@ -183,7 +197,9 @@ class MetricsLogger:
             "update_weights_gb_per_s": result.gb_per_s,
             **{f"update_weights_{phase}_time": seconds for phase, seconds in result.phases.items()},
         }
-        self._write(result.version, "perf", values)
+        if result.version > self._pushed:  # not one that a late replica gets
+            self._write(result.version, "perf", values)
+            self._pushed = result.version
         pace = {"push_seconds": result.seconds, "push_stall_seconds": result.stall, "push_gb_per_s": result.gb_per_s}
         self._control.gauges({"version": result.version, **pace})
         self.evaluations()

@@ -11,12 +11,14 @@ import pytest
 
 from shared.bus import runs
 from shared.bus.connection import RequestRefused
+from shared.bus.subjects import EVAL
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import DeadlineExceeded
-from shared.schema.ledger import VersionLive
+from shared.schema.ledger import EvalStarted, VersionLive
 from shared.schema.messages import Batch, RunDone
 from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
+from tests.support.run_config import PROMPTS, write_jsonl
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
@@ -69,6 +71,34 @@ async def test_tasks_that_a_killed_buffer_did_not_send_are_sent(new_run: NewRun)
         await player.ready(second)
         await player.work_until(2)
         assert (await player.batch(0)).step == 0
+
+
+async def test_an_evaluation_that_fell_due_while_the_buffer_was_down_is_made_once(new_run: NewRun, tmp_path: Path) -> None:
+    """eval_interval = 2; version 2 never goes live, and 3 does while no buffer is there."""
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:2])
+    player = await new_run(rollout={"num_rollout": 8}, eval={"eval_prompt_data": str(heldout), "eval_interval": 2})
+
+    async def evaluations(count: int) -> list[tuple[int, tuple[int, ...]]] | None:
+        begun = [(one.version, one.skipped) for one in await player.records() if isinstance(one, EvalStarted)]
+        return begun if len(begun) >= count else None
+
+    with player.launch() as first:
+        await player.ready(first)
+        await player.live(0)
+        await player.work_until(2, EVAL)
+        await player.live(1)
+        await player.work_until(1)
+        first.kill()
+    await player.live(3)
+    for _ in range(2):
+        with player.launch() as buffer:
+            await player.ready(buffer)
+            assert await until(lambda: evaluations(2), "the evaluation that was due") == [(0, ()), (3, (2,))]
+            buffer.kill()
+    with player.launch() as last:
+        await player.ready(last)
+        await player.live(4)  # that of version 3 is not done
+        assert await until(lambda: evaluations(3), "the next evaluation") == [(0, ()), (3, (2,)), (4, ())]
 
 
 async def play_on(player: Player, dice: random.Random) -> bool:

@@ -84,6 +84,19 @@ def test_what_gives_no_steps_is_refused(
     assert [word for word in says if word not in error] == [], error
 
 
+def test_intervals_that_do_not_fit_are_said(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-rollout", "12", "--eval-interval", "4", "--save-interval", "4", "--save-hf", "out/{rollout_id}", "--save-hf-interval"]
+    assert main(["up", str(given.write()), "--dry-run", *flags, "6", "--update-weights-interval", "3"]) == 0
+    error = capsys.readouterr().err
+    for line in (
+        "eval_interval = 4 is no multiple of update_weights_interval = 3: what is due in between waits for the next version",
+        "save_hf_interval = 6 is no multiple of save_interval = 4: what is due in between waits for the next checkpoint",
+    ):
+        assert line in error
+    assert main(["up", str(given.write()), "--dry-run", *flags, "8", "--update-weights-interval", "2"]) == 0
+    assert "no multiple" not in capsys.readouterr().err
+
+
 def test_an_epoch_is_saved_and_evaluated_at_its_end() -> None:
     assert [steps for steps in range(1, 13) if is_periodic(steps, 4)] == [4, 8, 12]
     assert [steps for steps in range(1, 13) if is_periodic(steps, 4, 5)] == [4, 5, 8, 10, 12]

@@ -57,6 +57,51 @@ def test_each_set_of_a_due_version_is_an_evaluation_of_its_own() -> None:
     ]
 
 
+FOURTH = buffer_config(steps=20, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=SETS, eval_interval=4)
+
+
+def begun(limits: BufferConfig, versions: Sequence[int], state: BufferState | None = None) -> list[tuple[int, tuple[int, ...]]]:
+    """The evaluations of the set of words that begin as versions go live one after the other, each announced twice: (version, skipped)."""
+    state, found = state or BufferState(), list[tuple[int, tuple[int, ...]]]()
+    for version in versions:
+        for _ in range(2):
+            for record in fold(state, policy.live(state, limits, version, 0.0)):
+                if isinstance(record, EvalStarted) and record.dataset == "words":
+                    found.append((record.version, record.skipped))
+    return found
+
+
+def test_a_version_that_was_due_and_never_went_live_is_evaluated_as_the_next() -> None:
+    assert begun(FOURTH, [0, 3, 7, 9, 11, 12, 20]) == [(0, ()), (7, (4,)), (9, (8,)), (12, ()), (20, (16,))]
+    assert begun(FOURTH, [0, 4, 5, 8]) == [(0, ()), (4, ()), (8, ())], "nothing was skipped"
+    assert begun(FOURTH, [0, 4, 17, 18]) == [(0, ()), (4, ()), (17, (8, 12, 16))], "one evaluation for several"
+    assert begun(FOURTH, [2, 3]) == [(2, (0,))], "nor is the first one lost"
+
+
+def test_steps_that_no_version_ends_at_are_evaluated_with_the_next() -> None:
+    limits = buffer_config(steps=20, groups=2, samples=2, max_staleness=1, interval=3, eval_prompts=SETS, eval_interval=4)
+    assert begun(limits, range(8)) == [(version, ()) for version in (0, 2, 3, 4, 6, 7)], "6 steps for 4, 9 for 8, 12, 18 for 16, the end"
+
+
+@pytest.mark.parametrize("records", [1, 2, 3])
+@pytest.mark.parametrize("then", [9, 10, 12])
+def test_an_evaluation_for_a_skipped_version_survives_the_death_of_the_buffer_and_is_made_once(records: int, then: int) -> None:
+    state = BufferState()
+    begun(FOURTH, [0, 4, 7], state)
+    fold(state, policy.live(state, FOURTH, 9, 0.0)[:records])  # the ledger of a buffer that died among its records
+    begun(FOURTH, [then], state)
+    sets = [(name, [version for version, of in state.evaluations if of == name and version > 4]) for name in SETS]
+    expected = {name: [9] if index + 1 < records or then == 9 else [then] for index, name in enumerate(SETS)}
+    for name, found in sets:
+        assert found == expected[name] + ([12] if then == 12 and expected[name] == [9] else []), name
+
+
+def test_a_due_version_is_evaluated_though_the_one_before_it_is_not_done() -> None:
+    state = BufferState()
+    begun(FOURTH, [0, 7, 9, 12], state)
+    assert [version for version, name in state.evaluations if name == "sums"] == [0, 7, 9, 12]
+
+
 def test_figures_are_those_of_the_samples_that_came_back() -> None:
     state = started()
     fold(state, policy.scored(state, LIMITS, [scored("eval.sums.0.0", [1.0, 0.0, 1.0, 0.0], [10, 20, 100, 30])], 1.0))

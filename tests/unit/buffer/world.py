@@ -7,6 +7,7 @@ of records as the ledger, and checks every invariant after every record.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from services.buffer import amendment, lost_payloads, policy
 from services.buffer.buffer_config import BufferConfig
@@ -388,14 +389,23 @@ class World:
         assert [(record.version, record.dataset) for record in self.records if isinstance(record, EvalEnded)] == list(state.evaluated)
         came_back = [record.group for record in self.records if isinstance(record, EvalScored)]
         assert len(set(came_back)) == len(came_back) == sum(limits.eval_sets[name] for _, name in state.evaluated)
-        assert set(state.evaluated) == {(version, name) for version in went_live if self._evaluates(version) for name in limits.eval_sets}
+        assert set(state.evaluated) == {
+            (version, name)
+            for before, version in pairwise([-1, *went_live])
+            if self._evaluates(before, version)
+            for name in limits.eval_sets
+        }
         for ended in state.evaluated.values():
             assert (ended.prompts, ended.late) == (limits.eval_sets[ended.dataset], 0) and ended.version <= ended.live
         self.check_replay()
 
-    def _evaluates(self, version: int) -> bool:
+    def _evaluates(self, before: int, version: int) -> bool:
+        """Whether an evaluation falls due between two versions that went live one after the other."""
         limits = self.limits
         if version == limits.last_version or version == 0:
             return version == limits.last_version or not limits.evaluation.skip_eval_before_train
-        interval = limits.evaluation.eval_interval
-        return interval is not None and version * limits.weights.update_weights_interval % interval == 0
+        interval, made = limits.evaluation.eval_interval, limits.weights.update_weights_interval
+        first = before < 0 and not limits.evaluation.skip_eval_before_train
+        return first or (
+            interval is not None and any(steps % interval == 0 for steps in range(max(0, before) * made + 1, version * made + 1))
+        )

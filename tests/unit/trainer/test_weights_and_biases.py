@@ -18,12 +18,13 @@ def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
 
     asked = {"use_wandb": True, "wandb_mode": "offline", "wandb_project": "sums", "wandb_dir": str(tmp_path / "w")}
     config = run_config(tmp_path, monitoring=asked, reward={"rm_type": "environment", "environment_url": "http://grader:8080"})
-    for loss in (0.125, 0.25):  # the second life of a trainer goes on under the same name
+    for step, loss in ((3, 0.125), (4, 0.25)):  # the second life of a trainer goes on under the same name
         writer = WeightsAndBiases(config, "actor")
-        writer.write(3, {"train/loss": loss, "rollout/raw_reward": 1.0})
-        writer.write(2, {"perf/step_time": 2.0})
+        writer.write(3, {"train/loss": 0.5 - loss})  # the first value of a step stays
+        writer.write(step, {"train/loss": loss, "rollout/raw_reward": 1.0})
+        writer.write(2 + step, {"perf/step_time": 2.0})
         writer.close()
-    for loss in (b"0.125", b"0.25"):  # W&B's own process writes them when it likes
+    for loss in (b"0.375", b"0.25"):  # W&B's own process writes them when it likes
 
         def written(loss: bytes = loss) -> bool:
             held = [file.read_bytes() for file in (tmp_path / "w" / "wandb").glob("offline-run-*/run-test.wandb")]

@@ -189,6 +189,14 @@ def test_exports_have_an_interval_of_their_own(make_actor, tmp_path):
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == ["3", "7"]
 
 
+def test_an_interval_that_no_checkpoint_ends_at_is_exported_with_the_next_checkpoint(make_actor, tmp_path):
+    exports = exporter(make_actor("qwen3"), tmp_path, async_save=False, save_hf_interval=5)
+    for steps in (2, 4, 6, 8, 10, 12):
+        exports.make_up(steps)  # as after a restart
+        exports.begin(steps)
+    assert sorted(int(path.name) for path in (tmp_path / "policy").iterdir()) == [3, 5, 9], "that of 4 steps is the run's last"
+
+
 def test_a_copied_export_is_the_same_as_one_that_is_written_at_once(hf, make_actor, tmp_path):
     plan = GatherPlan(make_actor("qwen3").model)
     export.save_hf(plan, hf("qwen3"), tmp_path / "at-once", file_bytes=20_000)

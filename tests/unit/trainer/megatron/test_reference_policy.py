@@ -46,7 +46,13 @@ def test_it_is_that_checkpoint_until_the_policy_takes_its_place(
     reference.renew(2)
     assert same(in_place(reference, actor), trained) and not same(trained, before)
 
-    for steps, wanted in ((1, other), (2, trained), (3, trained)):  # as a resume loads them
+    reference.renew(3)
+    rank_steps.steps(actor, 1)
+    reference.renew(5)  # as where no step ends at 4
+    later = rank_steps.exported(actor)
+    assert same(in_place(reference, actor), later) and not same(later, trained)
+
+    for steps, wanted in ((1, other), (2, trained), (3, trained), (5, later)):  # as a resume loads them
         resumed = ReferencePolicy(actor, tmp_path / "reference", 2, KEEP, own)
         resumed.load(steps)
         assert same(in_place(resumed, actor), wanted)

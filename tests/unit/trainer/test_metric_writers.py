@@ -1,0 +1,128 @@
+"""TensorBoard's files and W&B's record over several lives of a trainer: each step of a metric once, as TensorBoard itself reads them."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PagesAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+from torch.utils.tensorboard import SummaryWriter
+
+from services.trainer.metrics_logger import writers
+from services.trainer.metrics_logger.writers import LoggedSteps, TensorBoard
+from shared.data.event_files import EventDirectory
+
+Series = dict[str, list[tuple[int, float]]]
+
+
+def series(directory: Path | EventAccumulator) -> Series:
+    """What a reader of TensorBoard's files finds: a new one for a directory, or one that runs and looks again."""
+    events = EventAccumulator(str(directory)) if isinstance(directory, Path) else directory
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def shown(pages: PagesAccumulator) -> Series:
+    """What the pages of a TensorBoard show that runs and looks again."""
+    pages.Reload()
+    found = {tag: pages.Tensors(tag) for tag in pages.Tags()["tensors"]}
+    return {tag: [(event.step, float(make_ndarray(event.tensor_proto))) for event in events] for tag, events in found.items()}
+
+
+def life(directory: Path, resumed: int, steps: range, value: float, evaluated: Mapping[int, float] = {}) -> TensorBoard:
+    """A trainer that trains ``steps``, is told of all evaluations that there are, pushes each version once, and is killed."""
+    writer = TensorBoard(directory)
+    writer.resume(lambda name, step: name != "perf/update_weights_time" and name != "sft/loss" and step >= resumed)
+    for step in steps:
+        writer.write(step, {"train/loss": value, "perf/step_time": value + step})
+        writer.write(step + 1, {"perf/update_weights_time": value})
+        writer.flush()
+    for step, reward in evaluated.items():
+        writer.write(step, {"eval/heldout": reward, "eval/heldout/version": step})
+    writer.flush()
+    return writer
+
+
+def test_a_step_that_was_trained_again_stands_once_with_its_newest_value(tmp_path: Path) -> None:
+    first = TensorBoard(tmp_path)
+    for step in range(1, 11):
+        first.write(step, {"sft/loss": float(step)})
+    first.flush()
+    watching, pages = EventAccumulator(str(tmp_path)), PagesAccumulator(str(tmp_path))
+    life(tmp_path, 0, range(7), 1.0, {0: 0.0, 4: 0.25})
+    series(watching), shown(pages)
+    life(tmp_path, 4, range(4, 9), 2.0, {0: 0.0, 4: 0.25, 8: 0.5})
+    series(watching), shown(pages)
+    life(tmp_path, 8, range(8, 9), 3.0, {0: 0.0, 4: 0.25, 8: 0.5})  # killed again and again
+    life(tmp_path, 8, range(8, 10), 4.0, {0: 0.0, 4: 0.25, 8: 0.5})
+    life(tmp_path, 10, range(10, 12), 5.0, {0: 0.0, 4: 0.25, 8: 0.5})  # a stop in order: nothing is made again
+    loss = [(step, 1.0 if step < 4 else 2.0 if step < 8 else 4.0 if step < 10 else 5.0) for step in range(12)]
+    expected = {
+        "train/loss": loss,
+        "perf/step_time": [(step, value + step) for step, value in loss],
+        "eval/heldout": [(0, 0.0), (4, 0.25), (8, 0.5)],
+        "eval/heldout/version": [(0, 0.0), (4, 4.0), (8, 8.0)],
+        "perf/update_weights_time": [(step, 1.0 if step < 8 else 2.0 if step < 10 else 4.0 if step < 11 else 5.0) for step in range(1, 13)],
+        "sft/loss": [(step, float(step)) for step in range(1, 11)],
+    }
+    assert series(tmp_path) == series(watching) == shown(pages) == expected, (
+        "also in a TensorBoard that has run since before the first death"
+    )
+    ours: Series = {}
+    for scalar in EventDirectory(tmp_path).read():
+        ours.setdefault(scalar.tag, []).append((scalar.step, scalar.value))
+    assert ours == expected, "nor is anything left in the files that a reader of one file by one would find"
+    shutil.move(tmp_path, moved := tmp_path.with_name("moved"))
+    life(moved, 11, range(11, 12), 6.0)
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(moved.parent))
+    multiplexer.Reload()
+    assert [event.value for event in multiplexer.Scalars("moved", "train/loss")][-2:] == [5.0, 6.0]
+
+
+def test_metrics_of_an_earlier_version_of_the_files_are_taken_over_without_their_doubles(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):  # two lives, each of which wrote all evaluations
+        writer = SummaryWriter(str(tmp_path))
+        for step in (0, 4):
+            writer.add_scalar("eval/heldout", value, step)
+        writer.add_scalar("train/loss", value, 3)
+        writer.add_text("note", "of the user's", 0)
+        writer.close()
+    life(tmp_path, 4, range(4, 5), 3.0, {0: 0.0, 4: 3.0})
+    found = EventAccumulator(str(tmp_path))
+    assert series(found)["eval/heldout"] == [(0, 2.0), (4, 3.0)] and series(found)["train/loss"] == [(3, 2.0), (4, 3.0)]
+    assert found.Tags()["tensors"] == ["note/text_summary"]
+
+
+def test_files_stay_in_order_though_a_clock_goes_back_and_a_life_is_killed_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life(tmp_path, 0, range(6), 1.0)
+    [torn] = tmp_path.iterdir()
+    with torn.open("ab") as file:
+        file.write(b"\x20\0\0\0\0\0\0\0 cut off")
+    kept = torn.read_bytes()
+    monkeypatch.setattr(writers.time, "time", lambda: 1000.0)
+    life(tmp_path, 4, range(4, 6), 2.0)
+    torn.write_bytes(kept)  # as where it was killed before it had removed the old file
+    assert series(tmp_path)["train/loss"] == [(step, 1.0 if step < 4 else 2.0) for step in range(6)]
+    life(tmp_path, 4, range(4, 6), 3.0)
+    assert series(tmp_path)["train/loss"] == [(step, 1.0 if step < 4 else 3.0) for step in range(6)]
+    assert [path.stat().st_size > 0 for path in sorted(tmp_path.iterdir())] == [False, False, True]
+
+
+def test_wandb_is_given_each_step_of_a_metric_once(tmp_path: Path) -> None:
+    path, given = tmp_path / "wandb.jsonl", list[tuple[int, str]]()
+    for steps in (range(6), range(4, 5), range(4, 8)):  # three lives; the second one dies before it has made all steps again
+        logged = LoggedSteps(path)
+        for step in steps:
+            for values in ({"train/loss": 1.0, "rollout/tokens": 2.0}, {"eval/heldout": 0.5} if step == 4 else {}):
+                if fresh := logged.new(step, values):
+                    given += [(step, name) for name in fresh]
+                    logged.logged(step, fresh)
+        with path.open("a") as file:
+            file.write('\n[7, "train/lo')  # cut off
+    expected = [(step, name) for step in range(8) for name in ("train/loss", "rollout/tokens")]
+    assert sorted(given) == sorted([*expected, (4, "eval/heldout")])
