@@ -297,7 +297,7 @@ class Buffer:
                 self._log.warning("batch_amended", step=step, removed=removed, added=added)
             case ledger.EvalStarted(version=version, dataset=dataset, skipped=skipped):
                 if skipped:
-                    self._log.warning("evaluated_in_place_of", version=version, dataset=dataset, due=skipped, reason="never went live")
+                    self._log.warning("evaluated_in_place_of", version=version, dataset=dataset, due=skipped, reason="none began of these")
                 self._tasks.evaluation(self._state.evaluations[version, dataset], self._limits)
             case ledger.EvalEnded():
                 evaluation_report.log_evaluation(self._service, record)

@@ -33,9 +33,8 @@ def is_due(limits: BufferConfig, version: int) -> bool:
 def due(state: BufferState, limits: BufferConfig, version: int, now: float) -> list[LedgerRecord]:
     """Returns the beginnings of the evaluations that are due and have not begun, now that ``version`` is live.
 
-    Versions are skipped where pushes fail or training is faster than they are. One that was due and never went live is evaluated as the
-    next one that did, once for all that were skipped. The newest version in the ledger is looked at again: the buffer may have died before
-    it had recorded the beginnings.
+    Versions are skipped where pushes fail or take longer than a step. The next version that goes live is evaluated in place of those that
+    were due, once for all of them. The ledger's newest version counts again: the buffer may have died before it recorded the beginnings.
     """
     found = [skipped for skipped in range(state.version_before + 1, version + 1) if is_due(limits, skipped)]
     records: list[LedgerRecord] = []

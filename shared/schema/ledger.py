@@ -127,7 +127,7 @@ class VersionLive(LedgerRecord):
 class EvalStarted(LedgerRecord):
     """``prompts`` held-out prompts of ``dataset`` go out, for weights of ``version``.
 
-    ``skipped``: versions that were due and never went live, in whose place this one is evaluated; the newest `MOST_SKIPPED`.
+    ``skipped``: versions that were due and that it is made in place of, since they never went live; the newest `MOST_SKIPPED`.
     """
 
     dataset: Name

@@ -103,10 +103,9 @@ class MetricsLogger:
         self._pushed = -1  # the newest version whose push is written
 
     def resume(self, steps: int, *, sft_done: bool = True) -> None:
-        """Has what earlier lives wrote stand once; called before anything is written. Training goes on after so many ``steps``.
+        """Prepares the writers for a trainer that continues after so many ``steps``; called before anything is written.
 
-        Steps from there on are made again, and evaluations of later versions reported again, as the ledger has them; of a push the one
-        that brought its version first is the one that counts.
+        Later steps are trained again, and the buffer reports all evaluations again. Of a version's pushes the first one counts.
         """
 
         def is_repeated(name: str, step: int) -> bool:
