@@ -42,11 +42,19 @@ def test_a_run_is_measured_beside_its_engine_alone(tmp_path: Path) -> None:
     assert taken["runs"] == found["runs"]
 
 
-def test_under_mask_the_old_tokens_of_long_responses_leave_the_loss_and_no_group_is_dropped(tmp_path: Path) -> None:
-    """Of an engine that reports the version of a request's end alone, as SGLang before 0.5.20 does: its groups were dropped whole."""
-    load = ["--shape", "tiny", "--lengths", "geometric:60", "--cap", "400", "--batch", "2", "--samples", "8", "--bounds", "2", "--alone"]
+OLDER = ROOT / "tests/support/older_engine"
+"""SGLang that reports the version of a request's end alone, as before 0.5.20."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "engine"),
+    [("geometric:60", OLDER), pytest.param("lognormal:60:1.2", ROOT, marks=pytest.mark.extra)],
+    ids=["plain", "function"],
+)
+def test_under_mask_old_tokens_of_long_responses_leave_the_loss_and_no_group_is_dropped(tmp_path: Path, lengths: str, engine: Path) -> None:
+    load = ["--shape", "tiny", "--lengths", lengths, "--cap", "400", "--batch", "2", "--samples", "8", "--bounds", "2", "--alone"]
     flags = ["--steps", "18", "--seconds", "600", "--flags", "--staleness-policy", "mask"]
-    found, done = measured("end_to_end", tmp_path, *load, *flags, path=ROOT / "tests/support/older_engine")
+    found, done = measured("end_to_end", tmp_path, *load, *flags, path=engine)
     [run] = found["runs"]
     assert run["dropped_tokens"] == 0 < run["masked_tokens"] and run["staleness_max"] == 2, (run, done.stderr)
     assert f"| {run['staleness_mean']:.2f}, 2 | 0, {run['masked_tokens']:,.0f} |" in done.stdout
