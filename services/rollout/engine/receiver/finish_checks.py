@@ -34,11 +34,8 @@ def find_ends_of_aborted(request: type[Any]) -> bool:
 
 
 def report_token_versions(request: type[Any], version: Callable[[], int]) -> bool:
-    """Makes SGLang's class of requests note each token's version in the per-token fields that it hands out. Returns as the other.
-
-    Args:
-        version: returns the version of the weights that the engine holds; negative where it is unknown.
-    """
+    """Makes SGLang's class of requests note each token's version in the per-token fields it hands out. ``version``: returns that of the
+    weights that the engine holds; negative where it is unknown. Returns whether it could be; once is enough."""
 
     def note(self: Any, check: Callable[[], Any]) -> Any:
         self.customized_info = getattr(self, "customized_info", None) or {}
