@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shared.hooks import Arguments, HookSample, Status
+from shared.hooks import Arguments, HookSample
 from shared.hooks.slime.http_requests import post
 
 
@@ -17,9 +17,6 @@ async def generate(args: Arguments, sample: HookSample, sampling_params: dict[st
         "return_logprob": True,
     }
     meta = (await post(url, body))["meta_info"]
-    drawn = [(float(log_prob), int(token)) for log_prob, token, *_ in meta["output_token_logprobs"]]
-    sample.tokens = [*sample.tokens, *(token for _, token in drawn)]
-    sample.response_length += len(drawn)
-    sample.rollout_log_probs = [*(sample.rollout_log_probs or []), *(log_prob for log_prob, _ in drawn)]
-    sample.status = Status.ABORTED if meta["finish_reason"]["type"] == "abort" else Status.COMPLETED
+    log_probs, tokens = [entry[0] for entry in meta["output_token_logprobs"]], [entry[1] for entry in meta["output_token_logprobs"]]
+    sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta)
     return sample

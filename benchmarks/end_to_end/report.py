@@ -70,7 +70,8 @@ def table(found: Mapping[str, Any]) -> str:
             f"| {_seconds(run.get('predicted_seconds'))} | {run['trained_tokens_per_s']:,.0f} "
             f"| {run['trained_tokens_per_s_per_gpu']:,.0f} | {run['generated_tokens_per_s']:,.0f} "
             f"| {', '.join(_share(busy) for busy in run.get('gpu_busy', [])) or '—'} | {_number(run.get('running_requests'))} "
-            f"| {_number(run['staleness_mean'], 2)}, {run['staleness_max']:.0f} | {run['dropped_tokens']:,}, {run['masked_tokens']:,.0f} |"
+            f"| {_number(run['staleness_mean'], 2)}, {run['staleness_max']:.0f} | {run['dropped_tokens']:,}, {run['masked_tokens']:,.0f}"
+            f"{_anew(run)} |"
         )
     return "\n".join(lines)
 
@@ -167,6 +168,10 @@ def write_page(measurements: Sequence[Mapping[str, Any]] | Mapping[str, Any]) ->
 
 def _bound(run: Mapping[str, Any]) -> str:
     return str(run["bound"]) if run.get("order", "completion") == "completion" else f"{run['bound']}, {run['order']}"
+
+
+def _anew(run: Mapping[str, Any]) -> str:
+    return f"; {run['anew_tokens']:,} generated anew" if run.get("anew_tokens") else ""
 
 
 def _share(value: float | None) -> str:

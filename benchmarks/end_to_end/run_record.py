@@ -7,22 +7,28 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shared.schema.ledger import BatchFormed, GroupsDropped, GroupsScored
-from shared.schema.messages import Trained
+from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored
+from shared.schema.messages import SampleMeta, Trained
 from shared.schema.service_messages import MetricsWritten
 
 GAUGES = ("running_requests", "queued_requests", "kv_usage", "request_slots", "used_slots", "running_groups")
+
+ANEW = "generated anew"
+
+ALL_ANEW = 1 << 30
+"""A version that no token has reached: of a group without a partial attempt nothing is kept."""
 
 
 @dataclass
 class RunRecord:
     """The record of one run. ``metrics``: of each step; ``gauges``: of all replicas together, by when they were read; ``origins``: of a
-    group, the replica that generated it and how many samples it has; ``batches``: the groups of each step."""
+    group, the replica that generated it and how many samples it has; ``batches``: the groups of each step; ``samples``: of groups that have
+    come back; ``lost``: tokens of such groups that will not be trained, with when and why."""
 
     steps: list[Trained] = field(default_factory=list)
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    dropped: list[tuple[float, int]] = field(default_factory=list)
+    samples: dict[str, list[SampleMeta]] = field(default_factory=dict)
+    lost: list[tuple[float, str, int]] = field(default_factory=list)
     gauges: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     origins: dict[str, tuple[str, int]] = field(default_factory=dict)
     batches: dict[int, list[str]] = field(default_factory=dict)
@@ -34,7 +40,7 @@ class RunRecord:
     def scored(self, record: GroupsScored) -> None:
         """Notes the tokens of groups that have come back."""
         for group in record.groups:
-            self.tokens[group.group] = sum(sample.tokens for sample in group.samples)
+            self.samples[group.group] = group.samples
             self.origins[group.group] = (group.replica, len(group.samples))
 
     def formed(self, record: BatchFormed) -> None:
@@ -43,7 +49,14 @@ class RunRecord:
 
     def ended(self, record: GroupsDropped) -> None:
         """Notes groups that were dropped; those that were stopped while they were generated have no tokens here."""
-        self.dropped.append((record.at, sum(self.tokens.get(group, 0) for group in record.groups)))
+        tokens = sum(sample.tokens for group in record.groups for sample in self.samples.pop(group, ()))
+        self.lost.append((record.at, record.reason, tokens))
+
+    def requeued(self, record: GroupRequeued) -> None:
+        """Notes a group that is generated anew, but for the samples that its next attempt keeps."""
+        kept = record.renew_below if record.partial is not None else ALL_ANEW
+        tokens = sum(sample.tokens for sample in self.samples.pop(record.group, ()) if sample.newest < kept)
+        self.lost.append((record.at, ANEW, tokens))
 
     def window(self, warm_up: int, end: int | None = None) -> tuple[float, float] | None:
         """Returns when the steps after the warm-up began and ended, seconds since the epoch; None where there are under two.
@@ -72,7 +85,10 @@ class RunRecord:
         metrics = [found for step in measured if (found := self.metrics.get(step.step))]
         step_tokens = mean(metrics, "rollout/response_tokens") or 0.0
         generated = self._rise("generated_tokens", begin, end)
-        dropped = sum(tokens for at, tokens in self.dropped if begin < at <= end)
+        lost: Counter[str] = Counter()
+        for at, reason, tokens in self.lost:
+            lost[reason] += tokens if begin < at <= end else 0
+        anew = lost.pop(ANEW, 0)
         return {
             "steps": len(measured),
             "step_seconds": round(seconds / len(measured), 4),
@@ -91,7 +107,9 @@ class RunRecord:
             "staleness_mean": mean(metrics, "rollout/staleness_mean"),
             "staleness_max": max((_of(one, "rollout/staleness_max") for one in metrics), default=0.0),
             "masked_tokens": sum(_of(one, "rollout/masked_tokens") for one in metrics),
-            "dropped_tokens": dropped,
+            "dropped_tokens": lost.total(),
+            "dropped_by_reason": {reason: tokens for reason, tokens in sorted(lost.items()) if tokens},
+            "anew_tokens": anew,
             "logprob_diff": median(metrics, "train/train_rollout_logprob_abs_diff", digits=9),
             **{name: self._mean(name, begin, end) for name in GAUGES},
         }

@@ -27,7 +27,7 @@ from shared.history.push_history import CAUGHT_UP
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.devices import VISIBLE
 from shared.runtime.errors import MyxoError
-from shared.schema.ledger import BatchFormed, GroupsDropped, GroupsScored
+from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored
 from shared.schema.messages import Trained
 from shared.schema.service_messages import MetricsWritten, ServiceEvent
 
@@ -223,6 +223,9 @@ class WatchedRun:
         async def dropped(message: Any) -> None:
             record.ended(GroupsDropped.decode(message.data))
 
+        async def requeued(message: Any) -> None:
+            record.requeued(GroupRequeued.decode(message.data))
+
         async def caught_up(message: Any) -> None:
             self.scale.caught_up(ServiceEvent.decode(message.data))
 
@@ -232,6 +235,7 @@ class WatchedRun:
             (names.ledger(BatchFormed.event()), formed),
             (names.ledger(GroupsScored.event()), scored),
             (names.ledger(GroupsDropped.event()), dropped),
+            (names.ledger(GroupRequeued.event()), requeued),
             (names.event("service", CAUGHT_UP), caught_up),
         ):
             await bus.connection.subscribe(subject, cb=handler)

@@ -335,10 +335,10 @@ class FlowHistory:
             for index, sample in enumerate(group.samples):
                 by_length = self._by_length(sample)
                 for of_version, tokens in sample.spans or ((sample.oldest, sample.trained),):
-                    if of_version < mask_below:
-                        by_length.masked, masked = by_length.masked + tokens, masked + tokens
-                    elif index in group.removed:
+                    if index in group.removed:
                         by_length.dropped += tokens
+                    elif of_version < mask_below:
+                        by_length.masked, masked = by_length.masked + tokens, masked + tokens
                     else:
                         ages[version - of_version] += tokens
                         by_length.trained += tokens

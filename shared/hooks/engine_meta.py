@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.schema.versions import TOKEN_VERSIONS
+
 _NUCLEUS = ("top_p_token_ids", "top_p_kept_token_ids"), ("top_p_token_offsets", "top_p_kept_token_offsets")
 """The engine's names, newer and older, of a nucleus's ids and of their offsets."""
 
@@ -26,7 +28,8 @@ def listed(values: Any) -> list[Any]:
 
 def versions(meta: Mapping[str, Any], count: int) -> list[int | None]:
     """Returns the version of each of ``count`` tokens, None where the engine does not name it (its version at the end says nothing)."""
-    found: list[int | None] = [None] * count
+    told = meta.get(TOKEN_VERSIONS) or []  # of a part of an answer, those of its new tokens
+    found: list[int | None] = [*[None] * (count - len(told)), *told[:count]]
     for span in meta.get("weight_versions") or ():
         for at in range(span["start"], min(span["end"], count)):
             found[at] = int(span["version"])

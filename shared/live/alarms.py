@@ -194,11 +194,14 @@ def _ends(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
             f"`myxo samples {config.run.name} {last.group}` shows the last one; the reasons stand below.",
         )
     if found.stale_share > STALE_SHARE:
+        remedy = "staleness_policy = continue or mask"
+        if config.rollout.staleness_policy == "mask":  # which drops what has no young token
+            remedy = "generate functions that report the version of each token (append_response_tokens with meta_info), faster rewards"
         yield Alarm(
             AlarmKind.DROPPED,
             f"{found.stale_share:.0%} of the groups that ended lately were dropped for their age",
             "Long responses are dropped more often than short ones: what is trained is no fair sample of what was generated.",
-            "staleness_policy = continue or mask, fewer replicas, or a larger max_staleness.",
+            f"{remedy}, fewer replicas, or a larger max_staleness.",
         )
 
 

@@ -1,9 +1,9 @@
 """Validates the requests of a generation, and parses its answers. It is pure and does no I/O.
 
-Versions: a span says which weights drew its tokens. Where an engine reports versions per token (``weight_versions``: in
-0.5.20, not in 0.5.16), these are used. Where it only reports the version at the end, the request gets one span: of that
-version if it was also served when the request was sent, else of the older of the two, so that staleness is never
-understated.
+Versions: a span says which weights drew its tokens. Where an engine reports versions per token (``weight_versions`` in 0.5.20;
+before, in `TOKEN_VERSIONS`, by its receiver), these are used; a token of unknown version has that of the one before it. Where it
+only reports the version at the end, the request gets one span: of that version if it was also served when the request was sent,
+else of the older of the two, so that staleness is never understated.
 
 One correction: when an engine that overlaps its steps is paused in place, one token of each request has been drawn by
 the old weights and is then counted as the new version's. Versions that were loaded in such a pause are called *late*
@@ -13,6 +13,7 @@ here: their spans begin one token later than the engine says.
 import uuid
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +21,10 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from shared.hooks.engine_meta import versions
 from shared.schema.messages import Sampling
+from shared.schema.sample import segments_of
+from shared.schema.versions import TOKEN_VERSIONS
 
 Tokens = NDArray[np.int32] | Sequence[int]
 Finish = Literal["stop", "length", "abort"]
@@ -250,6 +254,10 @@ def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[i
     if count == 0:
         return ()
     reported = meta.get("weight_versions")
+    if reported is None and meta.get(TOKEN_VERSIONS):
+        named = accumulate(versions(meta, count), lambda before, own: before if own is None else own, initial=version_before)
+        spans = tuple(Span(*segment) for segment in segments_of(np.array(list(named)[1:], np.int32)))
+        return _begun_late(spans, version_before, late)
     if reported is None:
         version_after = parse_version(meta["weight_version"], where)
         return (Span(0, count, min(version_before, version_after)),)

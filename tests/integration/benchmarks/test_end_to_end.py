@@ -15,11 +15,11 @@ from tests.support.service_process import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-def measured(benchmark: str, directory: Path, *words: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
-    """The figures of a benchmark's command, and what it said."""
+def measured(benchmark: str, directory: Path, *words: str, path: Path = ROOT) -> tuple[Any, subprocess.CompletedProcess[str]]:
+    """The figures of a benchmark's command, and what it said. ``path``: comes first where its processes look for modules."""
     file = directory / "figures.json"
     command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--device", "cpu", "--json", str(file), *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{path}:{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
     assert file.exists(), done.stderr
     return json.loads(file.read_text()), done
@@ -40,6 +40,24 @@ def test_a_run_is_measured_beside_its_engine_alone(tmp_path: Path) -> None:
     first = (tmp_path / "figures.json").rename(tmp_path / "first.json")
     taken, _ = measured("end_to_end", tmp_path, *load, "--bounds", "--take", str(first), "--alone")
     assert taken["runs"] == found["runs"]
+
+
+OLDER = ROOT / "tests/support/older_engine"
+"""SGLang that reports the version of a request's end alone, as before 0.5.20."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "engine"),
+    [("geometric:60", OLDER), pytest.param("lognormal:60:1.2", ROOT, marks=pytest.mark.extra)],
+    ids=["plain", "function"],
+)
+def test_under_mask_old_tokens_of_long_responses_leave_the_loss_and_no_group_is_dropped(tmp_path: Path, lengths: str, engine: Path) -> None:
+    load = ["--shape", "tiny", "--lengths", lengths, "--cap", "400", "--batch", "2", "--samples", "8", "--bounds", "2", "--alone"]
+    flags = ["--steps", "18", "--seconds", "600", "--flags", "--staleness-policy", "mask"]
+    found, done = measured("end_to_end", tmp_path, *load, *flags, path=engine)
+    [run] = found["runs"]
+    assert run["dropped_tokens"] == 0 < run["masked_tokens"] and run["staleness_max"] == 2, (run, done.stderr)
+    assert f"| {run['staleness_mean']:.2f}, 2 | 0, {run['masked_tokens']:,.0f} |" in done.stdout
 
 
 @pytest.mark.extra

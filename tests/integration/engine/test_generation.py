@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import Generation, GenerationRequest, Span, parse_group
+from shared.hooks import engine_meta
 
 REQUEST = GenerationRequest([5, 6], 8, rid="a")
 
@@ -43,6 +44,26 @@ def test_arrays() -> None:
 @pytest.mark.parametrize(("before", "at_end", "version"), [(3, "3", 3), (3, "5", 3), (5, "3", 3)])
 def test_an_engine_that_names_the_last_version_only(before: int, at_end: str, version: int) -> None:
     assert parse(answer(4, at_end=at_end), before).spans == (Span(0, 4, version),)
+
+
+BY_RECEIVER: dict[str, tuple[list[int | None], set[int], list[tuple[int, int, int]]]] = {
+    "over two pushes": ([3, 3, 4, 6], set(), [(0, 2, 3), (2, 3, 4), (3, 4, 6)]),
+    "the first of a late version": ([3, 3, 4, 4], {4}, [(0, 3, 3), (3, 4, 4)]),
+    "unknown until a push": ([None, None, 4, 4], set(), [(0, 2, 3), (2, 4, 4)]),
+    "unknown since a load": ([3, 4, None, None], set(), [(0, 1, 3), (1, 4, 4)]),
+    "all unknown": ([None] * 4, set(), [(0, 4, 3)]),
+    "those of the last part alone": ([4, 4], set(), [(0, 2, 3), (2, 4, 4)]),
+}
+
+
+@pytest.mark.parametrize("case", BY_RECEIVER)
+def test_an_engine_whose_receiver_reports_each_tokens_version(case: str) -> None:
+    told, late, expected = BY_RECEIVER[case]
+    assert parse(answer(4, token_versions=told, at_end="9"), 3, frozenset(late)).spans == tuple(Span(*span) for span in expected)
+    known = engine_meta.versions({"token_versions": told}, 4)
+    assert known == [*[None] * (4 - len(told)), *told]
+    native = answer(4, token_versions=told, versions=[(0, 4, 5)])
+    assert parse(native).spans == (Span(0, 4, 5),), "the engine's own report counts"
 
 
 def test_a_request_that_never_began() -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_client import EngineClient, PauseMode
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.generation import GenerationRequest, Span
+from services.rollout.engine.generation import GenerationRequest, Span, group_body
 from services.rollout.engine.receiver_client import ReceiverError
+from services.rollout.partial_samples import Partial
 from shared.transfer import digest
 from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
-from tests.integration.engine.load import LONG, SAMPLING, asked, generating, prompts, served_version, weights_state
+from tests.integration.engine.load import LONG, SAMPLING, asked, generating, prompts, requests, served_version, weights_state
 from tests.integration.engine.reference import log_probs, log_probs_with_kept_cache
+from tests.support.service_process import ROOT
 from tests.support.weights_group import JOIN_SECONDS, Pusher, WeightsGroup, parameters
 
 EXACT = 1e-5
@@ -286,3 +288,47 @@ async def test_push_retracted(overlapping_client: EngineClient, checkpoint: Chec
         assert generation.spans == (Span(0, boundary, 0), Span(boundary, LONG, 1))
         assert np.abs(log_probs(old, prompt, generation.tokens) - generation.log_probs)[:boundary].max() < EXACT
         assert np.abs(log_probs(new, prompt, generation.tokens) - generation.log_probs)[boundary:].max() < EXACT
+
+
+@pytest.fixture(scope="module")
+def older_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine that overlaps its steps and, as SGLang before 0.5.20, names the version of a request's end alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests/support/older_engine"))
+        with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("older"), {"disable-overlap-schedule": False}) as process:
+            yield process
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_every_token_has_its_version_where_sglang_names_that_of_the_end_alone(
+    older_engine: EngineProcess, checkpoint: Checkpoints, mode: PauseMode
+) -> None:
+    old, new, live = checkpoint(0).model, checkpoint(1).model, Partial()
+    async with fresh_client(older_engine, checkpoint(0)) as client:
+        body = group_body(requests(1, 4), SAMPLING, client.capabilities, "plain")
+        [plain] = await client.transport.post("/generate", body, 60, "nothing")
+        assert "weight_versions" not in plain["meta_info"]
+        async with Pusher.over(client, names=[name()]) as pusher, generating(client, 4) as running:
+            prompt = prompts(5)[4]
+            streaming = asyncio.create_task(stream(client, GenerationRequest(prompt, LONG, ignore_eos=True), live))
+            while not len(live.tokens):
+                await asyncio.sleep(0.01)
+            await client.pause(mode)
+            await pusher.push(new, 1)
+            await client.resume()
+            result = [(text, one.tokens, one.log_probs, [*map(tuple, one.spans)]) for text, one in await running.result()]
+            await streaming
+        for text, tokens, drawn, spans in [*result, (prompt, live.tokens, live.log_probs, live.segments)]:
+            boundary = spans[0][1]
+            assert spans == [(0, boundary, 0), (boundary, LONG, 1)]
+            if mode == "in_place":
+                expected = log_probs_with_kept_cache(old, new, text, tokens, boundary)
+            else:
+                expected = np.concatenate([log_probs(old, text, tokens)[:boundary], log_probs(new, text, tokens)[boundary:]])
+            assert np.abs(expected - drawn).max() < EXACT
+        await serves(client, checkpoint, 1, 1)
+
+
+async def stream(client: EngineClient, request: GenerationRequest, into: Partial) -> None:
+    async for piece in client.generate_live(request, SAMPLING):
+        into.extend(piece, LONG)

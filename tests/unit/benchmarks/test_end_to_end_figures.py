@@ -15,8 +15,8 @@ from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.prediction import MeasuredEngine, at_context, decoding, predicted
 from benchmarks.end_to_end.run_record import RunRecord, summed
 from benchmarks.rollout_overhead.engine_bench import _Filling
-from shared.schema.ledger import GroupsDropped
-from shared.schema.messages import Trained
+from shared.schema.ledger import GroupRequeued, GroupsDropped
+from shared.schema.messages import Payload, SampleMeta, Trained
 from shared.schema.service_messages import MetricsWritten
 
 
@@ -55,19 +55,36 @@ def written(number: int, values: dict[str, float]) -> MetricsWritten:
     return MetricsWritten(role="actor", step=number, values=values, at=0.0)
 
 
+def samples(*lengths: int) -> list[SampleMeta]:
+    """Samples of these lengths, each of the version of its place."""
+    return [SampleMeta(tokens=tokens, oldest=at, newest=at, finish="stop") for at, tokens in enumerate(lengths)]
+
+
+def test_a_group_that_goes_on_loses_the_samples_that_are_generated_anew() -> None:
+    record = RunRecord(steps=[step(number, 100 + 4.0 * number) for number in range(6)], samples={"g00000001": samples(30, 40)})
+    kept = Payload(keys=["k"], bytes=1)
+    record.requeued(GroupRequeued(group="g00000001", attempt=1, reason="stale", partial=kept, renew_below=1, at=113.0))
+    figures = record.figures(warm_up=2, gpus=2)
+    assert (figures["dropped_tokens"], figures["anew_tokens"]) == (0, 30)
+
+
 def test_figures_are_of_the_steps_after_the_warm_up() -> None:
     record = RunRecord(steps=[step(number, 100 + 4.0 * number) for number in range(6)])
     for number in range(6):
         record.written(written(number, {"rollout/response_tokens": 800, "perf/step_time": 3.0}))
         record.written(written(number, {"rollout/staleness_mean": 1.0, "rollout/staleness_max": number}))
     record.gauges = [(at, {"generated_tokens": 250.0 * at, "running_requests": at}) for at in range(100, 121)]
-    record.tokens["g00000001"] = 70
+    record.samples = {name: samples(30, 40) for name in ("g00000001", "g00000003", "g00000004", "g00000005")}
     record.ended(GroupsDropped(groups=["g00000001", "g00000002"], reason="stale", at=112.0))
-    record.ended(GroupsDropped(groups=["g00000001"], reason="stale", at=107.0))
+    record.ended(GroupsDropped(groups=["g00000003"], reason="stale", at=107.0))
+    record.ended(GroupsDropped(groups=["g00000004"], reason="filtered: zero_std", at=113.0))
+    record.requeued(GroupRequeued(group="g00000005", attempt=1, reason="stale", at=113.0))
+    record.ended(GroupsDropped(groups=["g00000005"], reason="stale", at=114.0))  # its second attempt has no tokens yet
     figures = record.figures(warm_up=2, gpus=2)
     assert (figures["steps"], figures["step_seconds"], figures["trainer_busy"]) == (3, 4.0, 0.75)
     assert (figures["trained_tokens_per_s"], figures["trained_tokens_per_s_per_gpu"], figures["generated_tokens_per_s"]) == (200, 100, 250)
-    assert (figures["dropped_tokens"], figures["staleness_max"], figures["running_requests"]) == (70, 5, 114)
+    assert (figures["dropped_tokens"], figures["staleness_max"], figures["running_requests"]) == (140, 5, 114)
+    assert (figures["dropped_by_reason"], figures["anew_tokens"]) == ({"filtered: zero_std": 70, "stale": 70}, 70)
     assert "problem" in record.figures(warm_up=5, gpus=2)
 
 
@@ -116,6 +133,8 @@ def test_a_goal_that_is_missed_is_told() -> None:
     assert any("slower" in missed for missed in report.misses(found(0.99, 11.0)))
     table = report.table(found(0.96, 7.0))
     assert "| 7.00 s | 9 | 96% |" in table and "| 90%, 50% |" in table and "no two steps" in table
+    again = {"runs": [run | {"anew_tokens": 5} for run in found(0.96, 7.0)["runs"][:1]]}
+    assert report.table(again).endswith("| 0, 0; 5 generated anew |")
 
 
 def test_a_run_of_bound_0_has_one_order() -> None:

@@ -106,6 +106,12 @@ def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptom
     assert raised[0].title and raised[0].meaning.endswith(".") and raised[0].remedy.endswith(".")
 
 
+def test_groups_dropped_for_their_age_under_mask_are_not_answered_with_mask(run_config: RunConfig) -> None:
+    rollout = run_config.rollout.model_copy(update={"staleness_policy": "mask"})
+    [alarm] = alarms(Symptoms(stale_share=0.3), run_config.model_copy(update={"rollout": rollout}))
+    assert "mask" not in alarm.remedy and "append_response_tokens" in alarm.remedy
+
+
 def test_every_kind_of_alarm_can_be_raised() -> None:
     assert {kind for kind, _ in RAISED} == set(AlarmKind)
 

@@ -162,6 +162,17 @@ def test_tokens_are_told_by_length_and_age() -> None:
     assert sum(item.samples for item in classes) == 6 and [item.shortest for item in classes] == [5, 10, 40]
 
 
+def test_old_tokens_of_a_sample_that_a_filter_removed_are_not_told_as_masked() -> None:
+    history = FlowHistory()
+    history.apply(admitted(0, 1, 1.0))
+    old = SampleMeta(tokens=5, oldest=0, newest=0, finish="stop", trained=5)
+    new = SampleMeta(tokens=7, oldest=3, newest=3, finish="stop", trained=7)
+    history.apply(GroupsScored(groups=[scored(0, 2, 3, samples=[old, new], removed=(0,))], at=4.0))
+    history.apply(formed(0, [0], 6.0, version=3, mask_below=2))
+    history.apply(trained(0, 7.0, 8.0, version=3))
+    assert (history.steps[0].masked_tokens, history.lengths[5].masked, history.lengths[5].dropped) == (0, 0, 5)
+
+
 def test_a_group_that_is_generated_anew_or_replaced_is_followed() -> None:
     history = FlowHistory()
     history.apply(admitted(0, 3, 1.0))

@@ -10,7 +10,7 @@ from typing import Any
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.computing_streams import calling_scheduler, computing_streams
-from services.rollout.engine.receiver.natural_ends import find_ends_of_aborted
+from services.rollout.engine.receiver.finish_checks import find_ends_of_aborted, report_token_versions
 from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
 from shared.runtime import failures
@@ -41,7 +41,9 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):
-                log.warning("an aborted request is handed out as aborted although its last token may have ended it")
+                log.warning("aborted requests may go on beyond their ends; samples may count as wholly of their oldest version")
+            if not hasattr(scheduler, "record_weight_version_change"):  # from 0.5.20 on SGLang does it
+                report_token_versions(_request_class(), lambda: receiver.version)
             _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), receiver, gate)
             _session.open()
             sys.setswitchinterval(SWITCH_SECONDS)

@@ -1,8 +1,10 @@
-"""The end of a request that is aborted in the very step that ends it; the class is SGLang's in its order of questions."""
+"""The end of a request that is aborted in the very step that ends it, and the versions of its tokens; the class is SGLang's in its order of
+questions."""
 
 import pytest
 
-from services.rollout.engine.receiver.natural_ends import find_ends_of_aborted
+from services.rollout.engine.receiver.finish_checks import find_ends_of_aborted, report_token_versions
+from shared.schema.versions import TOKEN_VERSIONS
 
 END = 7
 
@@ -44,3 +46,16 @@ def test_an_end_is_an_end(name: str, tokens: list[int], abort: str | None, reaso
 
 def test_a_class_without_such_a_check_is_left_alone() -> None:
     assert not find_ends_of_aborted(object)
+
+
+@pytest.mark.parametrize("name", ["update_finish_state", "check_finished"])
+def test_each_token_is_noted_with_the_version_that_is_held_when_it_is_appended(name: str) -> None:
+    kind, held = request_class(name), [-1]
+    assert find_ends_of_aborted(kind) and report_token_versions(kind, lambda: held[0])
+    request = kind([], None)
+    for version, token in ((-1, 1), (3, 2), (3, 3), (4, END)):
+        held[0] = version
+        request.output_ids.append(token)
+        getattr(request, name)(1)
+    assert request.customized_info == {TOKEN_VERSIONS: [None, 3, 3, 4]} and request.reason == "stop"
+    assert not report_token_versions(type("Unlike", (), {}), lambda: 0)
