@@ -15,6 +15,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {"input_key": "input", "label_key": None, "overlong_prompts": "filter"},
+    "reward": {"scored_text": "full"},
     "rollout": {"overlong_samples": "alone", "rollout_skip_special_tokens": False},
     "trainer": {"adam_beta2": 0.999, "weight_decay": 0.01, "lr_decay_style": "linear"},
 }
@@ -36,7 +37,7 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not _presets(algorithm, "kl_loss_type"):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
     if not given.get("reward", {}).keys() & {"rm_type", "custom_rm_path"}:
-        found["reward"] = {"rm_type": GIVEN}
+        found["reward"]["rm_type"] = GIVEN
     if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
         ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
         found["rollout"]["rollout_num_gpus"] = ranks

@@ -75,7 +75,8 @@ class Sample:
 
     prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens, None where a
     function of the user's has not kept them; mask: uint8 [R], 1 where the token is trained; segments: (start, end, version) spans that tile
-    [0, R) in order; text: the decoded response; rollout: the index of the group's rollout that it comes from, by default its own ``index``;
+    [0, R) in order; text: the decoded response; turns: the texts of what the model itself sampled of it (`shared.schema.own_turns`), none where
+    all of it is the model's own; rollout: the index of the group's rollout that it comes from, by default its own ``index``;
     samples that fan out of one rollout share it.
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
@@ -101,6 +102,7 @@ class Sample:
     role: str = ""
     attributes: dict[str, Any] = field(default_factory=dict)
     routed_experts: Choices | None = None
+    turns: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.rollout < 0:
@@ -155,6 +157,8 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
+        if not isinstance(self.turns, list) or not all(isinstance(turn, str) for turn in self.turns):
+            return "turns is not a list of texts"
         if (problem := self._given_problem()) is not None:
             return problem
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
@@ -326,7 +330,7 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
         given = {name: (getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
         arrays = {name: None if values is None else codec.array(values, dtype) for name, (values, dtype) in given.items()}
         batches[-1].append(vars(sample) | arrays)
-        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
+        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + sum(map(len, sample.turns)) + 200
         size += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
     return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
 
