@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import asdict
 
 import nats.errors
@@ -15,7 +16,7 @@ from myxo.display.safe_console import SafeConsole
 from myxo.display.text_chart import text_chart
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import TRANSIENT, Bus
-from shared.history.run_summary import EvaluationSummary, Summary, SummaryTally, collect
+from shared.history.run_summary import EvaluationSummary, GroupCounts, Summary, SummaryTally, collect
 from shared.live.text import by_fault, duration, figure_table, json_text, shortened_line
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
@@ -26,6 +27,16 @@ MOST = 5
 
 REPORT_SECONDS = 120.0
 """The time for which the summary is tried again when the connection to the bus breaks."""
+
+YOURS = {
+    ".custom_rm_path": "your reward",
+    "custom_generate_function_path": "your generate function",
+    "rollout.rollout_function_path": "your rollout function",
+    ".agent": "your agent",
+    "filter_path": "your filter",
+    "rollout.rollout_all_samples_process_path": "your all-samples function",
+}
+"""The end of a field's name in a reason, and what of the user's it names."""
 
 CHART_WIDTH, CHART_HEIGHT = 60, 8
 """Columns and lines of the rewards' curve."""
@@ -89,6 +100,7 @@ def troubles_of(summary: Summary) -> list[tuple[str, str]]:
     """Returns dead groups by what was at fault; they and failed prompts by reason, restarts and failures by service, the most frequent of
     each, and the last waits."""
     rows = [("dead by fault", by_fault(summary.groups.faults))] if summary.groups.faults else []
+    rows += [("never trained", words)] if (words := never_trained(summary.groups)) else []
     for name, reasons in (("dead", summary.groups.dead), ("held-out failed", summary.eval_failed)):
         rows += [(name, f"{count}: {shortened_line(reason)}") for reason, count in failure_summary.most(reasons, MOST)]
     restarts = sorted(summary.restarts.items(), key=lambda entry: -entry[1])
@@ -98,6 +110,19 @@ def troubles_of(summary: Summary) -> list[tuple[str, str]]:
     elsewhere = [(instance, reason) for instance, reason in summary.errors.items() if instance not in summary.restarts]
     rows += [("failed", f"{instance}: {shortened_line(reason)}") for instance, reason in elsewhere[-MOST:]]
     return rows + [("waited", shortened_line(words)) for words in summary.waits[-MOST:]]
+
+
+def never_trained(groups: GroupCounts) -> str:
+    """Returns which share of the prompts that have ended failed, and which function of the user's most of these failed by."""
+    dead = sum(groups.dead.values())
+    if not dead:
+        return ""
+    causes = Counter[str]()
+    for reason, count in groups.dead.items():
+        causes[next((words for field, words in YOURS.items() if f"{field} = " in reason), "")] += count
+    cause, count = causes.most_common(1)[0]
+    most = f": {cause} failed" + (f" for {count} of {dead}" if count < dead else "") if cause else ""
+    return f"{round(100 * dead / (dead + groups.trained + sum(groups.dropped.values())))} % of prompts were never trained{most}"
 
 
 def table(summary: Summary) -> Table:

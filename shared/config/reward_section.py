@@ -97,9 +97,9 @@ class RewardSection(Section):
     )
     scored_text: ScoredText = Field(
         default="own",
-        description="what of a response is scored: own: what the model itself sampled, its turns on lines of their own, without what tools and "
-        "environments wrote between them; last_turn: the last of these turns; full: all of it; a custom_rm_path gets all of it, and the turns "
-        "beside it",
+        description="what of a response is scored: own: what the model itself sampled, its turns on lines of their own, without what tools "
+        "and environments wrote between them; last_turn: the last of these turns; full: all of it; a custom_rm_path gets all of it, and "
+        "the turns beside it",
     )
     rm_url: str | None = Field(
         default=None,

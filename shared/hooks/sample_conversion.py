@@ -27,8 +27,8 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.ledger import is_evaluation
-from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import LOG_PROBS, SampleLimits, Score, segments_of
+from shared.schema.sample import Sample as StoredSample
 
 log = structlog.get_logger()
 

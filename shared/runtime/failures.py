@@ -11,10 +11,15 @@ its main thread may be inside a collective, which nothing can call off. In any o
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import inspect
 import os
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -24,6 +29,14 @@ from shared.runtime.errors import BadInput, MyxoError
 
 END_SECONDS = 1.0
 """The seconds that a service has to end in order once a thread or task of it has died."""
+
+LONGEST_WORDS = 4000
+"""Characters of an error's words that are reported."""
+
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT / name}{os.sep}" for name in ("services", "shared", "myxo"))
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Where files lie that are Myxo's, Python's and packages': a user who looks for the own mistake does not look there."""
 
 _Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -154,6 +167,43 @@ def log_error(event: str, what: str, error: BaseException) -> None:
 def describe(error: BaseException) -> str:
     """Returns the error in words, with its kind where it is none of Myxo's own."""
     return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
+
+
+def error_text(error: BaseException, function: object = None) -> str:
+    """Returns what code of the user's raised, on one line: file and line of the last of its own frames, kind, and words.
+
+    Its ``__str__`` may fail, or give megabytes; where it gives nothing, the line of code stands for it.
+
+    Args:
+        function: that was called; where none of the frames is the user's, it is said where that is defined.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    try:
+        said = " ".join(str(error).split())
+    except Exception:
+        said = "its text cannot be had"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_OURS))]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames[:1]
+    said = said or (own[-1].line if own else "") or ""
+    told = f"{type(error).__name__}{': ' if said else ''}{said[:LONGEST_WORDS]}"
+    return f"{_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}: {told}" if own else told + defined_at(function)
+
+
+def defined_at(function: object) -> str:
+    """Returns file and line of a function of the user's, in brackets behind a space; nothing where Python does not know them."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not callable(function):
+        return ""
+    found = inspect.unwrap(function)
+    code = getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
+    return f" ({_path(code.co_filename)}:{code.co_firstlineno}, {code.co_name})" if code is not None else ""
+
+
+def _path(path: str) -> str:
+    """Returns a path as short as it is where the process was started."""
+    return path.removeprefix(os.getcwd() + os.sep)
 
 
 def _log_foreign(args: Any) -> None:

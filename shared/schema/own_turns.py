@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 ScoredText = Literal["own", "last_turn", "full"]
 
 SURE_TOKENS = 3
-"""The most tokens in a row that are taken for sampled ones whose log-prob was rounded to 0.0, between others that are not trained either."""
+"""The most tokens in a row that are taken for sampled ones whose log-prob was rounded to 0.0, between others that are not trained."""
 
 
 def sampled(mask: NDArray[Any], log_probs: NDArray[Any] | None) -> NDArray[np.bool_]:
     """Returns which tokens of a response the model itself sampled: bool [R].
 
-    These are the trained ones, and those that have a log-prob though they are not trained, such as stale or removed ones: tokens of tools and
-    environments have none.
+    These are the trained ones, and those that have a log-prob though they are not trained, such as stale or removed ones: tokens of tools
+    and environments have none.
 
     Args:
         mask: [R], not 0 where a token is trained. log_probs: [R], 0 where a token has none; None: no token has one.
@@ -40,8 +40,13 @@ def turns_of(own: NDArray[Any], response: NDArray[Any], decode: Callable[[NDArra
     """
     if own.all() or not own.any():
         return []
-    edges = np.flatnonzero(np.diff(own.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-    return [decode(response[start:end]) for start, end in edges]
+    return [decode(response[start:end]) for start, end in runs(own)]
+
+
+def runs(where: NDArray[Any]) -> list[tuple[int, int]]:
+    """Returns the (start, end) of each run of true entries in a bool array."""
+    edges = np.flatnonzero(np.diff(where.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def scored_text(text: str, turns: Sequence[str], which: ScoredText) -> str:

@@ -75,9 +75,9 @@ class Sample:
 
     prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens, None where a
     function of the user's has not kept them; mask: uint8 [R], 1 where the token is trained; segments: (start, end, version) spans that tile
-    [0, R) in order; text: the decoded response; turns: the texts of what the model itself sampled of it (`shared.schema.own_turns`), none where
-    all of it is the model's own; rollout: the index of the group's rollout that it comes from, by default its own ``index``;
-    samples that fan out of one rollout share it.
+    [0, R) in order; text: the decoded response; turns: the texts of what the model itself sampled of it
+    (`shared.schema.own_turns`), none where all of it is; rollout: the index of the group's rollout that it comes from, by default its own
+    ``index``; samples that fan out of one rollout share it.
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.

@@ -20,8 +20,8 @@ class Trajectory:
     """A conversation's tokens as a model read and wrote them, in the arrays of a `shared.schema.sample.Sample`.
 
     prompt: int32 [P], that of its first turn; response: int32 [R], all that follows; mask: uint8 [R], 1 where the token was sampled and no
-    earlier trajectory trains it; sampled: bool [R]; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R): what was not sampled has
-    the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns.
+    earlier trajectory trains it; sampled: bool [R]; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R):
+    what was not sampled has the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns.
     """
 
     prompt: NDArray[np.int32]

@@ -36,8 +36,8 @@ Column = Annotated[list[Entry], Field(min_length=1, max_length=MAX_SAMPLES, fail
 
 
 class GroupBody(RequestFields):
-    """A group. ``id``: the producer's own; ``tokens``: prompt and response; ``masks``: 1 for tokens that are trained, else 0; ``sampled``: 1
-    for tokens that the model itself sampled, by default those that are trained: their text is what verifiers score;
+    """A group. ``id``: the producer's own; ``tokens``: prompt and response; ``masks``: 1 for tokens that are trained, else 0;
+    ``sampled``: 1 for tokens that the model itself sampled, by default those that are trained: their text is what verifiers score;
     ``log_probs``: of each token, looked at where it is trained; ``versions``: of the whole group, of each sample, or of each token."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]

@@ -20,7 +20,7 @@ from shared.rewards.ifbench import compute_ifbench_reward
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference, label_text
 from shared.rewards.verifiers import exact, math_verify, pattern_answer
-from shared.schema.own_turns import sampled, scored_text, turns_of
+from shared.schema.own_turns import ScoredText, sampled, scored_text, turns_of
 
 REMOTE_TRIES = 10
 
@@ -77,7 +77,8 @@ def scored_later(args: Any, sample: HookSample) -> bool:
 
 def _response(args: Any, sample: HookSample) -> str:
     """Returns what ``args.scored_text`` has scored; all of a response of which it is not known which tokens the model sampled."""
-    which, mask, turns = getattr(args, "scored_text", "full"), sample.loss_mask, getattr(sample, "turns", [])
+    which: ScoredText = getattr(args, "scored_text", "full")
+    mask, turns = sample.loss_mask, getattr(sample, "turns", [])
     if which != "full" and not turns and mask is not None and len(mask) == sample.response_length:
         log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs)
         response = np.asarray(sample.tokens[len(sample.tokens) - len(mask) :])
