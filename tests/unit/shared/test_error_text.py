@@ -13,7 +13,7 @@ import pytest
 from shared.hooks import HookSample
 from shared.runtime.failures import defined_at, error_text
 
-CODE = '''import asyncio, json
+CODE = """import asyncio, json
 
 
 def helper(text):
@@ -54,7 +54,7 @@ def silent(args, sample):
 class Scorer:
     def __call__(self, args, sample):
         return None
-'''
+"""
 
 
 @pytest.fixture
