@@ -1,6 +1,7 @@
 """The report at the end of a run: summary.json, the picture, a table, and the audit's verdict."""
 
 import asyncio
+import re
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -28,15 +29,9 @@ MOST = 5
 REPORT_SECONDS = 120.0
 """The time for which the summary is tried again when the connection to the bus breaks."""
 
-YOURS = {
-    ".custom_rm_path": "your reward",
-    "custom_generate_function_path": "your generate function",
-    "rollout.rollout_function_path": "your rollout function",
-    ".agent": "your agent",
-    "filter_path": "your filter",
-    "rollout.rollout_all_samples_process_path": "your all-samples function",
-}
-"""The end of a field's name in a reason, and what of the user's it names."""
+YOURS = {"custom_rm": "reward", "custom_generate_function": "generate function", "rollout_function": "rollout function", "agent": "agent"}
+YOURS |= {"dynamic_sampling_filter": "filter", "rollout_sample_filter": "filter"}
+"""Fields of functions without ``_path``, as reasons name them, and what a user calls these."""
 
 CHART_WIDTH, CHART_HEIGHT = 60, 8
 """Columns and lines of the rewards' curve."""
@@ -119,9 +114,10 @@ def never_trained(groups: GroupCounts) -> str:
         return ""
     causes = Counter[str]()
     for reason, count in groups.dead.items():
-        causes[next((words for field, words in YOURS.items() if f"{field} = " in reason), "")] += count
+        field = re.search(r"\.(\w+?)(?:_path)? = ", reason)
+        causes[YOURS.get(field[1], "") if field else ""] += count
     cause, count = causes.most_common(1)[0]
-    most = f": {cause} failed" + (f" for {count} of {dead}" if count < dead else "") if cause else ""
+    most = f": your {cause} failed" + (f" for {count} of {dead}" if count < dead else "") if cause else ""
     return f"{round(100 * dead / (dead + groups.trained + sum(groups.dropped.values())))} % of prompts were never trained{most}"
 
 

@@ -10,7 +10,6 @@ from shared.config.eval_views import generate_functions, reward_functions
 from shared.config.run_config import RunConfig
 from shared.hooks import layout_names, slime_names
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.failures import error_text
 
 GENERATE = "rollout.custom_generate_function_path"
 ROLLOUT_FUNCTION = "rollout.rollout_function_path"
@@ -153,6 +152,7 @@ def load_object(field: str, value: str, module: str, name: str) -> Any:
         advice = f"name a function that is in it, or put the directory of the {module} that is meant on PYTHONPATH"
         return getattr(imported, name)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
-        words = " ".join(str(error).split()) if isinstance(error, ImportError | AttributeError) else error_text(error)
-        expected = f"cannot be imported: {words}; {advice}"
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        words = " ".join(str(error).split())
+        expected = f"cannot be imported: {kind}{words}; {advice}"
         raise ConfigError(field, value, expected) from None

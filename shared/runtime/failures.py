@@ -35,8 +35,9 @@ LONGEST_WORDS = 4000
 
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / name}{os.sep}" for name in ("services", "shared", "myxo"))
-_LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Where files lie that are Myxo's, Python's and packages': a user who looks for the own mistake does not look there."""
+_PACKAGES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+_PYTHONS = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+"""Where files lie that are Myxo's, packages' and Python's: a user who looks for the own mistake does not look there."""
 
 _Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -169,25 +170,33 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
 
 
+def error_words(error: BaseException) -> str:
+    """Returns kind and words of an error, on one line; its own ``__str__`` may fail, or give megabytes."""
+    try:
+        said = " ".join(str(error).split())[:LONGEST_WORDS]
+    except Exception:
+        said = "its text cannot be had"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 def error_text(error: BaseException, function: object = None) -> str:
     """Returns what code of the user's raised, on one line: file and line of the last of its own frames, kind, and words.
 
-    Its ``__str__`` may fail, or give megabytes; where it gives nothing, the line of code stands for it.
+    Where there are no words the line of code stands for them.
 
     Args:
         function: that was called; where none of the frames is the user's, it is said where that is defined.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    try:
-        said = " ".join(str(error).split())
-    except Exception:
-        said = "its text cannot be had"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_OURS))]
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames[:1]
-    said = said or (own[-1].line if own else "") or ""
-    told = f"{type(error).__name__}{': ' if said else ''}{said[:LONGEST_WORDS]}"
-    return f"{_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}: {told}" if own else told + defined_at(function)
+    packages = [frame for frame in frames if frame.filename.startswith(_PACKAGES)]  # where the function may be of one
+    own = [frame for frame in frames if not frame.filename.startswith((*_PACKAGES, *_PYTHONS))] or packages[:1]
+    words = error_words(error)
+    if not own:
+        return words + defined_at(function)
+    line = "" if ": " in words else f": {own[-1].line}"
+    return f"{_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}: {words}{line}"
 
 
 def defined_at(function: object) -> str:

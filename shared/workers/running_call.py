@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared.runtime.failures import error_text
+from shared.runtime.failures import error_words
 
 CALL_ID: ContextVar[int] = ContextVar("call_id", default=0)
 """The call that the running code belongs to; 0: none."""
@@ -173,7 +173,7 @@ class _Noted(Coroutine[Any, Any, Any]):
         try:
             return step(*given)
         except (SystemExit, KeyboardInterrupt) as error:  # out of a task, asyncio lets these end the loop
-            raise CallExit(error_text(error)) from error
+            raise CallExit(error_words(error)) from error
         finally:
             self._note(0)
 
