@@ -246,6 +246,8 @@ class EngineProxy:
                 client.transport.stream(request.raw_path, engine_body(parsed, rid, client.cache_key)) as answer,
             ):
                 headers = {"Content-Type": answer.content_type}
+                if self.answers is not None and parsed.stream:
+                    self.answers.add(parsed, b"")
                 if not parsed.stream:
                     whole = await _whole(answer)
                     self._still(life)

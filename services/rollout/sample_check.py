@@ -1,6 +1,5 @@
 """Checks samples that functions of the user's made against what the engine answered, and finds which of their text is the model's own."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,54 +21,39 @@ from shared.schema.sample import Sample, token_digest
 MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64
 """Sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own."""
 
-_Key = tuple[int, int]
-
 
 class EngineAnswers:
-    """The newest answers of `/generate`, by the prompt they were given to. ``whole``: there were no requests but of token ids."""
+    """The newest answers of `/generate`, by the prompt they were given to. ``whole``: all requests were of one prompt's token ids."""
 
     def __init__(self) -> None:
-        self.whole = True
-        self._answers: dict[_Key, deque[Answer]] = {}
-        self._order: deque[tuple[_Key, int]] = deque()
-        self._tokens = 0
+        self.whole, self._tokens = True, 0
+        self._answers: dict[tuple[int, int], list[Answer]] = {}
 
     def add(self, request: PublicRequest, body: bytes) -> None:
-        """Remembers the answer to a request."""
+        """Remembers the answer to a request; nothing of one that comes piece by piece, which has no body."""
         try:
-            prompts, given = _prompts(request), orjson.loads(body)
-            answers = given if isinstance(given, list) else [given]
-            for prompt, answer in zip(prompts * (len(answers) if len(prompts) == 1 else 1), answers, strict=True):
-                self._remember(np.asarray(prompt, np.int32), answer)
+            if not isinstance(request, GenerateRequest) or not request.input_ids or isinstance(request.input_ids[0], list):
+                raise ValueError("not the token ids of one prompt")
+            prompt, given = np.array(request.input_ids, np.int32), orjson.loads(body)
+            answers = [_answer(len(prompt), one) for one in (given if isinstance(given, list) else [given])]
+            self._answers.setdefault((len(prompt), token_digest(prompt)), []).extend(answers)
+            self._tokens += sum(len(ids) + ANSWER_TOKENS for _, ids, _ in answers)
         except (ValueError, TypeError, LookupError):
             self.whole = False
+        while self._tokens > MOST_TOKENS:
+            self._tokens -= sum(len(ids) + ANSWER_TOKENS for _, ids, _ in self._answers.pop(next(iter(self._answers))))
 
     def of(self, tokens: NDArray[np.int32]) -> list[Answer]:
         """Returns the answers to the beginnings of a sample's tokens, int32 [T]."""
         keys = ((length, token_digest(tokens[:length])) for length in {length for length, _ in self._answers} if length < len(tokens))
         return [answer for key in keys for answer in self._answers.get(key, ())]
 
-    def _remember(self, prompt: NDArray[np.int32], given: dict[str, Any]) -> None:
-        entries = given["meta_info"].get("output_token_logprobs")
-        ids = np.array(given["output_ids"] if entries is None else [entry[1] for entry in entries], np.int32)
-        log_probs = None if entries is None else np.array([entry[0] for entry in entries], np.float32)
-        key = len(prompt), token_digest(prompt)
-        self._answers.setdefault(key, deque()).append(Answer(len(prompt), ids, log_probs))
-        self._order.append((key, len(ids) + ANSWER_TOKENS))
-        self._tokens += len(ids) + ANSWER_TOKENS
-        while self._tokens > MOST_TOKENS:
-            oldest, count = self._order.popleft()
-            self._tokens -= count
-            self._answers[oldest].popleft()
-            if not self._answers[oldest]:
-                del self._answers[oldest]
 
-
-def _prompts(request: PublicRequest) -> list[Any]:
-    """Returns the prompts of a request as token ids. Raises ValueError where it has none, or its answer comes piece by piece."""
-    if not isinstance(request, GenerateRequest) or not request.input_ids or request.stream:
-        raise ValueError("no whole answer to token ids")
-    return list(request.input_ids) if isinstance(request.input_ids[0], list) else [request.input_ids]
+def _answer(start: int, given: dict[str, Any]) -> Answer:
+    entries = given["meta_info"].get("output_token_logprobs")
+    if entries is None:
+        return start, np.array(given["output_ids"], np.int32), None
+    return start, np.array([entry[1] for entry in entries], np.int32), np.array([entry[0] for entry in entries], np.float32)
 
 
 class SampleCheck:
@@ -97,11 +81,11 @@ class SampleCheck:
         """Returns which tokens of the response the engine is known to have sampled: bool [R]. Raises BadMessage as `checked`."""
         answers = self.answers.of(np.concatenate([sample.prompt, sample.response]))
         given = task.prompt_tokens if sample.prompt_text == prompt else None
-        found = compared(sample, given, answers, self._tokenizer.decode, self._special, self.answers.whole)
-        if found.refused is not None and not is_evaluation(task.group):
-            raise BadMessage(f"{called}: sample {sample.name}: {found.refused}")
-        for field, doubt in found.doubts.items():
-            if (called, field) not in self._doubted:
-                self._doubted.add((called, field))
-                self._log.warning("sample_doubtful", function=called, sample=sample.name, field=field, error=doubt)
-        return found.own
+        whole = self.answers.whole and task.partial is None  # else its beginning may be another replica's
+        own, refused, doubts = compared(sample, given, answers, self._tokenizer.decode, self._special, whole)
+        if refused is not None and not is_evaluation(task.group):
+            raise BadMessage(f"{called}: sample {sample.name}: {refused}")
+        for field in doubts.keys() - {known for by, known in self._doubted if by == called}:
+            self._doubted.add((called, field))
+            self._log.warning("sample_doubtful", function=called, sample=sample.name, field=field, error=doubts[field])
+        return own

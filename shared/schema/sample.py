@@ -157,8 +157,6 @@ class Sample:
             return f"finish is {str(self.finish)[:80]!r}; expected one of {', '.join(_FINISH)}"
         if not isinstance(self.group, str) or not isinstance(self.text, str) or not isinstance(self.label, str | None):
             return "group and text are text, label is text or None"
-        if not isinstance(self.turns, list) or not all(isinstance(turn, str) for turn in self.turns):
-            return "turns is not a list of texts"
         if (problem := self._given_problem()) is not None:
             return problem
         return None if len(self.prompt) else "prompt is empty; the first response token needs a predecessor"
@@ -168,6 +166,8 @@ class Sample:
             return f"role is {str(self.role)[:80]!r}; expected 1 to 64 letters, digits, '-' and '_'"
         if type(self.label_json) is not bool or (self.label_json and not _is_json(self.label)):
             return f"label_json is {str(self.label_json)[:80]!r} and label {str(self.label)[:80]!r}; expected JSON text where it is true"
+        if not isinstance(self.turns, list) or not all(isinstance(turn, str) for turn in self.turns):
+            return "turns is not a list of texts"
         for name in ("metadata", "attributes"):
             if not isinstance(getattr(self, name), dict):
                 return f"{name} is not a map"

@@ -115,10 +115,10 @@ class GroupIntake:
     def _doubt(self, group: FinishedGroup) -> None:
         """Logs once, by field, what of samples from outside looks wrong."""
         for sample in group.samples:
-            for field, doubt in compared(sample, None, (), self._tokenizer.decode, self._special).doubts.items():
-                if field not in self._doubted:
-                    self._doubted.add(field)
-                    self._service.log.warning("sample_doubtful", group=group.id, sample=sample.index, field=field, error=doubt)
+            _, _, doubts = compared(sample, None, (), self._tokenizer.decode, self._special)
+            for field in doubts.keys() - self._doubted:
+                self._doubted.add(field)
+                self._service.log.warning("sample_doubtful", group=group.id, sample=sample.index, field=field, error=doubts[field])
 
     def _check_stopping(self) -> None:
         """Raises TurnRefused once this gateway is asked to stop: it waits for no task any more."""

@@ -1,11 +1,12 @@
 """Samples of a function of the user's, against its prompt, its text and what the engine answered."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shared.hooks.sample_agreement import Agreement, Answer, compared
+from shared.hooks.sample_agreement import Answer, compared
 from shared.schema.sample import Sample
 
 PROMPT, DRAWN, TOOL = [1, 2, 3], [11, 12, 13, 14], [40, 41]
@@ -33,12 +34,13 @@ def sample(tokens: list[int], length: int, log_probs: list[float] | None, mask: 
     )
 
 
-def found(one: Sample, *answers: Answer, changed: bool = False, whole: bool = True) -> Agreement:
-    return compared(one, None if changed else np.array(PROMPT, np.int32), answers, decode, [SPECIAL], whole)
+def found(one: Sample, *answers: Answer, changed: bool = False, whole: bool = True) -> SimpleNamespace:
+    own, refused, doubts = compared(one, None if changed else np.array(PROMPT, np.int32), answers, decode, [SPECIAL], whole)
+    return SimpleNamespace(own=own, refused=refused, doubts=doubts)
 
 
 def answer(start: int, ids: list[int], log_probs: list[float] | None = None) -> Answer:
-    return Answer(start, np.array(ids, np.int32), None if log_probs is None else np.array(log_probs, np.float32))
+    return start, np.array(ids, np.int32), None if log_probs is None else np.array(log_probs, np.float32)
 
 
 FIRST = answer(3, DRAWN, LOG_PROBS)
@@ -58,6 +60,8 @@ TWO_TURNS = [*PROMPT, *DRAWN, *TOOL, 15, 16]
         (sample([*PROMPT, *DRAWN], 2, LOG_PROBS[2:]), [FIRST]),  # of one answer the end is trained
         (sample([*PROMPT, *DRAWN], 4, [0.0, 0.0, 0.0, -2.0]), [answer(3, DRAWN, [0.0, 0.0, 0.0, -2.0])]),  # a model that is sure
         (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [answer(3, [11, 12], [-9.0, -9.0]), FIRST]),  # another rollout's answer, of older weights
+        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [answer(3, [11, 12, 50], [-9.0, -9.0, -9.0])]),  # one that began alike
+        (sample([*PROMPT, *DRAWN], 5, [0.0, *LOG_PROBS], [0, 1, 1, 1, 1]), []),  # the prompt ends with the beginning of an answer
         (sample([*PROMPT, *DRAWN, 99], 5, [*LOG_PROBS, -0.1], text=f" {decode(DRAWN, True)}\n"), []),  # special tokens, white space
         (sample([*PROMPT, *DRAWN, 99], 5, [*LOG_PROBS, -0.1], text=decode(DRAWN, True) + SPECIAL), []),
         (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), []),
@@ -111,5 +115,5 @@ def test_a_prompt_that_the_function_has_changed_is_its_own() -> None:
 
 def test_tokens_that_came_by_a_stream_are_a_doubt_alone() -> None:
     agreement = found(sample([*PROMPT, *DRAWN, *TOOL], 6, [*LOG_PROBS, 0, 0]), FIRST, whole=False)
-    assert (agreement.refused, [*agreement.doubts]) == (None, ["loss_mask"])
+    assert (agreement.refused, {*agreement.doubts}) == (None, {"loss_mask", "tokens"})
     assert agreement.own.tolist() == [True] * 4 + [False] * 2
