@@ -1,7 +1,9 @@
 """The report at the end of a run: summary.json, the picture, a table, and the audit's verdict."""
 
 import asyncio
+import re
 import time
+from collections import Counter
 from dataclasses import asdict
 
 import nats.errors
@@ -15,7 +17,7 @@ from myxo.display.safe_console import SafeConsole
 from myxo.display.text_chart import text_chart
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import TRANSIENT, Bus
-from shared.history.run_summary import EvaluationSummary, Summary, SummaryTally, collect
+from shared.history.run_summary import EvaluationSummary, GroupCounts, Summary, SummaryTally, collect
 from shared.live.text import by_fault, duration, figure_table, json_text, shortened_line
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
@@ -26,6 +28,10 @@ MOST = 5
 
 REPORT_SECONDS = 120.0
 """The time for which the summary is tried again when the connection to the bus breaks."""
+
+YOURS = {"custom_rm": "reward", "custom_generate_function": "generate function", "rollout_function": "rollout function", "agent": "agent"}
+YOURS |= {"dynamic_sampling_filter": "filter", "rollout_sample_filter": "filter"}
+"""Fields of functions without ``_path``, as reasons name them, and what a user calls these."""
 
 CHART_WIDTH, CHART_HEIGHT = 60, 8
 """Columns and lines of the rewards' curve."""
@@ -89,6 +95,7 @@ def troubles_of(summary: Summary) -> list[tuple[str, str]]:
     """Returns dead groups by what was at fault; they and failed prompts by reason, restarts and failures by service, the most frequent of
     each, and the last waits."""
     rows = [("dead by fault", by_fault(summary.groups.faults))] if summary.groups.faults else []
+    rows += [("never trained", words)] if (words := never_trained(summary.groups)) else []
     for name, reasons in (("dead", summary.groups.dead), ("held-out failed", summary.eval_failed)):
         rows += [(name, f"{count}: {shortened_line(reason)}") for reason, count in failure_summary.most(reasons, MOST)]
     restarts = sorted(summary.restarts.items(), key=lambda entry: -entry[1])
@@ -98,6 +105,20 @@ def troubles_of(summary: Summary) -> list[tuple[str, str]]:
     elsewhere = [(instance, reason) for instance, reason in summary.errors.items() if instance not in summary.restarts]
     rows += [("failed", f"{instance}: {shortened_line(reason)}") for instance, reason in elsewhere[-MOST:]]
     return rows + [("waited", shortened_line(words)) for words in summary.waits[-MOST:]]
+
+
+def never_trained(groups: GroupCounts) -> str:
+    """Returns which share of the prompts that have ended failed, and which function of the user's most of these failed by."""
+    dead = sum(groups.dead.values())
+    if not dead:
+        return ""
+    causes = Counter[str]()
+    for reason, count in groups.dead.items():
+        field = re.search(r"\.(\w+?)(?:_path)? = ", reason)
+        causes[YOURS.get(field[1], "") if field else ""] += count
+    cause, count = causes.most_common(1)[0]
+    most = f": your {cause} failed" + (f" for {count} of {dead}" if count < dead else "") if cause else ""
+    return f"{round(100 * dead / (dead + groups.trained + sum(groups.dropped.values())))} % of prompts were never trained{most}"
 
 
 def table(summary: Summary) -> Table:

@@ -11,6 +11,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load
 from shared.hooks.hook_sample import FINISHED
 from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.failures import error_text
 from shared.schema.ledger import group_id
 
 FIELD = "rollout.buffer_filter_path"
@@ -35,7 +36,7 @@ class BufferFilter:
         except TimeoutError:
             raise DeadlineExceeded(f"the choice of step {step}'s batch", self._path, FILTER_SECONDS, "the trainer is refused") from None
         except Exception as error:  # it is the user's code: it may raise anything and return anything
-            raise HookFailed(FIELD, self._path, f"for step {step}: {type(error).__name__}: {error}") from error
+            raise HookFailed(FIELD, self._path, f"for step {step}: {error_text(error, self._function)}") from error
 
 
 def _samples(group: GroupState) -> list[HookSample]:

@@ -1,7 +1,8 @@
 """Decides which groups a ledger record ends, and which of those keep their responses. Pure.
 
 A group's responses are kept when its end is known: at `BatchTrained`, while the store still has the payload, which is freed after a
-checkpoint, and at the records that drop a group, give it up, or score a held-out prompt, which free it at once.
+checkpoint, and at the records that drop a group, give it up, or score a held-out prompt, which free it at once. What was generated and
+could not be scored is kept without rewards.
 """
 
 from collections.abc import Iterable
@@ -20,8 +21,8 @@ from shared.schema.messages import Payload
 class EndedGroup:
     """A group that has ended: its record without prompt and samples, and the ledger's data of its samples.
 
-    payload: None where no samples are to be kept. rewards, parts: of each sample. removed, stale:
-    positions of samples that left the loss. again: whether another buffer may have kept it.
+    payload: None where no samples are to be kept. rewards, parts: of each sample; no rewards of a group that was given up. removed,
+    stale: positions of samples that left the loss. again: whether another buffer may have kept it.
     """
 
     record: RolloutRecord
@@ -50,9 +51,9 @@ def ended(state: BufferState, record: LedgerRecord) -> list[EndedGroup]:
             return _trained(state.batches[step], at)
         case GroupsDropped(groups=names, reason=reason, at=at):
             return [_ended(state.groups[name], status=DROPPED, at=at, reason=reason) for name in names]
-        case GroupDead(group=name, reason=reason, at=at):
+        case GroupDead(group=name, reason=reason, payload=payload, at=at):
             attempt = state.groups[name].attempt
-            return [EndedGroup(RolloutRecord.model_construct(group=name, attempt=attempt, status=DEAD, at=at, reason=reason))]
+            return [EndedGroup(RolloutRecord.model_construct(group=name, attempt=attempt, status=DEAD, at=at, reason=reason), payload)]
         case EvalScored():
             return [_evaluated(record)]
         case _:
@@ -101,9 +102,9 @@ def _ended(group: GroupState, *, again: bool = False, **facts: Any) -> EndedGrou
 
 
 def _evaluated(scored: EvalScored) -> EndedGroup:
-    payload = scored.payload if scored.rewards else None
+    payload = scored.payload
     facts: dict[str, Any] = {"dataset": scored.dataset, "version": scored.version, "reason": scored.reason, "at": scored.at}
-    status = FAILED if payload is None else EVALUATED
+    status = EVALUATED if scored.rewards and payload is not None else FAILED
     record = RolloutRecord.model_construct(group=scored.group, attempt=0, status=status, **facts)
     if payload is None:
         return EndedGroup(record)

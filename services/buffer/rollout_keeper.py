@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -91,6 +92,8 @@ class RolloutKeeper:
     def take(self, groups: list[EndedGroup]) -> None:
         """Queues groups that have ended, before their payloads are released."""
         for group in ended_groups.chosen(groups, self._share):
+            if group.size > GROUP_BYTES and not group.rewards:
+                group = replace(group, payload=None)
             if group.size > GROUP_BYTES:
                 self._skip(TOO_LARGE, f"{group.record.group}: a payload of {group.size} bytes")
             elif self._waiting.full():
@@ -146,24 +149,24 @@ class RolloutKeeper:
                     await asyncio.wait_for(self._hurry.wait(), pause)
 
     async def _read(self, group: EndedGroup) -> _Payload | None:
-        """Returns a group with its payload and lets go of that; None where it cannot be read or was given up."""
+        """Returns a group with its payload and lets go of that; where that cannot be had, the group alone or, if it has rewards, None."""
+        bare = None if group.rewards else (group, (), self._prompts.of_group(group.record.group))  # it is kept in any case
         try:
-            if group.payload is None:
-                return group, [], self._prompts.of_group(group.record.group)
-            while group.keys[0] in self._awaited:  # else it was given up
+            while group.payload is not None and group.keys[0] in self._awaited:  # else it was given up
                 try:
-                    return group, await self._store.read(group.payload, deadline=READ_SECONDS), None
+                    return group, await self._store.read(group.payload, deadline=READ_SECONDS), bare and bare[2]
                 except DeadlineExceeded as error:  # what the store holds is there when it is back
                     self._say_away(error)
         except PayloadMissing as error:
-            if not group.again and group.keys[0] in self._awaited:  # else it was freed once it was kept, or given up and is counted
+            # else it was freed once it was kept, or given up and is counted
+            if bare is None and not group.again and group.keys[0] in self._awaited:
                 self._skip(LOST, error)
         except (MyxoError, RedisError) as error:
             self._skip(STORE, error)
         finally:
             if freed := self._let_go(group):
                 self._free(freed)
-        return None
+        return bare
 
     def _say_away(self, error: DeadlineExceeded) -> None:
         """Says now and then that the store is away."""

@@ -9,6 +9,7 @@ from services.buffer.ended_groups import EndedGroup
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
 from shared.data.rollout_files import RolloutReader, RolloutRecord
+from shared.runtime.errors import BadMessage
 from shared.schema import sample
 
 FILE_BYTES = 64 << 20
@@ -119,8 +120,13 @@ class RolloutWriter:
 
 def rollout_record(group: EndedGroup, blobs: Sequence[bytes], prompt: Prompt | None, tokens: bool) -> RolloutRecord:
     """Returns a group's whole record. Raises BadMessage for a payload of no samples, ValueError where they are not the ledger's."""
-    samples = sample.decode(blobs)
-    if len(samples) != len(group.rewards) and group.keys:
+    try:
+        samples = sample.decode(blobs)
+    except BadMessage:  # perhaps it was given up for that
+        if group.rewards:
+            raise
+        samples = []
+    if group.rewards and len(samples) != len(group.rewards):
         raise ValueError(f"{len(samples)} samples in the store, {len(group.rewards)} rewards in the ledger")
     if samples:
         asked = {"prompt": samples[0].prompt_text, "label": samples[0].label, "metadata": samples[0].metadata}
@@ -132,7 +138,7 @@ def rollout_record(group: EndedGroup, blobs: Sequence[bytes], prompt: Prompt | N
         rollout_files.sample_of(
             item,
             samples[0],
-            group.rewards[position],
+            group.rewards[position] if group.rewards else None,
             group.parts[position] if group.parts else {},
             removed=position in group.removed,
             stale=position in group.stale,

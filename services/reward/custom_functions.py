@@ -21,6 +21,7 @@ from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample,
 from shared.hooks.filters import BUILT_IN
 from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
+from shared.runtime.failures import defined_at, error_text
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
 
@@ -148,10 +149,10 @@ class Functions:
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:  # an exception of the user's function fails its group, not this process
             traceback.print_exc()
-            raise self._failed(field, f"{type(error).__name__}: {error}") from error
+            raise HookFailed(field, self._paths[field], error_text(error, function)) from error
 
     def _failed(self, field: str, reason: str) -> HookFailed:
-        return HookFailed(field, self._paths[field], reason)
+        return HookFailed(field, self._paths[field], f"{reason}{defined_at(self._functions[field])}")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

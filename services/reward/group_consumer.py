@@ -153,7 +153,7 @@ class GroupConsumer:
         except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
             if error.fault == INFRASTRUCTURE and lease.deliveries == 1:
                 raise TryElsewhere(str(error)) from error
-            log.warning("group_not_scored", error=str(error), fault=error.fault)
+            (log.error if error.fault == TASK else log.warning)("group_not_scored", error=str(error), fault=error.fault)
             return self._failed(group, str(error), error.fault)
         except _ON_INPUT as error:
             log.exception("group_not_scored")

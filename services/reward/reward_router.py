@@ -1,6 +1,6 @@
 """Decides what scores a sample: the reward that it came with, else its own ``metadata.rm_type``, else what its group was sent to."""
 
-from services.reward.scorer import Scorer
+from services.reward.scorer import Scorer, shown
 from shared.config.eval_views import reward_key, reward_section
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
@@ -29,7 +29,8 @@ class RewardRouter:
         names = [None if position in scores else self._environment(group, sample) for position, sample in enumerate(samples)]
         for name in filter(None, dict.fromkeys(names)):
             positions = [position for position, other in enumerate(names) if other == name]
-            found = await self._scorers[queue_of(name)].score(group, [samples[position] for position in positions], name, key)
+            asked = shown([samples[position] for position in positions], name, self._config.reward)
+            found = await self._scorers[queue_of(name)].score(group, asked, name, key)
             scores.update(zip(positions, found, strict=True))
         return [scores[position] for position in range(len(samples))]
 

@@ -3,12 +3,13 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from pydantic import ValidationError
 
 from services.reward.environment_health import EnvironmentHealthCheck
 from services.reward.scoring_pools import HooksPool, Verification, VerifierPool
-from shared.config.reward_section import CUSTOM, RewardSection
+from shared.config.reward_section import CUSTOM, WEIGHTED, RewardSection
 from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
@@ -17,6 +18,7 @@ from shared.rewards.names import GIVEN, needs_label
 from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema.messages import Generated
+from shared.schema.own_turns import scored_text
 from shared.schema.sample import Sample, Score
 from shared.workers.worker_process import WorkerFailed
 
@@ -50,6 +52,13 @@ class Scorer(ABC):
 
         Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
         """
+
+
+def shown(samples: list[Sample], environment: str, config: RewardSection) -> list[Sample]:
+    """Returns samples whose text is what ``scored_text`` has scored; a function of the user's gets all of it, as slime has it."""
+    if environment in (CUSTOM, WEIGHTED):  # the latter shows each of its own its samples
+        return samples
+    return [replace(item, text=scored_text(item.text, item.turns, config.scored_text)) for item in samples]
 
 
 _UNSCORED = (

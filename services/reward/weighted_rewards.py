@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from services.reward.scorer import Scorer
+from services.reward.scorer import Scorer, shown
 from shared.config.reward_section import WEIGHTED, RewardSection
 from shared.environment.protocol import EnvironmentFailed
 from shared.hooks import reward_values
@@ -22,10 +22,10 @@ class WeightedScorer(Scorer):
 
     def __init__(self, config: RewardSection, scorers: Mapping[str, Scorer]) -> None:
         super().__init__(WEIGHTED, config.environment_concurrency)
-        self._weights, self._scorers = config.reward_weights, scorers
+        self._config, self._weights, self._scorers = config, config.reward_weights, scorers
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
-        calls = (self._scorers[queue_of(name)].score(group, samples, name, None) for name in self._weights)
+        calls = (self._scorers[queue_of(name)].score(group, shown(samples, name, self._config), name, None) for name in self._weights)
         of_names = dict(zip(self._weights, await asyncio.gather(*calls), strict=True))
         try:
             return [self._sum({name: scores[index] for name, scores in of_names.items()}, key) for index in range(len(samples))]

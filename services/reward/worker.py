@@ -19,8 +19,8 @@ from shared.rewards.reference import Reference
 from shared.rewards.unit_tests import open_sandboxes
 from shared.rewards.verifiers import Value, load, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
+from shared.runtime.failures import error_words
 from shared.workers.call_server import Calls, serve_calls
-from shared.workers.running_call import error_text
 
 MEMORY_BYTES = 4 << 30
 """The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""
@@ -89,7 +89,7 @@ def _verified(name: str, response: str, pattern: str | None, reference: Referenc
 
 
 def _problem(error: BaseException, undone: str, seconds: float) -> str:
-    return f"{undone} within {seconds:.1f} s" if isinstance(error, OutOfTime) else error_text(error)[:LONGEST_PROBLEM]
+    return f"{undone} within {seconds:.1f} s" if isinstance(error, OutOfTime) else error_words(error)[:LONGEST_PROBLEM]
 
 
 def main() -> None:

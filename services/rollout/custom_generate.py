@@ -22,6 +22,7 @@ from services.rollout.played_group import PlayedGroup, kept, until_complete
 from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from services.rollout.rollout_fate import GroupProgress, RolloutFailures
+from services.rollout.sample_check import SampleCheck
 from services.rollout.sample_seeds import SampleSeeds
 from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ class CustomGenerate:
     """Generates groups by functions in worker processes, which start with `start` or the first group.
 
     Attributes:
-        field: of the config, that says who generates. goes_on: an aborted rollout goes on from its tokens.
+        field: of the config, that says who generates. check: of the samples. goes_on: an aborted rollout goes on from its tokens.
         seconds: that a rollout has. lost: rollouts that were given up.
         log_probs_reader, choices: as in `SampleLimits`.
     """
@@ -63,7 +64,7 @@ class CustomGenerate:
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         self._service, self.replica, self._config, self._tokenizer = service, replica, service.config, tokenizer
         self.goes_on: bool = FOLLOWING["partial_rollout"](service.config)
-        self._seeds = SampleSeeds.of(service.config)
+        self._seeds, self.check = SampleSeeds.of(service.config), SampleCheck(service, tokenizer)
         rollout = service.config.rollout
         setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
         self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
@@ -78,6 +79,7 @@ class CustomGenerate:
     async def start(self) -> None:
         """Starts the processes, once. Raises ConfigError where the run's function cannot be imported."""
         if self._started is None:
+            self.replica.proxy.answers = self.check.answers
             self._started = asyncio.create_task(self._pool.start())
         await asyncio.shield(self._started)
 
@@ -114,7 +116,7 @@ class CustomGenerate:
                 rollout.progress.end(rollout.index)
         except (HookFailed, DeadlineExceeded, BadMessage) as error:
             self.lost += 1
-            self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
+            self._service.log.error("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
             rollout.progress.lose(error)
         finally:
             rollout.slots.end()
@@ -321,10 +323,13 @@ class _Rollout:
 
     def _stored(self, given: Sequence[HookSample], unfinished: bool = False) -> list[Sample]:
         """Returns samples as they are stored. Raises BadMessage."""
-        return [
-            to_stored(sample, self.task.group, position, self.index, self._served, self._limits, unfinished)
-            for position, sample in enumerate(given)
-        ]
+        return [self._one_stored(sample, position, unfinished) for position, sample in enumerate(given)]
+
+    def _one_stored(self, given: HookSample, position: int, unfinished: bool) -> Sample:
+        task, functions = self.task, self._functions
+        stored = to_stored(given, task.group, position, self.index, self._served, self._limits, unfinished)
+        called = f"{GENERATE} = {functions.path(task)}" if functions.field == GENERATE else None
+        return functions.check.checked(stored, task, functions.prompt(task), called, given.loss_mask)
 
 
 def parameters(sampling: Sampling) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from services.rollout.engine.engine_errors import EngineError, InvalidRequest
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
 from services.rollout.in_flight import Requests
+from services.rollout.sample_check import EngineAnswers
 from services.rollout.served_version import ServedVersion
 from shared.hooks.call_context import CALL_HEADER
 from shared.runtime.errors import BadMessage, MyxoError
@@ -105,6 +106,7 @@ class EngineProxy:
             returns the key that the store has by now, where a gateway comes with another.
         calls: requests of the user's generate functions by the token of their call (`shared.hooks.call_context`); a request of a call that
             was stopped is answered as one that the engine has aborted.
+        answers: remembers what the engine answered, where samples are checked by it.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class EngineProxy:
         self.public, self.draw_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
+        self.answers: EngineAnswers | None = None
 
     async def open(self, host: str) -> None:
         """Listens on a free port of ``host``; does nothing if it does so already."""
@@ -243,9 +246,13 @@ class EngineProxy:
                 client.transport.stream(request.raw_path, engine_body(parsed, rid, client.cache_key)) as answer,
             ):
                 headers = {"Content-Type": answer.content_type}
+                if self.answers is not None and parsed.stream:
+                    self.answers.add(parsed, b"")
                 if not parsed.stream:
                     whole = await _whole(answer)
                     self._still(life)
+                    if self.answers is not None and answer.status == HTTPStatus.OK:
+                        self.answers.add(parsed, whole)
                     return web.Response(status=answer.status, body=whole, headers=headers)
                 response = web.StreamResponse(status=answer.status, headers=headers)
                 await response.prepare(request)

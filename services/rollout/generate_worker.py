@@ -19,8 +19,9 @@ from shared.hooks import Arguments, HookSample, Status, load, sample_message
 from shared.hooks.call_context import CallContext, current_call
 from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import generate_paths
+from shared.runtime.failures import defined_at, error_text
 from shared.workers.call_server import serve_calls
-from shared.workers.running_call import error_text, is_blocked
+from shared.workers.running_call import is_blocked
 
 BLOCKED_SHARE = 0.25
 """The share of a rollout's time for which it may block its process: those beside it then still have the rest."""
@@ -43,6 +44,7 @@ class GenerateCalls:
         current_call.set(CallContext(request["token"], f"{host}:{port}", time.monotonic() + request["seconds"]))
         this = asyncio.current_task()
         assert this is not None
+        function = None
         try:
             function = load(request["field"], request["path"])
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
@@ -57,7 +59,7 @@ class GenerateCalls:
             return {"error": "cancelled itself"}
         except BaseException as error:  # it fails its rollout, not this process
             traceback.print_exc()
-            said = str(error) if isinstance(error, UnusableResult) else error_text(error)
+            said = f"{error}{defined_at(function)}" if isinstance(error, UnusableResult) else error_text(error, function)
             return {"error": said, "blocked": is_blocked(error)}
 
     async def _score(self, samples: list[HookSample]) -> None:

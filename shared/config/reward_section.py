@@ -12,6 +12,7 @@ from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.environment import environment_url as address
 from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
 from shared.runtime.errors import nearest
+from shared.schema.own_turns import ScoredText
 
 OWN = "environment"
 """The environment of ``environment_url``."""
@@ -93,6 +94,12 @@ class RewardSection(Section):
         default=None,
         description="a regular expression: the verifier of rm_type gets its last match in a response (of a pattern with a group, what that "
         "holds) in place of the whole response",
+    )
+    scored_text: ScoredText = Field(
+        default="own",
+        description="what of a response is scored: own: what the model itself sampled, its turns on lines of their own, without what tools "
+        "and environments wrote between them; last_turn: the last of these turns; full: all of it; a custom_rm_path gets all of it, and "
+        "the turns beside it",
     )
     rm_url: str | None = Field(
         default=None,

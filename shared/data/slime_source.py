@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments
+from shared.runtime.failures import error_text
 
 RENDERED = "_rendered"
 """The key that marks a row whose text is the rendered prompt: sources of slime's apply the chat template themselves."""
 
-LONGEST_REASON = 1000
 """The most characters of what an observation raised."""
 
 SLIMES = ("get_samples", "add_samples", "save", "load")
@@ -75,7 +75,7 @@ class MadeSource:
             self._source.observe(results)
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]}
+            return {"failed": error_text(error)}
         return {}
 
     def state(self) -> Any:

@@ -17,6 +17,7 @@ from shared.data.slime_source import opened
 from shared.hooks import loading
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.errors import ConfigError
+from shared.runtime.failures import error_text
 from shared.workers import frames
 from shared.workers.frames import FrameStream
 from shared.workers.worker_process import worker_environment
@@ -111,7 +112,7 @@ def main() -> None:
             channel.send(source.answer(channel.receive()))
     except (Exception, SystemExit) as error:  # it is the user's code
         traceback.print_exc()
-        words = error.expected if isinstance(error, ConfigError) else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        words = error.expected if isinstance(error, ConfigError) else error_text(error)
         channel.send({"refused": words})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import EVAL_LOG, load, paths
+from shared.runtime.failures import error_text
 
 
 class EvaluationLog:
@@ -27,7 +28,8 @@ class EvaluationLog:
             return bool(self._function(rollout_id, args, data, metrics))
         except Exception as error:  # it is the user's code
             traceback.print_exc()
-            print(f"{EVAL_LOG} failed, and Myxo logs the evaluation of rollout {rollout_id}: {type(error).__name__}: {error}", flush=True)
+            reason = error_text(error, self._function)
+            print(f"{EVAL_LOG} failed, and Myxo logs the evaluation of rollout {rollout_id}: {reason}", flush=True)
             return False
 
 

@@ -19,8 +19,9 @@ class HookSample:
     weight_versions: see `shared.hooks.sample_conversion`. reward: one number, or named ones. remove_sample: leave it out of the loss.
     rollout_top_p_token_ids, rollout_top_p_token_offsets: the nucleus of each response token, ragged. rollout_routed_experts: int32
     [T - 1, layers, experts a token]. generate_function_path, custom_rm_path: this sample's own functions. train_metadata: for functions in
-    the trainer. non_generation_time: seconds. Attributes besides these may be set and reach the reward function if MessagePack carries
-    them.
+    the trainer. non_generation_time: seconds. A reward function finds in ``turns``, a list, the texts of what the model itself sampled:
+    all of the response where nothing else is in it. Attributes besides these may be set and reach the reward function if MessagePack
+    carries them.
     """
 
     class Status(Enum):

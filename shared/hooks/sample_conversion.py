@@ -27,8 +27,8 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.ledger import is_evaluation
+from shared.schema.sample import LOG_PROBS, SampleLimits, Score, segments_of
 from shared.schema.sample import Sample as StoredSample
-from shared.schema.sample import SampleLimits, Score, segments_of
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ _COUNTERS: dict[str, Any] = {"spec_info": HookSample.SpecInfo, "prefix_cache_inf
 
 _STORED = {
     "group_index", "prompt", "tokens", "response", "response_length", "label", "reward", "loss_mask", "rollout_log_probs",
-    "weight_versions", "remove_sample", "status", "metadata", "rollout_routed_experts",
+    "weight_versions", "remove_sample", "status", "metadata", "rollout_routed_experts", "turns",
 }  # fmt: skip
 """Fields that a stored sample keeps in a form of its own."""
 
@@ -95,6 +95,7 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         status=FINISHED[stored.finish],
         metadata=stored.metadata,
     )
+    setattr(seen, "turns", list(stored.turns or [stored.text]))  # noqa: B010  # no field of slime's
     if stored.routed_experts is not None:
         seen.rollout_routed_experts = stored.routed_experts.astype(np.int32)
     for name, value in stored.attributes.items():
@@ -217,7 +218,7 @@ def _routed_experts(given: HookSample, choices: ExpertChoices | None, where: str
 
 
 def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArray[np.float32] | None:
-    """Returns float32 [R], 0 where nothing is trained; None where the function has not kept them."""
+    """Returns float32 [R], 0 where a token has none or one that is none; None where the function has not kept them."""
     if given.rollout_log_probs is None:
         return None
     values = _array(given.rollout_log_probs, "fiu", f"{where}: rollout_log_probs", "numbers").astype(np.float32)
@@ -226,7 +227,8 @@ def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArra
     bad = np.flatnonzero(mask.astype(bool) & ~np.isfinite(values))
     if bad.size:
         raise BadMessage(f"{where}: rollout_log_probs is {values[bad[0]]} at {bad[0]}, a trained token; expected a finite number")
-    return np.where(mask, values, np.float32(0))
+    least, most = LOG_PROBS
+    return np.where(mask.astype(bool) | ((values >= least) & (values <= most)), values, np.float32(0))
 
 
 def _array(values: object, kinds: str, name: str, content: str) -> NDArray[Any]:

@@ -11,10 +11,15 @@ its main thread may be inside a collective, which nothing can call off. In any o
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
+import inspect
 import os
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -24,6 +29,15 @@ from shared.runtime.errors import BadInput, MyxoError
 
 END_SECONDS = 1.0
 """The seconds that a service has to end in order once a thread or task of it has died."""
+
+LONGEST_WORDS = 4000
+"""Characters of an error's words that are reported."""
+
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT / name}{os.sep}" for name in ("services", "shared", "myxo"))
+_PACKAGES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+_PYTHONS = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+"""Where files lie that are Myxo's, packages' and Python's: a user who looks for the own mistake does not look there."""
 
 _Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -154,6 +168,51 @@ def log_error(event: str, what: str, error: BaseException) -> None:
 def describe(error: BaseException) -> str:
     """Returns the error in words, with its kind where it is none of Myxo's own."""
     return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
+
+
+def error_words(error: BaseException) -> str:
+    """Returns kind and words of an error, on one line; its own ``__str__`` may fail, or give megabytes."""
+    try:
+        said = " ".join(str(error).split())[:LONGEST_WORDS]
+    except Exception:
+        said = "its text cannot be had"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def error_text(error: BaseException, function: object = None) -> str:
+    """Returns what code of the user's raised, on one line: file and line of the last of its own frames, kind, and words.
+
+    Where there are no words the line of code stands for them.
+
+    Args:
+        function: that was called; where none of the frames is the user's, it is said where that is defined.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_OURS))]
+    packages = [frame for frame in frames if frame.filename.startswith(_PACKAGES)]  # where the function may be of one
+    own = [frame for frame in frames if not frame.filename.startswith((*_PACKAGES, *_PYTHONS))] or packages[:1]
+    words = error_words(error)
+    if not own:
+        return words + defined_at(function)
+    line = "" if ": " in words else f": {own[-1].line}"
+    return f"{_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}: {words}{line}"
+
+
+def defined_at(function: object) -> str:
+    """Returns file and line of a function of the user's, in brackets behind a space; nothing where Python does not know them."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not callable(function):
+        return ""
+    found = inspect.unwrap(function)
+    code = getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
+    return f" ({_path(code.co_filename)}:{code.co_firstlineno}, {code.co_name})" if code is not None else ""
+
+
+def _path(path: str) -> str:
+    """Returns a path as short as it is where the process was started."""
+    return path.removeprefix(os.getcwd() + os.sep)
 
 
 def _log_foreign(args: Any) -> None:

@@ -75,8 +75,9 @@ class Sample:
 
     prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens, None where a
     function of the user's has not kept them; mask: uint8 [R], 1 where the token is trained; segments: (start, end, version) spans that tile
-    [0, R) in order; text: the decoded response; rollout: the index of the group's rollout that it comes from, by default its own ``index``;
-    samples that fan out of one rollout share it.
+    [0, R) in order; text: the decoded response; turns: the texts of what the model itself sampled of it
+    (`shared.schema.own_turns`), none where all of it is; rollout: the index of the group's rollout that it comes from, by default its own
+    ``index``; samples that fan out of one rollout share it.
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
@@ -101,6 +102,7 @@ class Sample:
     role: str = ""
     attributes: dict[str, Any] = field(default_factory=dict)
     routed_experts: Choices | None = None
+    turns: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.rollout < 0:
@@ -164,6 +166,8 @@ class Sample:
             return f"role is {str(self.role)[:80]!r}; expected 1 to 64 letters, digits, '-' and '_'"
         if type(self.label_json) is not bool or (self.label_json and not _is_json(self.label)):
             return f"label_json is {str(self.label_json)[:80]!r} and label {str(self.label)[:80]!r}; expected JSON text where it is true"
+        if not isinstance(self.turns, list) or not all(isinstance(turn, str) for turn in self.turns):
+            return "turns is not a list of texts"
         for name in ("metadata", "attributes"):
             if not isinstance(getattr(self, name), dict):
                 return f"{name} is not a map"
@@ -326,7 +330,7 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
         given = {name: (getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
         arrays = {name: None if values is None else codec.array(values, dtype) for name, (values, dtype) in given.items()}
         batches[-1].append(vars(sample) | arrays)
-        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + 200
+        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + sum(map(len, sample.turns)) + 200
         size += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
     return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
 

@@ -20,13 +20,14 @@ class Trajectory:
     """A conversation's tokens as a model read and wrote them, in the arrays of a `shared.schema.sample.Sample`.
 
     prompt: int32 [P], that of its first turn; response: int32 [R], all that follows; mask: uint8 [R], 1 where the token was sampled and no
-    earlier trajectory trains it; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R): what was not sampled has
-    the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns.
+    earlier trajectory trains it; sampled: bool [R]; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R):
+    what was not sampled has the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns.
     """
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
     mask: NDArray[np.uint8]
+    sampled: NDArray[np.bool_]
     log_probs: NDArray[np.float32]
     segments: list[tuple[int, int, int]]
     finish: Finish
@@ -75,11 +76,12 @@ def _trajectory(path: _Path) -> Trajectory:
     tokens, start = last.tokens, len(first.prompt)
     length = len(tokens) - start
     mask, log_probs = np.zeros(length, np.uint8), np.zeros(length, np.float32)
-    versions = np.full(length, -1, np.int32)
+    versions, sampled = np.full(length, -1, np.int32), np.zeros(length, np.bool_)
     for index, turn in enumerate(path.turns):
         begin = len(turn.prompt) - start
         end = begin + len(turn.completion)
         mask[begin:end] = index >= path.forked
+        sampled[begin:end] = True
         log_probs[begin:end] = turn.log_probs
         for span_start, span_end, version in turn.spans:
             versions[begin + span_start : begin + span_end] = version
@@ -87,6 +89,7 @@ def _trajectory(path: _Path) -> Trajectory:
         prompt=first.prompt,
         response=tokens[start:],
         mask=mask,
+        sampled=sampled,
         log_probs=log_probs,
         segments=segments_of(_filled(versions)),
         finish=last.finish,

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shared.runtime.errors import ConfigError
+from shared.runtime.failures import error_text
 from shared.workers import frames, running_call
 from shared.workers.frames import FrameStream
-from shared.workers.running_call import BlockedCall, CallExit, RunningCall, error_text, is_blocked
+from shared.workers.running_call import BlockedCall, CallExit, RunningCall, is_blocked
 
 FIRST_STEPS_SECONDS = 0.001
 """The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting

@@ -21,6 +21,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shared.runtime.failures import error_words
+
 CALL_ID: ContextVar[int] = ContextVar("call_id", default=0)
 """The call that the running code belongs to; 0: none."""
 
@@ -38,24 +40,12 @@ _CRASHED_THREAD = re.compile(r"^Current thread 0x([0-9a-f]+)", re.MULTILINE)
 TICK_S = 0.1
 """The pause between two signs of life of the loop."""
 
-LONGEST_ERROR = 4000
-"""Characters that are told of an error."""
-
 THREADS = 1024
 """The most threads of the loop's executor: calls whose threads never end have to leave some to the others."""
 
 
 class BlockedCall(BaseException):
     """The call blocks its process. No Exception: code that goes on after any error must not go on after this one."""
-
-
-def error_text(error: BaseException) -> str:
-    """Returns the kind and the words of an error of a user's function, whose own ``__str__`` may fail, or give megabytes."""
-    try:
-        said = str(error)
-    except Exception:
-        said = "its text cannot be had"
-    return f"{type(error).__name__}: {said}"[:LONGEST_ERROR]
 
 
 def is_blocked(error: BaseException) -> bool:
@@ -183,7 +173,7 @@ class _Noted(Coroutine[Any, Any, Any]):
         try:
             return step(*given)
         except (SystemExit, KeyboardInterrupt) as error:  # out of a task, asyncio lets these end the loop
-            raise CallExit(error_text(error)) from error
+            raise CallExit(error_words(error)) from error
         finally:
             self._note(0)
 

@@ -101,6 +101,33 @@ async def two_turns(args: Arguments, sample: HookSample, sampling_params: dict[s
     return sample
 
 
+async def shifted_by_two(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """As slime's functions fill the fields, with two tokens of a tool that ``response_length`` does not count."""
+    answer = await ask(args, sample, sampling_params, FIRST_TURN)
+    drawn = answer["meta_info"]["output_token_logprobs"]
+    sample.tokens = [*sample.tokens, *(entry[1] for entry in drawn), *TOOL[:2]]
+    sample.response, sample.response_length = answer["text"], FIRST_TURN
+    sample.rollout_log_probs, sample.status = [entry[0] for entry in drawn], Status.COMPLETED
+    return sample
+
+
+async def tool_without_mask(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """The same, counted, and trained with log-probs of 0.0."""
+    sample = await shifted_by_two(args, sample, sampling_params)
+    sample.response_length += 2
+    sample.rollout_log_probs = [*(sample.rollout_log_probs or []), 0.0, 0.0]
+    return sample
+
+
+async def masked_as_stale(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """`two_turns`, of which the first is not trained, and has no log-probs any more."""
+    sample = await two_turns(args, sample, sampling_params)
+    first = FIRST_TURN + len(TOOL)
+    sample.loss_mask = [0] * first + [1] * SECOND_TURN
+    sample.rollout_log_probs = [0.0] * first + (sample.rollout_log_probs or [])[first:]
+    return sample
+
+
 async def two_turns_with_a_break(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     """As `two_turns`; between them it waits to be told to go on."""
     await turn(args, sample, sampling_params, FIRST_TURN)

@@ -94,12 +94,14 @@ class Bench:
         tokens: tuple[int, ...] | None = None,
         poison: Poison | None = None,
         given: dict[int, Any] | None = None,
+        turns: dict[int, list[str]] | None = None,
         **changes: Any,
     ) -> Generated:
         """Puts a group's samples into the store and their reference on the queue of ``environment`` (None: the run's own).
 
         ``rollouts``: of each sample, where several come from one. ``tokens``: their
         lengths, as the reference says. ``poison``: a change of the last one. ``given``: rewards that samples came with, by index.
+        ``turns``: the model's own, of samples that have more in them.
         """
         samples = [
             Sample(
@@ -117,6 +119,7 @@ class Bench:
                 metadata={"level": 3},
                 rollout=index if rollouts is None else rollouts[index],
                 given_reward=(given or {}).get(index),
+                turns=(turns or {}).get(index, []),
             )
             for index, text in enumerate(texts)
         ]

@@ -51,6 +51,12 @@ def checksum(args: Arguments, sample: HookSample, **_: Any) -> float:
     return zlib.crc32(sample.response.encode()) / 2**32
 
 
+def turns_and_length(args: Arguments, sample: HookSample, **_: Any) -> float:
+    """How many turns are the model's own, and a thousandth of how long the whole response is."""
+    assert "".join(sample.turns) in sample.response or len(sample.turns) > 1  # type: ignore[attr-defined]
+    return len(sample.turns) + len(sample.response) / 1000  # type: ignore[attr-defined]
+
+
 _together: list[asyncio.Event] = []
 
 

@@ -18,6 +18,7 @@ from shared.hooks import reward_values
 from shared.runtime.errors import BadMessage
 from shared.schema.limits import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
 from shared.schema.overlong import fitted
+from shared.schema.own_turns import turns_of
 from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, segments_of
 from shared.schema.versions import is_lost
 
@@ -36,11 +37,13 @@ Column = Annotated[list[Entry], Field(min_length=1, max_length=MAX_SAMPLES, fail
 
 class GroupBody(RequestFields):
     """A group. ``id``: the producer's own; ``tokens``: prompt and response; ``masks``: 1 for tokens that are trained, else 0;
+    ``sampled``: 1 for tokens that the model itself sampled, by default those that are trained: their text is what verifiers score;
     ``log_probs``: of each token, looked at where it is trained; ``versions``: of the whole group, of each sample, or of each token."""
 
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
     tokens: Column[Integers]
     masks: Column[Annotated[list[Literal[0, 1]], Field(max_length=LONGEST, fail_fast=True)]]
+    sampled: Column[Annotated[list[Literal[0, 1]], Field(max_length=LONGEST, fail_fast=True)]] | None = None
     log_probs: Column[Annotated[list[float], Field(max_length=LONGEST, fail_fast=True)]]
     versions: Integer | Column[Integer] | Column[Integers]
     scores: Column[Score] | None = None
@@ -103,14 +106,14 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
 def _check_columns(asked: GroupBody) -> None:
     """Raises TurnRefused where a column has not one entry for each sample."""
     count = len(asked.tokens)
-    for name in ("masks", "log_probs", "versions", "scores", "rollouts", "roles", "finish", "texts"):
+    for name in ("masks", "sampled", "log_probs", "versions", "scores", "rollouts", "roles", "finish", "texts"):
         column = getattr(asked, name)
         if isinstance(column, list) and len(column) != count:
             raise _wrong(name, f"{len(column)} entries for {count} samples")
 
 
 def _check_sample(asked: GroupBody, index: int, tokens: NDArray[np.int32], mask: NDArray[np.uint8], vocabulary: int) -> None:
-    for name in ("masks", "log_probs", "versions"):
+    for name in ("masks", "sampled", "log_probs", "versions"):
         column = getattr(asked, name)
         if isinstance(column, list) and isinstance(row := column[index], list) and len(row) != len(tokens):
             raise _wrong(f"{name}[{index}]", f"{len(row)} entries for {len(tokens)} tokens")
@@ -201,6 +204,7 @@ def _sample(
 ) -> Sample:
     """Returns a sample: what comes before the first trained token is its prompt."""
     begin = int(mask.argmax())
+    own = mask != 0 if asked.sampled is None else np.asarray(asked.sampled[index], np.bool_)
     return Sample(
         group=asked.id,
         index=index,
@@ -217,6 +221,7 @@ def _sample(
         rollout=asked.rollouts[index] if asked.rollouts else index,
         role=asked.roles[index] if asked.roles else "",
         given_reward=None if asked.scores is None else asked.scores[index],
+        turns=turns_of(own[begin:], tokens[begin:], decode),
     )
 
 

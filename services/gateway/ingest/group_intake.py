@@ -26,6 +26,7 @@ from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
+from shared.hooks.sample_agreement import compared
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
@@ -70,6 +71,7 @@ class GroupIntake:
         self._service, self._config, self._tokenizer = service, service.config, tokenizer
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
         self._in_hand: set[str] = set()  # the producers' ids
+        self._special, self._doubted = tokenizer.special_tokens, set[str]()
         self._taking = 0
         self._vocabulary = 0
 
@@ -100,6 +102,7 @@ class GroupIntake:
         try:
             body = await read()
             group = await asyncio.to_thread(parse_group, body, await self._limits(), self._decoded)
+            await asyncio.to_thread(self._doubt, group)
             async with self._held(group.id):
                 return await self._handed_in(group, blake3(body).hexdigest(16))
         except (StoreFull, StreamFull) as error:
@@ -108,6 +111,14 @@ class GroupIntake:
             raise TurnRefused(503, str(error), code="unavailable", retry_after_s=RETRY_S) from None
         finally:
             self._taking -= 1
+
+    def _doubt(self, group: FinishedGroup) -> None:
+        """Logs once, by field, what of samples from outside looks wrong."""
+        for sample in group.samples:
+            _, _, doubts = compared(sample, None, (), self._tokenizer.decode, self._special)
+            for field in doubts.keys() - self._doubted:
+                self._doubted.add(field)
+                self._service.log.warning("sample_doubtful", group=group.id, sample=sample.index, field=field, error=doubts[field])
 
     def _check_stopping(self) -> None:
         """Raises TurnRefused once this gateway is asked to stop: it waits for no task any more."""

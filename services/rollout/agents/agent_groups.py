@@ -157,7 +157,7 @@ class AgentGroups:
                 rollout.progress.end(rollout.index)
         except HookFailed as error:
             self.lost += 1
-            self._service.log.warning("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
+            self._service.log.error("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
             rollout.progress.lose(error)
         finally:
             rollout.slots.end()

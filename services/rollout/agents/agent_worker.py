@@ -21,8 +21,9 @@ from services.rollout.generate_worker import BLOCKED_SHARE, called
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.hooks.loading import agent_paths, load_agent
+from shared.runtime.failures import error_text
 from shared.workers.call_server import serve_calls
-from shared.workers.running_call import error_text, is_blocked
+from shared.workers.running_call import is_blocked
 
 
 class AgentCalls:
@@ -38,6 +39,7 @@ class AgentCalls:
         """Returns the reward of one rollout, or why there is none."""
         this = asyncio.current_task()
         assert this is not None
+        agent = None
         try:
             agent = load_agent(request["field"], request["path"])
             result = await called(functools.partial(agent, request["data"], request["base_url"], request["api_key"]))
@@ -51,7 +53,7 @@ class AgentCalls:
             return {"error": "cancelled itself"}
         except BaseException as error:  # it fails its rollout, not this process
             traceback.print_exc()
-            return {"error": error_text(error), "blocked": is_blocked(error)}
+            return {"error": error_text(error, agent), "blocked": is_blocked(error)}
 
 
 def share_certificates() -> None:

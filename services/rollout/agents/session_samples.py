@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from services.rollout.agents.agent_program import Rewards
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import BadMessage
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.messages import Task
+from shared.schema.own_turns import turns_of
 from shared.schema.sample import Sample
 from shared.sessions.trajectories import Trajectory
 
@@ -44,6 +46,7 @@ def samples_of_sessions(task: Task, rollout: int, played: Sequence[Conversation]
 def _sample(task: Task, rollout: int, index: int, conversation: Conversation, tokenizer: Tokenizer) -> Sample:
     trajectory, role = conversation.trajectory, conversation.role
     plain = task.sampling.skip_special_tokens is not False
+    decode = partial(tokenizer.decode, skip_special_tokens=plain)
     return Sample(
         group=task.group,
         index=index,
@@ -53,7 +56,7 @@ def _sample(task: Task, rollout: int, index: int, conversation: Conversation, to
         mask=trajectory.mask,
         segments=trajectory.segments,
         finish="length" if trajectory.finish == "length" else "stop",
-        text=tokenizer.decode(trajectory.response, skip_special_tokens=plain),
+        text=decode(trajectory.response),
         prompt_text=task.prompt,
         label=task.label,
         label_json=task.label_json,
@@ -62,4 +65,5 @@ def _sample(task: Task, rollout: int, index: int, conversation: Conversation, to
         given_reward=conversation.reward,
         role=role,
         attributes={"session_id": conversation.session} | ({"role": role} if role else {}),
+        turns=turns_of(trajectory.sampled, trajectory.response, decode),
     )

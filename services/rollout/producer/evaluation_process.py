@@ -24,6 +24,7 @@ from shared.hooks.returned_evaluation import ReturnedSet, eval_metrics, eval_out
 from shared.hooks.slime.prompt_sources import DataSource
 from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
 from shared.runtime.daemon_thread import run_in_thread
+from shared.runtime.failures import error_text
 from shared.workers.call_server import serve_calls
 
 LONGEST_REASON = 500
@@ -90,7 +91,7 @@ class EvaluationCalls:
             returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # it is the user's code
             traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]}
+            return {"error": error_text(error, self._function)}
         try:
             output = eval_output(returned)
             sets = returned_sets(output.data)

@@ -16,6 +16,7 @@ from services.rollout.producer.drawn_task import DrawnTask
 from services.rollout.producer.engine_spread import EngineSpread
 from services.rollout.producer.producer_process import FIELD
 from services.rollout.replica import Replica
+from services.rollout.sample_check import SampleCheck
 from services.rollout.task_outcomes import TaskOutcomes
 from shared import hooks
 from shared.bus.streams import task_consumer
@@ -99,6 +100,8 @@ class Producer:
         self._path = hooks.paths(service.config, "rollout")[FIELD]
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
         self._tokenizer, self._count = tokenizer, count
+        self._check = SampleCheck(service, tokenizer)
+        replica.proxy.answers = self._check.answers
         self._waiting: list[DrawnTask] = []  # fetched, and not yet drawn by the function
         self._drawn: dict[str, DrawnTask] = {}
         self._next_rollout: int | None = None
@@ -263,6 +266,8 @@ class Producer:
             limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader, self._choices)
             stored = sample_codec.decode(samples, limits)
             drawn.check(stored)
+            called, prompt = f"{FIELD} = {self._path}", self._rendered(drawn.task)
+            stored = [self._check.checked(sample, drawn.task, prompt, called) for sample in stored]
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
             self._count(sum(len(sample.response) for sample in stored))
         except (BadMessage, DeadlineExceeded) as error:  # the latter: a teacher is away

@@ -18,11 +18,10 @@ from shared.hooks import Arguments, load, paths
 from shared.hooks.returned_evaluation import metric_numbers
 from shared.hooks.returned_groups import returned_groups, train_output
 from shared.runtime.errors import ConfigError
+from shared.runtime.failures import error_text
 from shared.workers.frames import FrameStream
 
 FIELD = "rollout.rollout_function_path"
-
-LONGEST_REASON = 500
 
 
 def main() -> None:
@@ -49,7 +48,7 @@ def main() -> None:
             finished = returned_groups(output.samples)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # it is the user's code
             traceback.print_exc()
-            calls.call("failed", error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON])
+            calls.call("failed", error=error_text(error, function))
             os._exit(1)  # with the threads that it may have started: what they have in hand goes back
         groups.in_call = False
         refused = [problem for group in finished if (problem := groups.hand_in(group)) is not None]

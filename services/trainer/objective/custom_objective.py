@@ -14,6 +14,7 @@ from services.trainer.objective.tokens import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load, paths
+from shared.runtime.failures import defined_at, error_text
 from shared.runtime.metric_specs import allow_users
 
 
@@ -164,11 +165,11 @@ class CustomFunctions:
         try:
             return function(*args, **keywords)
         except Exception as error:
-            raise self.refused(field, f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+            raise HookFailed(field, self.paths[field], error_text(error, function)) from error
 
     def refused(self, field: str, reason: str) -> HookFailed:
         """Returns the error of a function that fails, or gives what does not fit."""
-        return HookFailed(field, self.paths[field], reason)
+        return HookFailed(field, self.paths[field], f"{reason}{defined_at(self.functions[field])}")
 
     def _numbers(self, field: str, what: str, values: object, size: int) -> Tensor:
         if not isinstance(values, Tensor) or values.shape != (size,):

@@ -31,7 +31,7 @@ def sample_weights(
         trained_tokens: sum of the mask of each of the N samples of one optimizer step, all ranks together.
         rollout_ids: the rollout of each sample; the samples that fan out of one rollout share its id.
         reducer: ``rollout_mean``: ``1 / (G max(tokens of the rollout, 1))`` for G rollouts; ``token_mean``:
-            ``1 / sum over samples of max(tokens, 1)``; ``fixed_length``: ``1 / (G fixed_length)``.
+            ``1 / max(tokens of all samples, 1)``; ``fixed_length``: ``1 / (G fixed_length)``.
     """
     divisor = denominator(trained_tokens, rollout_ids, reducer)
     if reducer == "token_mean":
@@ -46,9 +46,12 @@ def sample_weights(
 
 
 def denominator(trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], reducer: Reducer = "rollout_mean") -> float:
-    """Returns the divisor of a sum over one optimizer step's samples: its rollouts, or with ``token_mean`` ``sum of max(tokens, 1)``."""
-    if reducer == "token_mean":
-        return float(sum(max(tokens, 1) for tokens in trained_tokens))
+    """Returns the divisor of a sum over one optimizer step's samples: its rollouts, or with ``token_mean`` its trained tokens.
+
+    A sample of which nothing is trained, such as one that a filter removed, counts no token; its rollout counts as a rollout, as in slime.
+    """
+    if reducer == "token_mean":  # slime counts one token for a sample without any, which makes the mean smaller than that of the tokens
+        return float(max(sum(trained_tokens), 1))
     return float(len(set(rollout_ids)))
 
 

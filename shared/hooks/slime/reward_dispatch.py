@@ -1,12 +1,15 @@
 """``slime.rollout.rm_hub``: rewards by name for code of the user's that scores by itself while it generates."""
 
 import asyncio
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from shared.hooks.hook_sample import HookSample
-from shared.hooks.slime import http_requests
+from shared.hooks.slime import http_requests, model_processors
 from shared.hooks.slime.function_loading import load_function
 from shared.rewards.boxed import extract_answer as extract_boxed_answer
 from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
@@ -17,6 +20,7 @@ from shared.rewards.ifbench import compute_ifbench_reward
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference, label_text
 from shared.rewards.verifiers import exact, math_verify, pattern_answer
+from shared.schema.own_turns import ScoredText, sampled, scored_text, turns_of
 
 REMOTE_TRIES = 10
 
@@ -71,12 +75,33 @@ def scored_later(args: Any, sample: HookSample) -> bool:
     return not there.isdisjoint(args.reward_weights) if name == WEIGHTED else name in there
 
 
+def _response(args: Any, sample: HookSample) -> str:
+    """Returns what ``args.scored_text`` has scored; all of a response of which it is not known which tokens the model sampled."""
+    which: ScoredText = getattr(args, "scored_text", "full")
+    mask, turns = sample.loss_mask, getattr(sample, "turns", [])
+    if which != "full" and not turns and mask is not None and len(mask) == sample.response_length:
+        log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs)
+        response = np.asarray(sample.tokens[len(sample.tokens) - len(mask) :])
+        turns = turns_of(sampled(np.asarray(mask), log_probs), response, lambda ids: _decoded(args, ids))
+    return scored_text(sample.response, turns, which)
+
+
+def _decoded(args: Any, ids: Any) -> str:
+    skip = bool(args.rollout_skip_special_tokens)
+    return str(_tokenizer(args.hf_checkpoint).decode(ids.tolist(), skip_special_tokens=skip))
+
+
+@functools.cache
+def _tokenizer(model: str) -> Any:
+    return model_processors.load_tokenizer(model)
+
+
 async def _named(args: Any, sample: HookSample, name: str) -> Any:
     if name == "remote_rm":
         return await remote_rm(args, sample)
     if name == WEIGHTED:
         return await _weighted(args, sample)
-    response = sample.response
+    response = _response(args, sample)
     if name == args.rm_type and (pattern := getattr(args, "answer_pattern", None)) is not None:
         response = pattern_answer(response, pattern)
     if name.startswith(BOXED):
@@ -116,7 +141,7 @@ async def batched_async_rm(args: Any, samples: list[Any], **more: Any) -> list[A
 
 async def remote_rm(args: Any, sample: HookSample, max_retries: int = REMOTE_TRIES) -> Any:
     """Returns what the server at ``args.rm_url`` answers to a prompt, its response and its label."""
-    body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    body = {"prompt": sample.prompt, "response": _response(args, sample), "label": sample.label}
     for attempt in range(max_retries):
         try:
             return await http_requests.post(args.rm_url, body, max_retries=1)

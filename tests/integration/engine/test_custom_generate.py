@@ -62,9 +62,35 @@ async def test_turns_and_a_tool_between_them(bench: NewBench, checkpoint: Checkp
         assert one.mask.tolist() == [1] * FIRST_TURN + [0] * len(TOOL) + [1] * SECOND_TURN
         assert one.segments == [(0, length, 0)]
         assert (one.finish, "[tool]" in one.text) == ("length", True)
+        assert len(one.turns) == 2 and one.text == "[tool]".join(one.turns), "what is scored is the model's own"
         reference = np.where(one.mask, log_probs(checkpoint(0).model, PROMPT, one.response), 0)
         assert np.abs(reference - one.log_probs).max() < EXACT
     assert samples[0].response.tolist() != samples[1].response.tolist()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            "shifted_by_two",
+            f"response_length is {FIRST_TURN}, but tokens has {FIRST_TURN + 2} behind the prompt",
+        ),
+        ("tool_without_mask", f"loss_mask: 2 trained tokens, the first at {FIRST_TURN} of the response, are none that the engine sampled"),
+    ],
+)
+async def test_samples_that_are_not_what_the_engine_sampled_are_refused_by_field(bench: NewBench, function: str, words: str) -> None:
+    desk = await bench(function)
+    await desk.task()
+    reason = await desk.failure()
+    assert f"rollout.custom_generate_function_path = tests.support.generate_hooks:{function}: sample g00000007/" in reason
+    assert words in reason
+
+
+async def test_a_turn_that_is_masked_out_is_the_models_own_all_the_same(bench: NewBench) -> None:
+    desk = await bench("masked_as_stale")
+    await desk.task(n=1)
+    _, [one] = await desk.generated()
+    assert int(one.mask.sum()) == SECOND_TURN and one.text == "[tool]".join(one.turns)
 
 
 async def test_the_example_tells_a_wrong_answer_so(bench: NewBench, checkpoint: Checkpoints) -> None:

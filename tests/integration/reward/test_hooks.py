@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,19 @@ async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate
     assert rewards(outcome) == [4.0, 0.0, 7.0]
     assert (scored(outcome).environment, scored(outcome).filtered, scored(outcome).rollouts) == ("custom_rm", None, ())
     where = f"reward.custom_rm_path = {HOOKS}:length"
+    file = "tests/support/reward_hooks.py"
     for text, words in {
         "sleep": f"2 rewards did not come from {where} within 2 s; its call was cancelled, the group is given up",
         "spin": f"2 rewards did not come from {where} within 2 s; its process was killed, the group is given up",
-        "raise": f"{where}: RuntimeError: cannot read this",
-        "exit": f"{where}: SystemExit: 3",
+        "raise": f"{where}: {file}:N, in length: RuntimeError: cannot read this",
+        "exit": f"{where}: {file}:N, in length: SystemExit: 3",
         "die": f"the functions {HOOKS}:length's process ended in the middle of a call",
-        "nan": f"{where}: sample 1: a reward is nan; expected a finite number",
-        "text": f"{where}: sample 1: a reward is 'much'; expected a finite number",
-        "none": f"{where}: sample 1: a reward is None; expected a finite number",
+        "nan": f"{where}: sample 1: a reward is nan; expected a finite number ({file}:N, length)",
+        "text": f"{where}: sample 1: a reward is 'much'; expected a finite number ({file}:N, length)",
+        "none": f"{where}: sample 1: a reward is None; expected a finite number ({file}:N, length)",
     }.items():
         await desk.generated(f"g-{text}", "a", text)
-        assert await desk.failure(f"g-{text}") == words
+        assert re.sub(r"\.py:[0-9]+", ".py:N", await desk.failure(f"g-{text}")) == words
     await desk.generated("g1", "four")
     assert rewards((await desk.outcomes(1))["g1"]) == [4.0], "as if nothing had been"
 

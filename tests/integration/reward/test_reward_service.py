@@ -68,6 +68,31 @@ async def test_a_reward_that_a_sample_was_generated_with_counts_in_place_of_scor
     assert "sample g2/0: the reward that it was generated with: no reward is named score; there are turns" in nameless.reason
 
 
+TOOL_SAYS = "I do not know. [tool] \\boxed{42} [end] I still do not know."
+TURNS = {0: ["I do not know.", "I still do not know."], 1: ["So \\boxed{42}.", "Thank you."]}
+
+
+@pytest.mark.parametrize(("which", "rewards"), [("own", [0.0, 1.0]), ("last_turn", [0.0, 0.0]), ("full", [1.0, 1.0])])
+async def test_a_tool_that_prints_the_answer_earns_the_model_nothing(bench: NewBench, which: str, rewards: list[float]) -> None:
+    desk = await bench(reward={"scored_text": which, "rm_type": "math"})
+    await desk.serve()
+    await desk.generated("g0", TOOL_SAYS, "So \\boxed{42}. [tool] ok [end] Thank you.", turns=TURNS)
+    outcome = (await desk.outcomes(1))["g0"]
+    assert isinstance(outcome, Scored) and outcome.rewards == rewards
+
+
+async def test_a_weighted_reward_scores_the_models_own_text_and_shows_a_function_all_of_it(bench: NewBench) -> None:
+    function = "tests.support.reward_hooks:turns_and_length"
+    weights = {"reward_weights": {"math": 1.0, "custom_rm": 100.0}, "rm_type": "weighted", "custom_rm_path": function}
+    desk = await bench(reward=weights)
+    await desk.serve()
+    await desk.generated("g0", TOOL_SAYS, "\\boxed{42}", turns=TURNS | {1: []})
+    outcome = (await desk.outcomes(1))["g0"]
+    assert isinstance(outcome, Scored)
+    assert [part["math"] for part in outcome.parts] == [0.0, 1.0]
+    assert [part["custom_rm"] for part in outcome.parts] == [2 + len(TOOL_SAYS) / 1000, 1 + 10 / 1000]
+
+
 async def test_a_response_that_is_late_has_0_and_says_why_and_the_right_answer_beside_it_counts(bench: NewBench) -> None:
     desk = await bench(reward={"rm_type": "math_verify", "reward_timeout": 2.0, "reward_workers": 1})
     process = await desk.launch()

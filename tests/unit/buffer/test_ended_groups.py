@@ -57,13 +57,13 @@ def test_a_trained_batch_ends_its_groups_with_all_that_is_known_of_them() -> Non
     assert trained_not_durable(before, 5.0) == []
 
 
-def test_dropped_groups_have_their_samples_and_dead_ones_their_reason() -> None:
+def test_dropped_and_dead_groups_have_their_samples_and_their_reason() -> None:
     before = state(GroupsScored(groups=[scored(0)], at=1))
     back, away = ended(before, GroupsDropped(groups=[group_id(0), group_id(1)], reason="surplus", at=2))
     assert (back.record.status, back.record.reason, back.keys, back.record.step) == ("dropped", "surplus", ("k0",), None)
     assert (away.record.status, away.keys, away.rewards) == ("dropped", (), ())
     (dead,) = ended(before, GroupDead(group=group_id(2), reason="math: hung", payload=Payload(keys=["k2"], bytes=1), at=2))
-    assert (dead.record.status, dead.record.reason, dead.keys) == ("dead", "math: hung", ())
+    assert (dead.record.status, dead.record.reason, dead.keys, dead.rewards) == ("dead", "math: hung", ("k2",), ())
     assert ended(before, GroupsScored(groups=[scored(3)], at=2)) == []
 
 
@@ -75,7 +75,7 @@ def test_held_out_prompts_end_when_they_come_back() -> None:
     head = group.record
     assert (head.status, head.dataset, head.version, group.keys, group.parts) == ("evaluated", "heldout", 3, ("k",), ({"form": 1.0},))
     (group,) = ended(before, EvalScored(**values, rewards=[], reason="rollout-0: too long"))
-    assert (group.record.status, group.record.reason, group.keys) == ("failed", "rollout-0: too long", ())
+    assert (group.record.status, group.record.reason, group.keys) == ("failed", "rollout-0: too long", ("k",))
 
 
 def test_the_share_is_the_same_in_every_process_and_leaves_evaluations_whole() -> None:

@@ -99,6 +99,17 @@ def test_a_group_without_payload_has_its_prompt(tmp_path: Path) -> None:
     assert (record.prompt, record.label, record.metadata) == ("1+1=", "2", {"level": 1})
 
 
+def test_a_group_whose_reward_failed_keeps_its_responses_without_rewards(tmp_path: Path) -> None:
+    dead = ended(1, "dead", reason="reward-0: reward.custom_rm_path = my:score failed", payload=Payload(keys=["k"], bytes=9))
+    prompt = Prompt("1+1=", np.array([1], np.int32), "2", False, {}, "exact")
+    unreadable = replace(dead, record=dead.record.model_copy(update={"group": group_id(2)}))
+    written(RolloutWriter(tmp_path, BOUND, False), (dead, job(1, "so 3")[1], prompt), (unreadable, [b"no payload"], prompt))
+    first, second = RolloutReader(tmp_path).records()
+    assert (first.status, first.reason, first.prompt) == ("dead", "reward-0: reward.custom_rm_path = my:score failed", "1+1=")
+    assert [(one.response, one.reward) for one in first.samples] == [("so 3", None)]
+    assert (second.prompt, second.samples) == ("1+1=", [])
+
+
 def test_what_cannot_be_kept_is_told_by_reason_and_the_rest_is_kept(tmp_path: Path) -> None:
     odd = (ended(9, payload=Payload(keys=["k"], bytes=9), rewards=(1.0, 2.0)), job(9)[1], None)
     unreadable = (job(1)[0], [b"no payload"], None)

@@ -48,6 +48,16 @@ def test_what_comes_before_the_first_trained_token_is_the_prompt(config: RunConf
     assert np.isclose(one.log_probs, [-0.5, 7, 7, -1]).all()
 
 
+def test_what_is_scored_is_the_text_of_the_tokens_that_were_sampled(config: RunConfig) -> None:
+    one, other = read(SMALL, config).samples
+    assert (one.turns, other.turns) == (["[3]", "[6]"], [])  # by default those that are trained; the other sample is one turn
+    sampled = [[0, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1]]  # of the first one a token more than is trained
+    one, other = read(SMALL | {"sampled": sampled}, config).samples
+    assert (one.turns, other.turns) == (["[3 4]", "[6]"], ["[2 6]", "[8 9]"])
+    with pytest.raises(TurnRefused, match="3 entries for 6 tokens"):
+        read(SMALL | {"sampled": [[0, 0, 1], [1] * 6]}, config)
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "status"),
     [

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from myxo.launch.exit_report import table
+from myxo.launch.exit_report import never_trained, table
 from shared.config.run_config import RunConfig
-from shared.history.run_summary import SummaryTally
+from shared.history.run_summary import GroupCounts, SummaryTally
 from shared.schema.attestation import attest
 from shared.schema.ledger import (
     BatchFormed,
@@ -87,6 +87,24 @@ def tally(config: RunConfig, records: list[LedgerRecord]) -> SummaryTally:
     for record in records:
         result.apply(record)
     return result
+
+
+NEVER = "57 % of prompts were never trained"
+
+
+@pytest.mark.parametrize(
+    ("dead", "said"),
+    [
+        ({}, ""),
+        ({"reward-0: reward.custom_rm_path = my:score: my.py:3, in score: KeyError: 1": 4}, f"{NEVER}: your reward failed"),
+        ({"reward-0: eval.sets.a.custom_rm_path = my:score: x": 4}, f"{NEVER}: your reward failed"),
+        ({"rollout-0: rollout.custom_generate_function_path = m:f: x": 3, "long": 1}, f"{NEVER}: your generate function failed for 3 of 4"),
+        ({"reward-0: rollout.dynamic_sampling_filter_path = my:f: x": 4}, f"{NEVER}: your filter failed"),
+        ({"buffer: too long": 4}, NEVER),
+    ],
+)
+def test_the_share_of_prompts_that_were_never_trained_names_what_failed(dead: dict[str, int], said: str) -> None:
+    assert never_trained(GroupCounts(9, 2, {"stale": 1}, dead, 2)) == said
 
 
 def test_every_figure(config: RunConfig) -> None:

@@ -51,6 +51,7 @@ def test_a_fork_holds_the_shared_beginning_and_trains_it_not_again() -> None:
     assert one.tokens.tolist() == [1, 2, 3, 4] and one.mask.tolist() == [1, 0, 1]
     assert other.tokens.tolist() == [1, 2, 5, 6, 7, 8] and other.mask.tolist() == [0, 0, 1, 0, 1]
     assert other.log_probs.tolist() == [-1, 0, -1, 0, -1]
+    assert other.sampled.tolist() == [True, False, True, False, True], "the shared beginning is the model's own, too"
 
 
 def test_a_prompt_that_is_not_its_parents_tokens_begins_anew() -> None:

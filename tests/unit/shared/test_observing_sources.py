@@ -1,5 +1,6 @@
 """A source in its own process that hears results: what it raises, and where it hangs or dies over them, costs those results alone."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def test_what_observe_raises_costs_those_results(tmp_path: Path, tokenizer: Toke
     prompts = opened_prompts(tmp_path, tokenizer, "Raising", report)
     assert heard(prompts) == [0, 2, 2, 4, 6]
     [error] = report
-    assert error.field == "data.data_source" and "observe, of 2 results, raised ValueError: I will not hear this" in str(error)
+    assert error.field == "data.data_source" and re.search(
+        r"observe, of 2 results, raised tests/support/adaptive_source.py:\d+, in observe: ValueError: I will not hear this", str(error)
+    )
     assert len({prompts.at(number).metadata["process"] for number in range(2 * BATCHES)}) == 1, "the process goes on"
 
 

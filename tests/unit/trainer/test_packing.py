@@ -100,7 +100,7 @@ def test_ranks_together_hold_every_demonstration_once(batch_samples, dp_size, bu
     assert found == sorted(expected + [[0, 0]] * fillers)
     trained = [int(s.mask.sum()) for s in batch_samples]
     total = sum(batch.fields["weights"].double().sum().item() for batch in packed)
-    assert total == pytest.approx(sum(trained) / sum(max(count, 1) for count in trained))
+    assert total == pytest.approx(float(any(trained)))  # of ones
 
 
 def test_a_filler_has_the_fields_of_any_micro_batch_and_trains_nothing():

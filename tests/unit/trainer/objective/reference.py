@@ -43,7 +43,7 @@ def reduce(sequences: list[Sequence], values: list[list[float]], reducer: str, f
     """The reducers as they are defined, over the whole batch: no weights."""
     sums = [math.fsum(v for v, m in zip(vs, s.mask, strict=True) if m) for s, vs in zip(sequences, values, strict=True)]
     if reducer == "token_mean":
-        return math.fsum(sums) / sum(max(sum(s.mask), 1) for s in sequences)
+        return math.fsum(sums) / max(sum(sum(s.mask) for s in sequences), 1)
     rollouts = {s.rollout_id for s in sequences}
     total = 0.0
     for rollout in rollouts:

@@ -38,8 +38,23 @@ def test_by_hand():
     # rollout a: 2 + 2 tokens in two samples; b: 1 token; c: none, and still one of three
     tokens, rollouts = [2, 2, 1, 0], ["a", "a", "b", "c"]
     np.testing.assert_allclose(sample_weights(tokens, rollouts), [1 / 12, 1 / 12, 1 / 3, 1 / 3])
-    np.testing.assert_allclose(sample_weights(tokens, rollouts, "token_mean"), [1 / 6] * 4)
+    np.testing.assert_allclose(sample_weights(tokens, rollouts, "token_mean"), [1 / 5] * 4)  # c counts no token
     np.testing.assert_allclose(sample_weights(tokens, rollouts, "fixed_length", 10), [1 / 30] * 4)
+
+
+def test_a_removed_sample_counts_no_token_in_token_mean_and_its_rollout_still_counts_as_one():
+    tokens = [20, 24, 0]  # the third one removed
+    assert sample_weights(tokens, range(3), "token_mean").tolist() == [1 / 44] * 3
+    assert np.dot(sample_weights(tokens, range(3), "token_mean"), tokens) == 1.0  # the mean over trained tokens of 1
+    assert sample_weights(tokens, range(3)).tolist() == [1 / 60, 1 / 72, 1 / 3]
+    assert sample_weights([20, 24, 0], [0, 1, 1]).tolist() == [1 / 40, 1 / 48, 1 / 48]  # removed of a rollout that fans out
+    assert sample_weights([0, 0], range(2), "token_mean").tolist() == [1.0, 1.0]
+
+
+@many
+@given(tokens=st.lists(st.integers(0, 100), min_size=1, max_size=20).filter(any))
+def test_the_token_mean_of_a_constant_is_the_constant_whatever_is_removed(tokens):
+    assert np.dot(sample_weights(tokens, range(len(tokens)), "token_mean"), tokens) == pytest.approx(1.0, rel=1e-12)
 
 
 @many

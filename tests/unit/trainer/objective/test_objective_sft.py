@@ -23,7 +23,7 @@ def test_is_the_mean_of_minus_log_p_over_trained_tokens(seed, garbage):
     current = batches.currents(sequences).detach().masked_fill(excluded, garbage).requires_grad_()
     loss, metrics = SftLoss()(current, batches.entropies(sequences).masked_fill(excluded, garbage), batch)
     loss.backward()
-    denominator = sum(max(sum(s.mask), 1) for s in sequences)
+    denominator = max(sum(sum(s.mask) for s in sequences), 1)
     trained = [(x, e) for s in sequences for x, e, m in zip(s.current, s.entropy, s.mask, strict=True) if m]
     assert loss.item() == pytest.approx(-math.fsum(x for x, _ in trained) / denominator, rel=1e-12, abs=1e-15)
     assert metrics["loss"].item() == loss.item()

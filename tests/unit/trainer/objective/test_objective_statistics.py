@@ -120,4 +120,4 @@ def test_rejection_sampling_trains_what_passes():
 
 def test_what_sums_are_divided_by():
     assert denominator([2, 0, 3], ["a", "a", "b"]) == 2.0
-    assert denominator([2, 0, 3], ["a", "a", "b"], "token_mean") == 6.0
+    assert denominator([2, 0, 3], ["a", "a", "b"], "token_mean") == 5.0

@@ -1,0 +1,106 @@
+"""Where in the user's own code an error came from."""
+
+import asyncio
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shared.hooks import HookSample
+from shared.runtime.failures import defined_at, error_text
+
+CODE = """import asyncio, json
+
+
+def helper(text):
+    return json.loads(text)
+
+
+def score(args, sample):
+    return helper("{")
+
+
+def bare(args, sample):
+    assert sample is None
+
+
+def through_myxo(args, sample):
+    return sample.get_reward_value(args)
+
+
+async def several(args, sample):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fails())
+
+
+async def fails():
+    await asyncio.sleep(0)
+    raise ValueError("two\\nlines")
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def silent(args, sample):
+    raise Silent
+
+
+class Scorer:
+    def __call__(self, args, sample):
+        return None
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    (tmp_path / "my_reward.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_reward", None)
+    import my_reward  # type: ignore[import-not-found]
+
+    monkeypatch.chdir(tmp_path)
+    return my_reward
+
+
+def raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return error_text(error)
+    raise AssertionError("it raised nothing")
+
+
+def test_the_line_is_the_users_own_and_not_the_librarys_below_it(mine: ModuleType) -> None:
+    said = raised(lambda: mine.score(None, 1))
+    assert said.startswith("my_reward.py:5, in helper: JSONDecodeError: Expecting property name")
+    assert json.decoder.__file__ not in said
+
+
+def test_an_error_without_words_shows_its_line_of_code(mine: ModuleType) -> None:
+    assert raised(lambda: mine.bare(None, 1)) == "my_reward.py:13, in bare: AssertionError: assert sample is None"
+
+
+def test_a_frame_of_myxos_is_not_the_users(mine: ModuleType) -> None:
+    said = raised(lambda: mine.through_myxo(None, HookSample()))
+    assert said == "my_reward.py:17, in through_myxo: ValueError: the sample has no reward yet"
+
+
+def test_of_a_group_of_tasks_the_first_that_failed_is_named(mine: ModuleType) -> None:
+    assert raised(lambda: asyncio.run(mine.several(None, 1))) == "my_reward.py:27, in fails: ValueError: two lines"
+
+
+def test_an_error_whose_words_fail(mine: ModuleType) -> None:
+    assert raised(lambda: mine.silent(None, 1)).startswith("my_reward.py:36, in silent: Silent: its text")
+
+
+def test_a_function_is_named_by_where_it_is_defined(mine: ModuleType) -> None:
+    assert defined_at(mine.score) == defined_at(functools.partial(mine.score, 1)) == " (my_reward.py:8, score)"
+    assert defined_at(mine.Scorer()) == " (my_reward.py:40, __call__)"
+    assert defined_at(len) == defined_at(None) == ""
+    assert error_text(ValueError("gave nothing"), mine.score) == "ValueError: gave nothing (my_reward.py:8, score)"
