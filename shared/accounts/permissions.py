@@ -113,6 +113,12 @@ def rights_of(role: str, run: str) -> Rights:
     return next(found for found in rights(run) if found.role == role)
 
 
+def answering_role(subject: str) -> str | None:
+    """Returns the role whose services answer requests on a subject of a run; None for what the server itself takes, streams among it."""
+    plane = subject.split(".")[1:2]
+    return plane[0] if plane in ([BUFFER], [ROLLOUT], [ENVIRONMENT]) and not subject.startswith(("$", "_")) else None
+
+
 # --- rights that several roles have
 
 
