@@ -164,8 +164,7 @@ def _buffer(names: Subjects) -> BusRights:
         names.task(EVAL),
         names.ledger(ANY),
         f"{API}.STREAM.MSG.GET.{ledger}",  # to see which record took this writer's sequence
-        f"{API}.CONSUMER.CREATE.{ledger}.{ANY}",  # a consumer for the replay, which the server removes when it is unused
-        f"{API}.CONSUMER.MSG.NEXT.{ledger}.{ANY}",
+        f"{API}.DIRECT.GET.{ledger}",  # for the replay, without a consumer, which would name the subject that the server delivers to
         *_take(names.scored_stream, scored_consumer(run, bus).name),
         *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),  # to read the depth of the queues
         f"$KV.{names.config_bucket}.phase",
