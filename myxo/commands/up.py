@@ -22,6 +22,7 @@ from shared.config import flags
 from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, server_urls, telemetry
+from shared.runtime.atomic_files import private_directory
 from shared.runtime.errors import ConfigError
 from shared.runtime.node_rank import NODE_RANK
 
@@ -87,6 +88,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
         console.file.write(config_toml.dump(config))
         return exit_codes.DONE
     directory = RunDirectory(config.run.root)
+    _private(config)
     if config.debug.trains_only:
         return train_only.run(config, directory, console, fresh=fresh)
     given = server_checks.given_servers()
@@ -107,6 +109,14 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
                 return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
             finally:
                 telemetry.silence_logs()
+
+
+def _private(config: RunConfig) -> None:
+    """Makes the run's directory, readable for whom ``run.dir_mode`` says. Raises ConfigError."""
+    try:
+        private_directory(config.run.root, int(config.run.dir_mode, 8))
+    except OSError as error:
+        raise ConfigError("run.dir", str(config.run.root), f"cannot be made: {error.strerror}; give another run.dir") from None
 
 
 def _up_node(config: RunConfig, directory: RunDirectory, given: server_checks.GivenServers, rank: int, console: Console) -> int:

@@ -6,9 +6,10 @@ The ``Host`` header has to name this machine: a page of a foreign site whose nam
 
 import hashlib
 import hmac
+import re
 from collections.abc import Collection, Iterable
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
@@ -19,6 +20,9 @@ LEAST_TOKEN = 16
 
 OWN_NAMES = ("127.0.0.1", "localhost", "::1")
 """The names of this machine for itself."""
+
+HOST = re.compile(r"(?P<name>[a-z0-9._-]+|\[(?P<v6>[0-9a-f:.]+)\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""A Host header: a name or an address, and a port (RFC 9110, section 7.2)."""
 
 READING = ("GET", "HEAD")
 
@@ -62,7 +66,7 @@ class AccessToken:
     def _refusal(self, scope: Scope) -> Response | None:
         """Returns what a request is refused with; None where it may pass."""
         headers = Headers(scope=scope)
-        if not _names_one(headers.get("host", ""), self._names):
+        if not _names_one(headers.getlist("host"), self._names):
             known = ", ".join(sorted(self._names))
             text = f"421: the console is not asked by this name; it answers to {known}, and to those of console.console_hosts\n"
             return PlainTextResponse(text, 421)
@@ -104,9 +108,7 @@ def _cookie(headers: Headers, name: str) -> str:
     return "" if found is None else found.value
 
 
-def _names_one(host: str, names: Collection[str]) -> bool:
-    """Returns whether a Host header names one of the hosts, at whatever port: containers publish another than they listen at."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "") in names
-    except ValueError:
-        return False
+def _names_one(given: list[str], names: Collection[str]) -> bool:
+    """Returns whether the one Host header names one of the hosts, at whatever port: containers publish another than they listen at."""
+    found = HOST.fullmatch(given[0]) if len(given) == 1 else None
+    return found is not None and (found["v6"] or found["name"]).lower() in names

@@ -1,10 +1,12 @@
 """The gateway's endpoints: a session's key, a body, a turn, an answer in the format of the endpoint."""
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -45,12 +47,18 @@ declare_metrics(
 BODY_BYTES = 32 << 20
 """The largest body of a request."""
 
+SESSION_REQUESTS = 64
+"""The most requests of one session that are read or answered at once."""
+
 GONE_SECONDS = 0.5
 """The interval at which is seen whether a client is still there."""
 
 RETRY_AFTER_S = 1.0
 
 TASK_HEADER = "X-Myxo-Sampling-Of-Task"
+
+Route = Callable[[Request, SessionLog, bytes], Awaitable[Response]]
+"""Answers a request of a session, by its body."""
 
 
 class _EndFields(RequestFields):
@@ -62,7 +70,8 @@ class _EndFields(RequestFields):
 
 @dataclass
 class Api:
-    """What the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once."""
+    """What the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
+    ``of_session``: how many of each session are being read or answered."""
 
     sessions: SessionStore
     turns: Turns
@@ -73,13 +82,14 @@ class Api:
     most: int
     started: int = field(default_factory=lambda: int(time.time()))
     in_hand: int = 0
+    of_session: Counter[str] = field(default_factory=Counter)
 
     def app(self) -> FastAPI:
         """Returns the app with all endpoints."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         for path, wire in CHAT_FORMATS.items():
             app.router.add_route(path, self._refusing(wire.house, self._chat(path, wire)), methods=["POST"])
-        routes: list[tuple[str, str, House, Callable[[Request], Awaitable[Response]]]] = [
+        routes: list[tuple[str, str, House, Route]] = [
             ("POST", "/v1/messages/count_tokens", "anthropic", self._count),
             ("POST", "/inference/v1/generate", "openai", self._generate),
             ("GET", "/v1/models", "openai", self._models),
@@ -103,19 +113,23 @@ class Api:
             TurnRefused(404 if status == HTTPStatus.NOT_FOUND else 405, f"{request.method} {request.url.path[:200]} is not served"), house
         )
 
-    def _refusing(self, house: House, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Returns a route that tells refusals in its house's form, and has a bounded number of requests in hand."""
+    def _refusing(self, house: House, route: Route) -> Callable[[Request], Awaitable[Response]]:
+        """Returns a route that answers refusals in its house's form, and has a bounded number of requests in hand: of each session, and of
+        those whose body is there, so that one session's unfinished requests take nothing from the others."""
 
         async def answered(request: Request) -> Response:
             self.metrics.add("gateway_requests")
             try:
-                if self.in_hand >= self.most:
-                    raise TurnRefused(429, f"{self.most} requests are in hand", code="no_room", retry_after_s=RETRY_AFTER_S)
-                self.in_hand += 1
-                try:
-                    return await route(request)
-                finally:
-                    self.in_hand -= 1
+                log = await self._log(request)
+                with _counted(self.of_session, log.session.id, SESSION_REQUESTS, "of this session are in hand"):
+                    body = await bounded_body(request, BODY_BYTES)
+                    if self.in_hand >= self.most:
+                        raise _no_room(self.most, "are in hand")
+                    self.in_hand += 1
+                    try:
+                        return await route(request, log, body)
+                    finally:
+                        self.in_hand -= 1
             except TurnRefused as error:
                 return self._refusal(error, house)
             except MyxoError as error:  # the store is away
@@ -129,9 +143,8 @@ class Api:
 
     # --- turns
 
-    def _chat(self, path: str, wire: WireFormat) -> Callable[[Request], Awaitable[Response]]:
-        async def route(request: Request) -> Response:
-            log, body = await self._opened(request)
+    def _chat(self, path: str, wire: WireFormat) -> Route:
+        async def route(request: Request, log: SessionLog, body: bytes) -> Response:
             asked = self.turns.noted(wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
             self._check_model(asked.model)
             headers = _told(log, asked)
@@ -158,30 +171,29 @@ class Api:
         except BaseException:
             await cancelled([turn])
             raise
-        return StreamingResponse(self._kept(answer, turn), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._kept(log.session.id, answer, turn), media_type="text/event-stream", headers=headers)
 
-    async def _kept(self, answer: StreamedAnswer, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
+    async def _kept(self, session: str, answer: StreamedAnswer, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
         """Yields an answer's events; ends the turn where its client is gone, so that the engine draws for nobody."""
         self.in_hand += 1
         try:
-            async for events in answer.events():
-                yield events
+            with _counted(self.of_session, session, math.inf, ""):
+                async for events in answer.events():
+                    yield events
         finally:
             self.in_hand -= 1
             if not turn.done():
                 self.metrics.add("gateway_clients_gone")
             await cancelled([turn])
 
-    async def _generate(self, request: Request) -> Response:
-        log, body = await self._opened(request)
+    async def _generate(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
         await self._watched(request, turn, math.inf)
         return _answered(token_generate.answer(asked, turn.result()), _told(log, asked))
 
-    async def _count(self, request: Request) -> Response:
-        log, body = await self._opened(request)
+    async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
         self._check_model(asked.model)
         return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=formats.answer_headers(asked))
@@ -201,12 +213,10 @@ class Api:
 
     # --- models and sessions
 
-    async def _models(self, request: Request) -> Response:
-        await self._log(request)
+    async def _models(self, request: Request, log: SessionLog, body: bytes) -> Response:
         return JSONResponse(formats.model_list(self.model, self.started, await self._context()))
 
-    async def _model(self, request: Request) -> Response:
-        await self._log(request)
+    async def _model(self, request: Request, log: SessionLog, body: bytes) -> Response:
         self._check_model(request.path_params["name"])
         return JSONResponse(formats.model_entry(self.model, self.started, await self._context()))
 
@@ -218,15 +228,13 @@ class Api:
         if name is not None and name not in self.names and "*" not in self.names:
             raise unknown_model(name, self.model)
 
-    async def _session(self, request: Request) -> Response:
-        log = await self._log(request)
+    async def _session(self, request: Request, log: SessionLog, body: bytes) -> Response:
         ended = None if log.ended is None else {"reward": log.ended.reward, "reason": log.ended.reason}
         return JSONResponse(
             {"id": log.session.id, "deadline": log.deadline, "turns": len(log.turns), "pending": len(log.pending), "ended": ended}
         )
 
-    async def _end(self, request: Request) -> Response:
-        log, body = await self._opened(request)
+    async def _end(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked, _ = read_body(_EndFields, body or b"{}")
         try:
             end = SessionEnded(at=time.time(), reward=asked.reward, reason=asked.reason)
@@ -238,9 +246,6 @@ class Api:
             raise TurnRefused(409, f"the session has ended before, with reward {found.reward}", code="session_ended")
         return JSONResponse({"id": log.session.id, "reward": found.reward})
 
-    async def _opened(self, request: Request) -> tuple[SessionLog, bytes]:
-        return await self._log(request), await bounded_body(request, BODY_BYTES)
-
     async def _log(self, request: Request) -> SessionLog:
         """Returns the session that a request's key opens. Raises TurnRefused."""
         bearer = request.headers.get("authorization", "")
@@ -249,6 +254,24 @@ class Api:
             return await self.sessions.find(key)
         except SessionUnknown as error:
             raise TurnRefused(401, str(error), code="invalid_api_key") from None
+
+
+@contextlib.contextmanager
+def _counted(counts: Counter[str], session: str, most: float, what: str) -> Iterator[None]:
+    """Counts a request to its session while the body runs. Raises TurnRefused where the session has ``most`` already."""
+    if counts[session] >= most:
+        raise _no_room(most, what)
+    counts[session] += 1
+    try:
+        yield
+    finally:
+        counts[session] -= 1
+        if not counts[session]:
+            del counts[session]
+
+
+def _no_room(most: float, what: str) -> TurnRefused:
+    return TurnRefused(429, f"{most} requests {what}", code="no_room", retry_after_s=RETRY_AFTER_S)
 
 
 def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:

@@ -52,6 +52,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
     # others expect SGLang's own way: each part of a stream repeats all tokens before it
     flags["incremental-streaming-output"] = config.gateways > 0 and answers_are_read
+    flags["trust-remote-code"] = config.model.trust_remote_code
     flags["enable-return-routed-experts"] = config.trainer.use_rollout_routing_replay
     flags |= graph_flags(config, device)
     if devices.engines_release(config):

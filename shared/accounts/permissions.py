@@ -113,6 +113,12 @@ def rights_of(role: str, run: str) -> Rights:
     return next(found for found in rights(run) if found.role == role)
 
 
+def answering_role(subject: str) -> str | None:
+    """Returns the role whose services answer requests on a subject of a run; None for what the server itself takes, streams among it."""
+    plane = subject.split(".")[1:2]
+    return plane[0] if plane in ([BUFFER], [ROLLOUT], [ENVIRONMENT]) and not subject.startswith(("$", "_")) else None
+
+
 # --- rights that several roles have
 
 
@@ -158,8 +164,7 @@ def _buffer(names: Subjects) -> BusRights:
         names.task(EVAL),
         names.ledger(ANY),
         f"{API}.STREAM.MSG.GET.{ledger}",  # to see which record took this writer's sequence
-        f"{API}.CONSUMER.CREATE.{ledger}.{ANY}",  # a consumer for the replay, which the server removes when it is unused
-        f"{API}.CONSUMER.MSG.NEXT.{ledger}.{ANY}",
+        f"{API}.DIRECT.GET.{ledger}",  # for the replay, without a consumer, which would name the subject that the server delivers to
         *_take(names.scored_stream, scored_consumer(run, bus).name),
         *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),  # to read the depth of the queues
         f"$KV.{names.config_bucket}.phase",

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.accounts.permissions import HEALTH, REST, BusRights, Rights, StoreRights
+from shared.accounts.permissions import API, HEALTH, OPERATOR, REST, BusRights, Rights, StoreRights, answering_role
+
+RUN_ACCOUNT = "run"
+"""The NATS account of the streams, where whoever made the server or operates the run connects."""
+
+_STREAMED = (f"{API}.CONSUMER.MSG.NEXT.{REST}", f"{API}.DIRECT.GET.{REST}")
+"""The requests that are answered by several messages."""
+
+_PENDING = "1h"
+"""The time for which NATS remembers to whom an answer goes: longer than any request waits."""
 
 MAX_PAYLOAD = 1 << 20
 """The largest message in bytes, headers included: NATS's own default. Payloads are in Redis."""
@@ -70,12 +79,46 @@ def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: 
     if settings.tls is not None:
         files = {"cert_file": f"{settings.tls}/{CERTIFICATE}", "key_file": f"{settings.tls}/{KEY}"}
         config["tls"] = {**files, "timeout": TLS_SECONDS}
-    config["authorization"] = {"users": [nats_user(role, passwords[role.role]) for role in rights]}
+    users = [(role, nats_user(role, passwords[role.role])) for role in rights]
+    config["accounts"] = nats_accounts([user for role, user in users if role.role == OPERATOR], users)
     return "".join(f"{key}: {json.dumps(value, indent=2)}\n" for key, value in config.items())
 
 
+def nats_accounts(owners: list[dict[str, Any]], users: Iterable[tuple[Rights, dict[str, Any]]]) -> dict[str, Any]:
+    """Returns the accounts of a server: `RUN_ACCOUNT` with the streams, and one for each role, which imports what it may publish and hear.
+
+    NATS checks the subject of a request and not the reply subject that it names, to which the server then publishes. In an account of its
+    own a role has its answers nowhere but in that account: no reply subject reaches a stream, or a subject that another role listens on.
+
+    Args:
+        owners: the users of `RUN_ACCOUNT`. users: the other roles with their entries; operators, who are among the owners, are skipped.
+    """
+    served: dict[str, list[dict[str, Any]]] = {RUN_ACCOUNT: [{"service": subject, "response_type": "stream"} for subject in _STREAMED]}
+    accounts: dict[str, Any] = {RUN_ACCOUNT: {"jetstream": "enabled", "users": owners, "exports": served[RUN_ACCOUNT]}}
+    for rights, user in users:
+        if rights.role == OPERATOR:
+            continue
+        imports: list[dict[str, Any]] = []
+        for subject in rights.bus.publish:
+            owner = answering_role(subject) or RUN_ACCOUNT
+            if owner == rights.role:
+                continue  # among its own replicas
+            imports.append({"service": {"account": owner, "subject": subject}})
+            export = {"service": subject, "response_type": "singleton", "response_threshold": _PENDING}
+            if not subject.startswith(tuple(streamed.removesuffix(REST) for streamed in _STREAMED)):
+                served.setdefault(owner, []).append(export)
+        for subject in rights.bus.subscribe:
+            if answering_role(subject) is None and not subject.startswith("_INBOX."):
+                imports.append({"stream": {"account": RUN_ACCOUNT, "subject": subject}})
+                served[RUN_ACCOUNT].append({"stream": subject})
+        accounts[rights.role] = {"users": [user], "imports": imports, "exports": served.setdefault(rights.role, [])}
+    for exports in served.values():
+        exports[:] = {json.dumps(export): export for export in exports}.values()
+    return accounts
+
+
 def nats_user(role: Rights, password: str) -> dict[str, Any]:
-    """Returns the entry of a role's account among ``authorization``'s users."""
+    """Returns the entry of a role's user in its account."""
     return {"user": role.user, "password": password, "permissions": _permissions(role.bus)}
 
 

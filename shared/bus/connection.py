@@ -321,11 +321,15 @@ class Bus:
     async def serve(self, subject: str, request: type[Request], handler: Callable[[Request], Awaitable[Message]]) -> None:
         """Answers requests on ``subject`` until the connection closes; a `MyxoError` of the handler becomes a `Refused`.
 
-        Each request is handled in its own task, so a slow one does not delay the next. Raises NotPermitted.
+        Each request is handled in its own task, so a slow one does not delay the next. What the server itself delivers here, because
+        somebody named this subject for the answer to a request of JetStream's, is dropped. Raises NotPermitted.
         """
         running: set[asyncio.Task[None]] = set()
 
         async def on_message(message: Msg) -> None:
+            if from_stream(message):
+                self._log.error("request_forged", subject=subject, of=message.subject, next_action="dropped")
+                return
             task = asyncio.create_task(self._answer(message, request, handler))
             running.add(task)
             task.add_done_callback(running.discard)
@@ -390,3 +394,9 @@ class Bus:
                 raise MyxoError(f"the bus has no KV bucket {bucket}: does the run exist there? (`myxo up` makes it)") from error
             self._buckets[bucket] = opened
         return self._buckets[bucket]
+
+
+def from_stream(message: Msg) -> bool:
+    """Returns whether a message is one that a stream stored, delivered by a direct get or a consumer: a client's request has neither the
+    headers of the first nor the acknowledgement of the second as its reply."""
+    return message.reply.startswith("$JS.ACK.") or any(name in (message.headers or ()) for name in ("Nats-Stream", "Nats-Sequence"))

@@ -1,17 +1,21 @@
-"""Reads a stream from its beginning to its present end, for the buffer's recovery, the audit and the summary."""
+"""Reads a stream from its beginning to its present end, for the buffer's recovery, the audit, the summary and the console.
+
+It uses JetStream's batched direct get (ADR-31, NATS 2.11) and no consumer: an account that may make a consumer may name the subject to
+which the server delivers its messages, whatever the account's own rights. A direct get only answers. A server before 2.11 answers with
+one message at a time, which works, too.
+"""
 
 import asyncio
-import contextlib
-import functools
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import nats.errors
-from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
-from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT
+from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT
 from shared.bus.connection import Bus
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.messages import Message
@@ -19,7 +23,10 @@ from shared.schema.messages import Message
 Entry = TypeVar("Entry", bound=Message)
 
 FETCH = 256
-FETCH_SECONDS = 5.0
+"""Messages of one direct get."""
+
+SEQUENCE, PENDING, STATUS = "Nats-Sequence", "Nats-Num-Pending", "Status"
+NO_RESPONDERS = "503"
 
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
@@ -40,33 +47,33 @@ async def read(
         after: only messages with a higher sequence are read. strict: where it is not set, what cannot be decoded is left out: of a
             stream on which no decision depends, and into which every service may write.
 
-    Raises BadMessage for what cannot be decoded, DeadlineExceeded.
+    Raises BadMessage for what cannot be decoded, NotPermitted, DeadlineExceeded.
     """
+    newest = await last_sequence(bus, stream, deadline)
     seen, progress = after, time.monotonic()
     while True:
-        attempt = functools.partial(_reader, bus, stream, subject, seen + 1)
-        pull, pending = await bus.retry(attempt, f"a reader of {stream}", f"$JS.API.CONSUMER.CREATE.{stream}", deadline=deadline)
+        inbox = bus.connection.new_inbox()
+        answers = await bus.connection.subscribe(inbox)
         try:
-            while pending > 0:
-                try:
-                    messages = await pull.fetch(min(FETCH, pending), timeout=FETCH_SECONDS)
-                except (nats.errors.Error, *TRANSIENT) as error:
-                    bus.raise_if_refused(progress, f"$JS.API.CONSUMER.MSG.NEXT.{stream}")
-                    if time.monotonic() - progress > deadline:
-                        raise DeadlineExceeded(f"{pending} messages of {stream}", "the bus", deadline, "given up") from error
-                    await asyncio.sleep(RETRY_PAUSE)
-                    break  # a restarted server has lost this consumer: a new one continues after the last message
-                progress = time.monotonic()
+            pending = 1
+            while pending and seen < newest:
+                messages, pending = await _batch(bus, answers, stream, subject, seen + 1)
                 for message in messages:
-                    pending -= 1
-                    seen = message.metadata.sequence.stream
+                    progress, seen = time.monotonic(), int((message.headers or {})[SEQUENCE])
+                    if seen > newest:
+                        return
                     if (entry := decoded(model, message.data, strict)) is not None:
                         yield seen, entry
-            else:
-                return
+                await asyncio.sleep(0)  # a long history leaves the loop to others
+            return
+        except (nats.errors.Error, *TRANSIENT) as error:
+            bus.raise_if_refused(progress, f"$JS.API.DIRECT.GET.{stream}")
+            if time.monotonic() - progress > deadline:
+                raise DeadlineExceeded(f"messages of {stream} after {seen}", "the bus", deadline, "given up") from error
+            await asyncio.sleep(RETRY_PAUSE)
         finally:
-            with contextlib.suppress(nats.errors.Error, *TRANSIENT):
-                await pull.unsubscribe()
+            if not bus.connection.is_closed:
+                await answers.unsubscribe()
 
 
 def decoded(model: type[Entry], data: bytes, strict: bool) -> Entry | None:
@@ -79,22 +86,26 @@ def decoded(model: type[Entry], data: bytes, strict: bool) -> Entry | None:
         return None
 
 
-async def _reader(bus: Bus, stream: str, subject: str, first: int) -> tuple[JetStreamContext.PullSubscription, int]:
-    """Returns a consumer of the stream's messages from sequence ``first`` on, and how many there are.
-
-    Each reader has its own, which the server removes after a minute unused. Nothing is acked, and reading changes nothing.
-    """
-    name = f"reader-{time.time_ns()}"
-    config = ConsumerConfig(
-        name=name,
-        ack_policy=AckPolicy.NONE,
-        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-        opt_start_seq=first,
-        inactive_threshold=60,
-        max_deliver=1,
-        filter_subject=None if subject == ">" else subject,
-        mem_storage=True,
-        num_replicas=1,
-    )
-    info = await bus.js.add_consumer(stream, config)
-    return await bus.js.pull_subscribe_bind(name, stream), info.num_pending or 0
+async def _batch(bus: Bus, answers: Subscription, stream: str, subject: str, first: int) -> tuple[list[Msg], int]:
+    """Asks for the next messages from sequence ``first`` on; returns them, and how many there are behind them."""
+    request = {"seq": first, "batch": FETCH, "next_by_subj": subject}
+    await bus.connection.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=answers.subject)
+    found: list[Msg] = []
+    while True:
+        message = await answers.next_msg(timeout=ATTEMPT_SECONDS)
+        headers = message.headers or {}
+        match headers.get(STATUS):
+            case None:
+                found.append(message)
+                if PENDING not in headers:  # a server that knows no batches
+                    return found, 1
+            case "204":
+                return found, int(headers.get(PENDING, 0))
+            case "404":
+                return found, 0
+            case status:
+                raise (
+                    nats.errors.NoRespondersError
+                    if status == NO_RESPONDERS
+                    else nats.errors.Error(f"{status} {headers.get('Description', '')}")
+                )

@@ -121,11 +121,11 @@ def _name_in_use_is_fine() -> Iterator[None]:
 
 
 async def _limit(bus: Bus, stream: StreamConfig) -> None:
-    """Gives an existing stream the bytes of the config, which may have changed; a full one has room again then."""
+    """Gives an existing stream the bytes of the config, which may have changed; a full one has room again then. Direct gets read it."""
     assert stream.name is not None
     there = (await bus.js.stream_info(stream.name)).config
-    if there.max_bytes != stream.max_bytes:
-        await bus.js.update_stream(there.evolve(max_bytes=stream.max_bytes))
+    if there.max_bytes != stream.max_bytes or not there.allow_direct:
+        await bus.js.update_stream(there.evolve(max_bytes=stream.max_bytes, allow_direct=True))
 
 
 def _queue(name: str, subject: str, bus: BusSection) -> StreamConfig:

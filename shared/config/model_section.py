@@ -21,6 +21,11 @@ class ModelSection(Section):
         description="HF checkpoint of the reference policy, of the policy's shape; default: the policy as the run's steps find it. A "
         "torch_dist directory, as slime has it, is taken for a conversion of hf_checkpoint",
     )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="run the Python code that a checkpoint brings (`auto_map`), in engines and in your own functions' tokenizers: only for "
+        "a checkpoint whose code you have read",
+    )
 
     @property
     def own_reference(self) -> Path | None:

@@ -24,6 +24,13 @@ class RunSection(Section):
     dir: Path = Field(
         default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME (`myxo move` takes them away)", **MUTABLE
     )
+    dir_mode: str = Field(
+        default="700",
+        pattern=r"^0?7[057]{2}$",
+        description="permissions of this run's directory, octal: prompts, responses, weights and credentials are its owner's alone; 750 "
+        "lets its group in, 755 everybody",
+        **MUTABLE,
+    )
     buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
 
     custom_config_path: Path | None = Field(

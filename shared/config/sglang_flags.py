@@ -60,7 +60,11 @@ ONE_ALONE = {
 }
 """Flags of which only a value of 1 is taken, and why; but for ``dp-size`` where attention is shared over it."""
 
-OF_FIELDS = {"tp-size": "set rollout.rollout_num_gpus_per_engine", "config": "give each of its flags here"}
+OF_FIELDS = {
+    "tp-size": "set rollout.rollout_num_gpus_per_engine",
+    "trust-remote-code": "set model.trust_remote_code",
+    "config": "give each of its flags here",
+}
 """Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
 
 PARSER = ("srt/server_args.py", "srt/arg_groups/**/*.py", "srt/function_call/*.py", "srt/parser/*.py")

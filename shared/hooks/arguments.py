@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from shared.config.run_config import RunConfig, field_sections
 from shared.hooks import slime_attributes
+from shared.hooks.slime import model_processors
 from shared.runtime.errors import nearest
 
 
@@ -26,6 +27,7 @@ class Arguments(Namespace):
         engine = {f"sglang_{flag.lstrip('-').replace('-', '_')}": value for flag, value in config.rollout.sglang.items()}
         others = slime_attributes.attributes(config)
         unset = {name: others[name] for name, value in shown.items() if value is None and name in others}
+        model_processors.RUN["trust_remote_code"] = config.model.trust_remote_code
         super().__init__(**{**config.run.custom_args, **others, **shown, **unset, **config.trainer.megatron, **engine, **more})
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -43,6 +43,15 @@ def replacement(path: Path, *, mode: int | None = None, durable: bool = False) -
         partial.unlink(missing_ok=True)
 
 
+def private_directory(path: Path, mode: int) -> None:
+    """Makes a directory with the permissions ``mode``; one that is there gets them where it is this user's. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.stat()
+    if found.st_uid == os.geteuid() and found.st_mode & 0o777 != mode:
+        path.chmod(mode)
+
+
 def scratch(target: Path) -> Path:
     """Returns a new empty directory to be published as ``target``; what an earlier attempt left there is removed."""
     path = target.with_name(f".{target.name}{_PARTIAL}")

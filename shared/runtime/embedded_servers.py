@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shared.accounts.permissions import Rights
-from shared.accounts.render import nats_user, redis_user
+from shared.accounts.render import RUN_ACCOUNT, nats_accounts, nats_user, redis_user
 from shared.runtime.child_process import ChildProcess, ProcessEnded
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.host_memory import host_memory
@@ -163,11 +163,12 @@ class EmbeddedNats(EmbeddedServer):
         super().__init__(directory)
         self._sync = sync_words(sync_interval)
         self._own = self._guest = f"myxo:{secrets.token_urlsafe(24)}"
-        self._users: list[dict[str, object]] = [{"user": "myxo", "password": self._own.partition(":")[2]}]
+        owner, guests = {"user": "myxo", "password": self._own.partition(":")[2]}, []
         if guest is not None:
             password = secrets.token_urlsafe(24)
-            self._users.append(nats_user(guest, password))
+            guests.append((guest, nats_user(guest, password)))
             self._guest = f"{guest.user}:{password}"
+        self._accounts = nats_accounts([owner], guests)
         self._known = False  # it has run once: clients know its address
         self._draw_port()
 
@@ -192,14 +193,16 @@ class EmbeddedNats(EmbeddedServer):
         self.url, self.guest_url = (f"nats://{account}@127.0.0.1:{self.port}" for account in (self._own, self._guest))
 
     def _command(self) -> list[str]:
-        config = self.directory / "nats.conf"
+        config, data = self.directory / "nats.conf", self.directory / "jetstream" / "jetstream"
+        if (data / "$G").is_dir() and not (data / RUN_ACCOUNT).exists():  # of a run from before its streams had an account of their own
+            (data / "$G").rename(data / RUN_ACCOUNT)
         config.touch(mode=0o600)
         config.write_text(
             f"listen: 127.0.0.1:{self.port}\n"
             # each stream has a bound of its own; the server's default, three quarters of what is free at its start, never grows again
             f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES},"
             f" sync_interval: {self._sync} }}\n"
-            f"authorization: {json.dumps({'users': self._users})}\n"
+            f"accounts: {json.dumps(self._accounts)}\n"
         )
         return [str(nats_binary()), "-c", str(config)]
 

@@ -14,11 +14,44 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shared.runtime.errors import ConfigError
 from shared.runtime.failures import background
 from shared.runtime.http_address import HttpAddress, chosen_by
 from shared.runtime.own_address import PRIVATE, own_address
+
+HEAD_SECONDS = 15.0
+"""The time that the head of a request has to come, from its connection or from its first byte."""
+
+
+class PunctualProtocol(AutoHTTPProtocol):  # type: ignore[valid-type,misc]
+    """uvicorn's protocol, which by itself waits for the rest of a head for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._cancel()
+        elif self._late is None:
+            self._await_head()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._cancel()
+        super().connection_lost(error)
+
+    def _await_head(self) -> None:
+        self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _cancel(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 def health_app(health: Callable[[], dict[str, object]], registry: CollectorRegistry) -> Starlette:
@@ -43,7 +76,7 @@ async def serving(app: Starlette, address: HttpAddress, grace_s: float = 0.0) ->
     """
     if address.host == PRIVATE:
         address = HttpAddress(own_address(), address.port)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
+    server = uvicorn.Server(uvicorn.Config(app, http=PunctualProtocol, log_level="warning", access_log=False, lifespan="off", ws="none"))
     with _listener(address) as listener:
         async with background(server._serve([listener])):  # not `serve`: the service handles signals itself
             while not server.started:

@@ -31,6 +31,7 @@ from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes, failure_summary, failures, http_endpoints, server_urls
 from shared.runtime.activities import Activities
+from shared.runtime.atomic_files import private_directory
 from shared.runtime.errors import BadInput, ConfigError, MyxoError
 from shared.runtime.http_address import http_address
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
@@ -191,6 +192,8 @@ async def connect(name: str, role: str | None = None) -> Service:
     url, run = environment()
     bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(role or name))
     config = await asyncio.to_thread(hub_resolve.for_service, await runs.load(bus, run), name)
+    if (directory := {"buffer": config.run.root, "trainer": config.trained}.get(role or name)) is not None:
+        private_directory(directory, int(config.run.dir_mode, 8))
     redis_url = server_urls.redis_url() or await runs.store_url(bus, run)
     if not redis_url:
         raise ConfigError("REDIS_URL", None, "required (or REDIS_URL_FILE): the run does not say where its payloads lie")

@@ -57,6 +57,7 @@ def test_without_staleness_a_run_is_synchronous_and_repeatable(
         assert summary["max_staleness_seen"] == 0
         assert summary["steps"] == 2
         asyncio.run(assert_like_any_run(root, name, steps=2))
+        assert root.stat().st_mode & 0o777 == 0o700, "prompts, responses and weights are their owner's alone"
         first_batches.append(asyncio.run(first_batch(root, name)))
     assert all(batch == first_batches[0] for batch in first_batches)
     assert_replayed(config, root)

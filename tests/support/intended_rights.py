@@ -93,7 +93,7 @@ def interface(run: str) -> Table:
         f"{names.task_stream}.eval": {ROLLOUT},
         f"{names.generated_stream}.math": {REWARD},
         f"{names.scored_stream}.buffer": {BUFFER},
-        f"{names.ledger_stream}.reader-1": {BUFFER},
+        f"{names.ledger_stream}.reader-1": NOBODY,
         f"{names.events_stream}.reader-1": NOBODY,
     }
     acks = {queue: takers[queue] for queue in list(takers)[:4]}
@@ -114,7 +114,7 @@ def interface(run: str) -> Table:
         f"CONSUMER.INFO.{names.task_stream}.train": {BUFFER, CONSOLE},
         f"CONSUMER.INFO.{names.generated_stream}.math": {BUFFER, CONSOLE},
         f"CONSUMER.INFO.{names.scored_stream}.buffer": {BUFFER, CONSOLE},
-        f"CONSUMER.CREATE.{names.ledger_stream}.reader-1": {BUFFER},
+        f"CONSUMER.CREATE.{names.ledger_stream}.reader-1": NOBODY,
         f"CONSUMER.CREATE.{names.events_stream}.reader-1": NOBODY,
         f"CONSUMER.CREATE.{names.task_stream}.thief": NOBODY,
         f"CONSUMER.DURABLE.CREATE.{names.task_stream}.train": NOBODY,
@@ -122,7 +122,7 @@ def interface(run: str) -> Table:
         f"CONSUMER.DELETE.{names.task_stream}.train": NOBODY,
         f"CONSUMER.DELETE.{names.scored_stream}.buffer": NOBODY,
         f"DIRECT.GET.{names.task_stream}": NOBODY,
-        f"DIRECT.GET.{names.ledger_stream}": {CONSOLE},
+        f"DIRECT.GET.{names.ledger_stream}": {BUFFER, CONSOLE},
         f"DIRECT.GET.{names.events_stream}": {CONSOLE},
         f"DIRECT.GET.{names.scored_stream}": NOBODY,
         **{f"CONSUMER.MSG.NEXT.{queue}": who for queue, who in takers.items()},

@@ -24,8 +24,8 @@ class GenerateState(metaclass=SingletonMeta):
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.tokenizer = model_processors.load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
-        self.processor = model_processors.load_processor(args.hf_checkpoint, trust_remote_code=True)
+        self.tokenizer = model_processors.load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        self.processor = model_processors.load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * http_requests.get_rollout_num_engines(args))
         self.sampling_params = sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + index for index in range(args.n_samples_per_prompt)]

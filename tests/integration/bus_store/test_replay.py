@@ -1,13 +1,15 @@
-"""Reading a stream from its beginning to its present end."""
+"""Reading a stream from its beginning to its present end, by direct gets, and over a server's death."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
+import nats.js.errors
 import pytest
 from nats.js.api import StreamConfig
 
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
-from shared.runtime.errors import BadMessage
+from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord
 from shared.schema.messages import Durable
 
@@ -16,7 +18,7 @@ MANY = stream_replay.FETCH * 2 + 7
 
 @pytest.fixture
 async def stream(bus: Bus, run_name: str) -> str:
-    await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"]))
+    await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"], allow_direct=True))
     return run_name
 
 
@@ -56,7 +58,47 @@ async def test_one_subject_of_many(bus: Bus, stream: str) -> None:
     assert await steps(stream_replay.read(bus, stream, LedgerRecord, subject=f"{stream}.nothing")) == []
 
 
-async def test_what_does_not_belong_into_the_stream_is_refused(bus: Bus, stream: str) -> None:
+async def test_what_was_removed_is_passed_over_and_no_consumer_is_made(bus: Bus, stream: str) -> None:
+    for number in range(MANY):
+        await bus.js.publish(f"{stream}.durable", CheckpointDurable(steps=number, at=0.0).encode())
+    removed = (1, 2, 300, MANY)
+    for sequence in removed:
+        await bus.js.delete_msg(stream, sequence)
+    expected = [(number + 1, number) for number in range(MANY) if number + 1 not in removed]
+    assert await steps(stream_replay.read(bus, stream, LedgerRecord)) == expected
+    assert await steps(stream_replay.read(bus, stream, LedgerRecord, after=299)) == expected[297:]
+    assert await steps(stream_replay.read(bus, stream, LedgerRecord, after=MANY)) == []
+    assert (await bus.js.stream_info(stream)).state.consumer_count == 0
+
+
+async def test_what_does_not_belong_into_the_stream_is_refused_or_left_out(bus: Bus, stream: str) -> None:
     await bus.publish(f"{stream}.x", Durable(steps=1))
+    await bus.publish(f"{stream}.durable", CheckpointDurable(steps=2, at=0.0))
     with pytest.raises(BadMessage, match="message kind 'Durable' where LedgerRecord was expected"):
         await steps(stream_replay.read(bus, stream, LedgerRecord))
+    assert await steps(stream_replay.read(bus, stream, LedgerRecord, strict=False)) == [(2, 2)]
+
+
+async def test_a_stream_that_is_not_there_is_an_error(bus: Bus, run_name: str) -> None:
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await steps(stream_replay.read(bus, f"{run_name}-none", LedgerRecord, deadline=0.5))
+
+
+async def test_reading_continues_after_the_server_was_killed(mortal_nats, crash: Callable[[object], None]) -> None:
+    bus = await Bus.connect(mortal_nats.url, "test")
+    try:
+        await bus.js.add_stream(StreamConfig(name="s", subjects=["s.>"], allow_direct=True))
+        for number in range(MANY):
+            await bus.js.publish("s.durable", CheckpointDurable(steps=number, at=0.0).encode())
+        found = []
+        async for sequence, _ in stream_replay.read(bus, "s", LedgerRecord, deadline=120):
+            found.append(sequence)
+            if sequence == stream_replay.FETCH // 2:
+                crash(mortal_nats)
+                await asyncio.to_thread(mortal_nats.start)
+        assert found == list(range(1, MANY + 1))
+        crash(mortal_nats)
+        with pytest.raises(DeadlineExceeded, match="the state of stream s"):
+            await steps(stream_replay.read(bus, "s", LedgerRecord, deadline=1))
+    finally:
+        await bus.close()

@@ -73,8 +73,21 @@ async def test_whoever_has_the_token_may_only_read(served: ServedConsole) -> Non
         assert answer.status_code == 405, method
 
 
+TRICKS = (
+    "evil@127.0.0.1",
+    "evil:x@localhost",
+    "localhost/evil",
+    "localhost#@evil",
+    "localhost?evil",
+    "localhost:80:80",
+    "localhost:x",
+    "::1",
+)
+"""Host headers that a reader of URLs takes for this machine's name, and that are no Host header."""
+
+
 async def test_it_answers_to_its_own_names_alone(served: ServedConsole) -> None:
-    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "127.0.0.2", "[::", "a@b"):
+    for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "127.0.0.2", "[::", "a@b", *TRICKS):
         assert (await served.get("/", Host=host)).status_code == 421, host
         assert (await served.client.get(f"{served.url}/?token={TOKEN}", headers={"Host": host})).status_code == 421, host
     for host in ("localhost:1", "[::1]:8770", "127.0.0.1", "LOCALHOST", "console.example.org"):

@@ -192,10 +192,23 @@ def biggest(values): return max(values, key=len)
         "assert [*map(kinds, (bytearray(b'a'), {1}, (1, [2]), range(2), None))] == 'bytearray set tuple range NoneType'.split()",
         "s = Stack(); s.name = 'mine'; assert s.name == 'mine' and hasattr(s, 'pop') and not hasattr(s, 'other')",
         "assert biggest([list(range(100000)), [1]])[-1] == 99999",
+        "v = [-0.0, 1e308, 2 + 3j, b'\\xff\\0', '\\ud800é', ..., None, True]; assert repr(apply(lambda x: x, v)) == repr(v)",
+        "v = [9**9999, -(2**70000), 0, {(1, 2): {3}}, frozenset([4])]; assert apply(lambda x: x, v) == v",
+        "n, i = apply(lambda x: x, [float('nan'), float('-inf')]); assert n != n and i == -math.inf",
     ],
 )
 async def test_tests_use_code_of_another_process_as_they_would_their_own(pool: VerifierPool, test: str) -> None:
     assert await parts(pool, STACK, f"{test}\nassert True") == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "sent", ["b'[' * 10**6", "b'{}'", "b'[\"list\",5]'", "b'\\xff'", "b'[\"returned\",99]'", "b'[1,2,3]x'", "b''", "b'\xfb\x04'"]
+)
+async def test_what_the_code_sends_instead_of_an_answer_fails_the_tests(pool: VerifierPool, sent: str) -> None:
+    """It can write to the pipe that its answers go through."""
+    forger = f"import os\nfor fd in range(3, 64):\n  try: os.write(fd, len({sent}).to_bytes(8, 'big') + {sent})\n  except OSError: pass\n"
+    assert await parts(pool, forger + STACK, "assert Stack(1)[0] == 1\nassert True") == (0.0, 0.0)
+    assert await parts(pool, STACK, "assert Stack(1)[0] == 1\nassert True") == (1.0, 1.0)
 
 
 FUNCTION = {"test": "def check(f):\n    x = f(1)\n    assert x == 51 and abs(f(2) - 52) < 1e-6 and f(3) == 53", "entry_point": "f"}

@@ -1,5 +1,6 @@
 """What a program may try in a sandbox: it is held back, the status says how, and the sandbox serves the next one."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.sandbox.process_usage import ENTRY_BYTES
 from shared.sandbox.program import Program, ProgramResult, SandboxSettings, Status
 from shared.sandbox.sandbox import Sandbox
 from tests.integration.sandbox.conftest import LIMITS
@@ -222,6 +224,15 @@ def test_what_lies_in_the_work_folder_counts_as_memory(box: Sandbox) -> None:
     filled = python(box, "open('part', 'wb').write(bytes(15 << 20))\nheld = b'x' * (118 << 20)\nimport time; time.sleep(20)")
     assert filled.status == "memory"
     assert shell(box, "rm part").ok
+
+
+def test_entries_of_folders_are_bounded_however_small_their_files_are(box: Sandbox) -> None:
+    """Each costs the kernel memory that no process owns: they count as memory, and what an earlier program left does, too."""
+    with contextlib.closing(Sandbox(box.settings).wait_ready()) as own:
+        source = "import os\nfor number in range(1 << 20): os.mkdir(f'{number}-' + os.urandom(3).hex())"
+        assert "memory" in [python(own, source).status for _ in range(4)]
+        counted = python(own, "import os; found = os.statvfs('.'); print(found.f_files - found.f_ffree)")
+        assert counted.status == "memory" or int(counted.stdout) * ENTRY_BYTES <= 2 * LIMITS.memory_bytes
 
 
 def test_there_are_no_privileges_to_be_had(box: Sandbox) -> None:

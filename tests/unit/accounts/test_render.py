@@ -29,7 +29,7 @@ def directive(text: str, name: str) -> list[str]:
 
 def test_nats_listens_stores_and_is_watched_from_inside_only() -> None:
     found = nats()
-    assert found.pop("authorization")
+    assert found.pop("accounts")
     store = {"store_dir": "/data", "sync_interval": "1s"}
     assert found == {"listen": "0.0.0.0:4222", "http": "127.0.0.1:8222", "max_payload": MAX_PAYLOAD, "jetstream": store}
     assert nats(NatsSettings(max_payload=4096))["max_payload"] == 4096
@@ -37,7 +37,10 @@ def test_nats_listens_stores_and_is_watched_from_inside_only() -> None:
 
 
 def test_every_role_has_one_user_of_nats_with_rights_of_its_own() -> None:
-    users = nats()["authorization"]["users"]
+    accounts = nats()["accounts"]
+    users = {name: user for name, account in accounts.items() for user in account["users"]}
+    assert {name for name, account in accounts.items() if account.get("jetstream")} == {"run"}
+    users = [users["run" if role == "operator" else role] for role in ROLES]
     assert [(user["user"], user["password"]) for user in users] == [(f"{role}.demo", f"{role}-secret") for role in ROLES]
     permissions = [user["permissions"] for user in users]
     assert all(found["subscribe"]["allow"] for found in permissions)

@@ -1,10 +1,12 @@
 """Files that appear whole or not at all."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from shared.runtime.atomic_files import publish, replace_file, replaced_by, replacement, scratch, settle
+from shared.runtime.atomic_files import private_directory, publish, replace_file, replaced_by, replacement, scratch, settle
 from tests.support.small_disk import small_disk
 
 
@@ -64,3 +66,15 @@ def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path, finished: bool
     assert replaced_by(replaced) == target
     settle(target)
     assert list(tmp_path.iterdir()) == [target] and (target / "old").exists() is not finished
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750])
+def test_a_private_directory_has_its_mode_whatever_the_umask_and_whoever_made_it(tmp_path: Path, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        private_directory(tmp_path / "runs" / "mine", mode)
+        (tmp_path / "older").mkdir(mode=0o755)
+        private_directory(tmp_path / "older", mode)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("runs/mine", "older", "runs")] == [mode, mode, 0o755]

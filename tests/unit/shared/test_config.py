@@ -21,6 +21,7 @@ from tests.support.run_config import run_config, values
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "dir_mode",
     "accept_changed_data",
     "node_timeout",
     "console",

@@ -1,6 +1,7 @@
 """What slime's import names give: requests that are tried again, functions by path, loops, masks of conversations, rewards by name."""
 
 import asyncio
+import contextlib
 import statistics
 import threading
 from collections.abc import AsyncIterator
@@ -13,12 +14,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from shared.hooks import HookSample, slime_names
+from shared.hooks.arguments import Arguments
 from shared.hooks.filters import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
-from shared.hooks.slime import background_loop, http_requests, reward_dispatch
+from shared.hooks.slime import background_loop, http_requests, model_processors, reward_dispatch
 from shared.hooks.slime.function_loading import SingletonMeta, load_function
 from shared.hooks.slime.http_requests import HTTPStatusError
 from shared.hooks.slime.rollout_output import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from shared.hooks.slime.turn_masks import MultiTurnLossMaskGenerator
+from tests.support.run_config import run_config
 from tests.support.tiny_model import character_tokenizer
 
 TEMPLATE = Path("tests/support/qwen3_chat_template.jinja")
@@ -215,3 +218,15 @@ def test_one_name_is_enough() -> None:
 
     assert (batched_async_rm, found) == (reward_dispatch.batched_async_rm, load_function)
     assert threading.current_thread() is threading.main_thread()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_checkpoints_own_code_runs_only_where_the_run_trusts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["mine.Mine", null]}, "tokenizer_class": "Mine"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    Arguments(run_config(tmp_path, model={"trust_remote_code": trusted}))
+    with contextlib.suppress(Exception):  # what it makes of the rest of this checkpoint is not the point
+        model_processors.load_tokenizer(str(tmp_path), trust_remote_code=True)
+    assert (tmp_path / "ran").exists() is trusted
