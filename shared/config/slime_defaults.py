@@ -35,7 +35,7 @@ def defaults(given: Values) -> dict[str, dict[str, Any]]:
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not _presets(algorithm, "kl_loss_type"):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
     if not given.get("reward", {}).keys() & {"rm_type", "custom_rm_path"}:
-        found["reward"]["rm_type"] = GIVEN
+        found["reward"] = {"rm_type": GIVEN}
     if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
         ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
         found["rollout"]["rollout_num_gpus"] = ranks
