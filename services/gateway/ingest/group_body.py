@@ -204,7 +204,9 @@ def _sample(
 ) -> Sample:
     """Returns a sample: what comes before the first trained token is its prompt."""
     begin = int(mask.argmax())
-    own = mask != 0 if asked.sampled is None else np.asarray(asked.sampled[index], np.bool_)
+    own, decoded = mask != 0 if asked.sampled is None else np.asarray(asked.sampled[index], np.bool_), decode(tokens[begin:])
+    text = asked.texts[index] if asked.texts else decoded
+    stated = asked.sampled is None and text.split() != decoded.split()  # what is scored is the producer's statement
     return Sample(
         group=asked.id,
         index=index,
@@ -214,14 +216,14 @@ def _sample(
         mask=mask[begin:],
         segments=segments_of(versions[begin:]),
         finish=asked.finish[index] if asked.finish else "stop",
-        text=asked.texts[index] if asked.texts else decode(tokens[begin:]),
+        text=text,
         prompt_text=decode(tokens[:begin]),
         label=asked.label,
         metadata={**asked.metadata, "ingested": asked.id},
         rollout=asked.rollouts[index] if asked.rollouts else index,
         role=asked.roles[index] if asked.roles else "",
         given_reward=None if asked.scores is None else asked.scores[index],
-        turns=turns_of(own[begin:], tokens[begin:], decode),
+        turns=[] if stated else turns_of(own[begin:], tokens[begin:], decode),
     )
 
 
