@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,16 @@ KEPT_CHARACTERS = 16 << 20
 """Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message."""
 
 
+class Encodes(Protocol):
+    """Makes ids of texts: a tokenizer, or its `ControlTokens`."""
+
+    def encode(self, text: str, /) -> NDArray[np.int32]: ...
+
+
 class EncodedTexts:
     """The ids of texts; of those that were asked for last they are remembered."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int = KEPT_CHARACTERS) -> None:
+    def __init__(self, tokenizer: Encodes, most: int = KEPT_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._lock = threading.Lock()
@@ -41,13 +47,16 @@ class EncodedTexts:
 
 
 class RendererTokenizer:
-    """``variables``: of the run for the chat template. The methods' names and arguments are those of Hugging Face's tokenizers."""
+    """``variables``: of the run for the chat template. ``encodes``: makes ids of what is rendered.
+
+    The methods' names and arguments are those of Hugging Face's tokenizers.
+    """
 
     name_or_path = ""
     unk_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
-        self._tokenizer, self._variables, self._encoded = tokenizer, dict(variables), EncodedTexts(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any], encodes: Encodes) -> None:
+        self._tokenizer, self._variables, self._encoded, self._encodes = tokenizer, dict(variables), EncodedTexts(encodes), encodes
         self.eos_token_id = tokenizer.eos_id
         self.all_special_tokens = tokenizer.skipped_tokens
 
@@ -70,4 +79,4 @@ class RendererTokenizer:
             variables.pop(option, None)
         given = {**self._variables, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._tokenizer.render(in_call_form(self._tokenizer, messages, given), given)
-        return self._tokenizer.encode(text).tolist()
+        return self._encodes.encode(text).tolist()

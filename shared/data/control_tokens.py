@@ -1,0 +1,115 @@
+"""Control tokens that text of others spells: it gives the tokens of the text. Pure.
+
+Before such text is rendered, each control token in it is broken by a mark behind its first character (`guarded`). Those that are whole in
+what is rendered are the template's. They reach a tokenizer of the same model by names that cannot be guessed, and it knows none by their
+text; the marks are taken out before, so that all text between two control tokens is encoded in one piece.
+"""
+
+import itertools
+import re
+import secrets
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import AddedToken
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: the special ones, and all others beside its vocabulary that are no words and no white space.
+
+    Attributes:
+        texts: id → text. markers: the texts of those that are not special, such as ``<think>``.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        added, self._mark = backend.get_added_tokens_decoder(), secrets.token_hex(12)
+        split = backend.encode_special_tokens  # the checkpoint asks for special tokens as text, wherever they stand
+        control = {index: token for index, token in added.items() if not (split if token.special else _is_word(token.content))}
+        self.texts = {index: token.content for index, token in control.items()}
+        self.markers = frozenset(token.content for token in control.values() if not token.special)
+        self._names = {text: secrets.token_hex(12) for text in self.texts.values()}
+        self._heads = {text[:end] for text in self._names for end in range(1, len(text))}
+        self._tails = {text[start:] for text in self._names for start in range(1, len(text))}
+        self._longest = max(map(len, self._names), default=0)
+        self._spelled = re.compile(f"(?=({_any_of(self._names)})).", re.DOTALL)
+        single = _any_of(text for text in self._names if len(text) == 1)  # a mark behind them does not break them
+        self._whole = re.compile(f"{_any_of(text for text in self._names if len(text) > 1)}|{single}(?!{self._mark})")
+        self._backend = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            self._backend.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            self._backend.pre_tokenizer = backend.pre_tokenizer
+        free = 1 + max(self._backend.get_vocab(False).values(), default=-1)  # ids may have holes: those of names come behind all of them
+        self._backend.add_tokens([secrets.token_hex(12) for _ in range(free - self._backend.get_vocab_size(False))])
+        named = {index: self._names.get(token.content, token.content) for index, token in sorted(added.items())}
+        named = {index: name for index, name in named.items() if index in control or not added[index].special}
+        self._backend.add_tokens([self._renamed(added[index], name) for index, name in named.items()])
+        self._backend.add_tokens([AddedToken(self._mark, normalized=False)])
+        self._ids = {self._backend.token_to_id(name): index for index, name in named.items()}
+        unknown = getattr(backend.model, "unk_token", None)
+        self._own = {index for index, text in self.texts.items() if backend.model.id_to_token(index) is not None and text != unknown}
+
+    def guarded(self, value: Any, kept: Collection[str] = ()) -> Any:
+        """Returns a value of JSON whose texts, keys of objects too, give no control token when they are rendered and encoded.
+
+        Args:
+            kept: control tokens that stay what they are.
+        """
+        if isinstance(value, Mapping):
+            return {self.guarded(key, kept): self.guarded(one, kept) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guarded(one, kept) for one in value]
+        if not isinstance(value, str):
+            return value
+        broken = self._spelled.sub(lambda found: found[0] if found[1] in kept else found[0] + self._mark, value)
+        lengths = range(1, self._longest)  # the text beside it may be the rest of a token
+        start = self._mark if any(value[:length] in self._tails for length in lengths) else ""
+        return start + broken + (self._mark if any(value[-length:] in self._heads for length in lengths) else "")
+
+    def plain(self, text: str) -> str:
+        """Returns rendered text without the marks of `guarded`."""
+        return text.replace(self._mark, "")
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Returns the ids of rendered text, int32 [T]: control tokens where it spells them and nothing of `guarded` does."""
+        named = self._whole.sub(lambda found: self._names[found[0]], text)
+        ids = self._encoded(self.plain(named))
+        if self._mark in named and not self._own.isdisjoint(
+            ids
+        ):  # the vocabulary of text itself has the token: it is encoded in two pieces
+            mark = self._backend.token_to_id(self._mark)
+            ids = [token for token in self._encoded(named) if token != mark]
+        return np.asarray([self._ids.get(token, token) for token in ids], np.int32)
+
+    def _encoded(self, text: str) -> list[int]:
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _renamed(self, token: AddedToken, name: str) -> AddedToken:
+        """Returns a token by another name, which is looked for in normalized text only where that has it unchanged."""
+        normalizer = self._backend.normalizer
+        normalized = token.normalized and (name == token.content or normalizer is None or normalizer.normalize_str(name) == name)
+        single = token.single_word and name == token.content
+        return AddedToken(name, single_word=single, lstrip=token.lstrip, rstrip=token.rstrip, normalized=normalized)
+
+
+def _is_word(text: str) -> bool:
+    """Returns whether a token is text like that of the vocabulary: letters, digits, and white space, which has a letter of its own."""
+    return all(one.isspace() or one == "▁" or unicodedata.category(one)[0] in "LMN" for one in text)
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """Returns a regular expression of any of these texts, the longest first, that looks at no character twice; of none it finds none."""
+    left = sorted(set(texts))
+    if not left:
+        return "(?!)"
+    groups = itertools.groupby(filter(None, left), key=lambda text: text[0])
+    branches = [re.escape(first) + _any_of(text[1:] for text in group) for first, group in groups]
+    if len(branches) == 1 and left[0]:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if not left[0] else ''}" if branches else ""
