@@ -125,8 +125,8 @@ class ChatTokens:
 
         self.tokenizer = Tokenizer(model)
         self.has_template = self.tokenizer.has_chat_template
-        self._control = self.tokenizer.control_tokens if control_tokens == "text" else None
-        adapter = RendererTokenizer(self.tokenizer, variables, self._control or self.tokenizer)
+        self._control = self.tokenizer.control_tokens[control_tokens]
+        adapter = RendererTokenizer(self.tokenizer, variables, self._control)
         family = _family(adapter, variables) if self.has_template else None
         self.family = "default" if family is None else str(family.config.name)
         self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
@@ -134,8 +134,8 @@ class ChatTokens:
         self._one_result = family is not None and _rendered(family.render_ids, *PARALLEL) != _rendered(by_template, *PARALLEL)
         # the package's default renderer makes objects of all arguments, also where the template takes their text
         self._render: Any = by_template if family is None or self._one_result else family.render_ids
-        self.shows_tools = self.has_template and self._differs_with_tools()
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
+        self.shows_tools = self.has_template and self._differs_with_tools()
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
         self.letter = self.tokenizer.encode(self.LETTER).tolist()
         self.plain_markers = self.family == "default"
@@ -175,17 +175,15 @@ class ChatTokens:
         given = list(tools) or None
         try:
             formed = in_call_form(self.tokenizer, messages, {**self._variables, "tools": given})
-            found = self._render(self._guarded(formed, turns), tools=self._guarded_tools(tools), add_generation_prompt=True)
+            found = self._render(self._guarded(formed, turns), tools=self._control.guarded(given), add_generation_prompt=True)
         except (ConfigError, *UNREADABLE) as error:
-            reason = str(getattr(error, "expected", error))  # without the messages themselves, which may be long
-            reason = reason if self._control is None else self._control.plain(reason)
+            reason = self._control.plain(str(getattr(error, "expected", error)))  # without the messages themselves, which may be long
             raise TurnRefused(400, f"the model's chat template refuses them: {reason[:300]}", field=place) from None
         return np.asarray(found, np.int32)
 
     def _guarded(self, messages: Messages, turns: Iterable[Turn] = ()) -> list[dict[str, Any]]:
         """Returns messages whose texts give no control token, but that what an assistant says has markers, and what was sampled."""
-        if (control := self._control) is None:
-            return [dict(message) for message in messages]
+        control = self._control
         sampled = np.unique(np.concatenate([np.empty(0, np.int32), *(turn.completion for turn in turns)])).tolist()
         kept = control.markers | {control.texts[token] for token in sampled if token in control.texts and token not in self.stop_ids}
         own = {("assistant", field): kept for field in ("content", "reasoning_content")}
@@ -194,17 +192,15 @@ class ChatTokens:
             for message in messages
         ]
 
-    def _guarded_tools(self, tools: Messages) -> list[Any] | None:
-        given = list(tools) or None
-        return given if self._control is None else self._control.guarded(given)
-
     def bridge(self, turn: Turn, messages: Messages, tools: Messages) -> NDArray[np.int32] | None:
         """Returns the prompt that carries a turn on with further messages, beginning with its very tokens; None where that is not sure."""
         before, drawn = turn.prompt.tolist(), turn.completion.tolist()
         if self._one_result and sum(message["role"] == "tool" for message in messages) > 1:
             return None
         try:
-            found = self._renderer.bridge_to_next_turn(before, drawn, self._guarded(messages), tools=self._guarded_tools(tools))
+            found = self._renderer.bridge_to_next_turn(
+                before, drawn, self._guarded(messages), tools=self._control.guarded(list(tools) or None)
+            )
         except UNREADABLE:
             return None
         ids = None if found is None else np.asarray(found.token_ids, np.int32)

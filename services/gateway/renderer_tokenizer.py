@@ -3,28 +3,23 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.data.call_form import in_call_form
+from shared.data.control_tokens import ControlTokens
 from shared.data.tokenizer import Tokenizer
 
 KEPT_CHARACTERS = 16 << 20
 """Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message."""
 
 
-class Encodes(Protocol):
-    """Makes ids of texts: a tokenizer, or its `ControlTokens`."""
-
-    def encode(self, text: str, /) -> NDArray[np.int32]: ...
-
-
 class EncodedTexts:
     """The ids of texts; of those that were asked for last they are remembered."""
 
-    def __init__(self, tokenizer: Encodes, most: int = KEPT_CHARACTERS) -> None:
+    def __init__(self, tokenizer: Tokenizer | ControlTokens, most: int = KEPT_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._lock = threading.Lock()
@@ -47,16 +42,14 @@ class EncodedTexts:
 
 
 class RendererTokenizer:
-    """``variables``: of the run for the chat template. ``encodes``: makes ids of what is rendered.
-
-    The methods' names and arguments are those of Hugging Face's tokenizers.
-    """
+    """``variables``: of the run for the chat template. The methods' names and arguments are those of Hugging Face's tokenizers."""
 
     name_or_path = ""
     unk_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any], encodes: Encodes) -> None:
-        self._tokenizer, self._variables, self._encoded, self._encodes = tokenizer, dict(variables), EncodedTexts(encodes), encodes
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any], control: ControlTokens) -> None:
+        self._tokenizer, self._variables, self._control = tokenizer, dict(variables), control
+        self._encoded = EncodedTexts(control)
         self.eos_token_id = tokenizer.eos_id
         self.all_special_tokens = tokenizer.skipped_tokens
 
@@ -79,4 +72,4 @@ class RendererTokenizer:
             variables.pop(option, None)
         given = {**self._variables, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._tokenizer.render(in_call_form(self._tokenizer, messages, given), given)
-        return self._encodes.encode(text).tolist()
+        return self._control.encode(text).tolist()

@@ -28,10 +28,9 @@ class EpisodeTokens:
     def __init__(
         self, tokenizer: Tokenizer, as_chat: bool, variables: dict[str, Any], control_tokens: Literal["text", "as_written"] = "text"
     ) -> None:
-        self._tokenizer, self._as_chat, self._variables = tokenizer, as_chat, dict(variables)
-        self._control = tokenizer.control_tokens if as_chat and control_tokens == "text" else None
-        if self._control and "tools" in variables:
-            self._variables["tools"] = self._control.guarded(variables["tools"])
+        self._tokenizer, self._as_chat = tokenizer, as_chat
+        self._control = tokenizer.control_tokens[control_tokens if as_chat else "as_written"]
+        self._variables = {key: self._control.guarded(value) if key == "tools" else value for key, value in variables.items()}
 
     def opening(self, prompt: str | list[dict[str, Any]], ids: Sequence[int], messages: Sequence[Reply]) -> list[int]:
         """Returns the ids that the first turn goes on from: the prompt, and what ``reset`` has added.
@@ -59,7 +58,7 @@ class EpisodeTokens:
         text = self._behind(messages) if self._as_chat else _text(messages)
         if last is not None and text.startswith(end := self._tokenizer.pieces([last])[0]):
             text = text[len(end) :]
-        return self._plain(text), self._ids(text)
+        return self._control.plain(text), self._ids(text)
 
     def _behind(self, messages: Sequence[Reply]) -> str:
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
@@ -68,17 +67,14 @@ class EpisodeTokens:
         (_, found, end), (_, found_on, text) = ended.partition(_PLACEHOLDER), gone_on.partition(_PLACEHOLDER)
         if not (found and found_on) or not text.startswith(end):
             expected = "the chat template goes on from a message otherwise than it ended one; episodes need one that only appends"
-            raise ConfigError("data.apply_chat_template", self._plain(gone_on)[-200:], expected)
+            raise ConfigError("data.apply_chat_template", self._control.plain(gone_on)[-200:], expected)
         return text
 
     def _guarded(self, messages: Sequence[Reply]) -> list[Reply]:
-        return [self._control.guarded(one) | {"role": one["role"]} if self._control else one for one in messages]
-
-    def _plain(self, text: str) -> str:
-        return self._control.plain(text) if self._control else text
+        return [self._control.guarded(one) | {"role": one["role"]} for one in messages]
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = (self._control or self._tokenizer).encode(text).tolist()
+        ids: list[int] = self._control.encode(text).tolist()
         return ids
 
 

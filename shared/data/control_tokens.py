@@ -19,25 +19,30 @@ from tokenizers import AddedToken
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: the special ones, and all others beside its vocabulary that are no words and no white space.
+    """The control tokens of a tokenizer: all beside its vocabulary that are special, or no words and no white space.
+
+    Args:
+        as_written: text of others is not guarded, and gives the control tokens that it spells.
 
     Attributes:
         texts: id → text. markers: the texts of those that are not special, such as ``<think>``.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        added, self._mark = backend.get_added_tokens_decoder(), secrets.token_hex(12)
+    def __init__(self, backend: tokenizers.Tokenizer, as_written: bool = False) -> None:
         split = backend.encode_special_tokens  # the checkpoint asks for special tokens as text, wherever they stand
-        control = {index: token for index, token in added.items() if not (split if token.special else _is_word(token.content))}
+        added = {index: token for index, token in backend.get_added_tokens_decoder().items() if not (split and token.special)}
+        control = {} if as_written else {index: token for index, token in added.items() if _is_control(token)}
         self.texts = {index: token.content for index, token in control.items()}
         self.markers = frozenset(token.content for token in control.values() if not token.special)
+        self._mark = secrets.token_hex(12)
         self._names = {text: secrets.token_hex(12) for text in self.texts.values()}
-        self._heads = {text[:end] for text in self._names for end in range(1, len(text))}
-        self._tails = {text[start:] for text in self._names for start in range(1, len(text))}
+        self._words = [text for text in self._names if text.isidentifier()]
+        cuts = [(text, at) for text in self._names for at in range(1, len(text))]  # parts that are words are many a text's
+        self._heads = {text[:at] for text, at in cuts if re.search(r"\W", text[:at])}
+        self._tails = {text[at:] for text, at in cuts if re.search(r"\W", text[at:])}
         self._longest = max(map(len, self._names), default=0)
         self._spelled = re.compile(f"(?=({_any_of(self._names)})).", re.DOTALL)
-        single = _any_of(text for text in self._names if len(text) == 1)  # a mark behind them does not break them
-        self._whole = re.compile(f"{_any_of(text for text in self._names if len(text) > 1)}|{single}(?!{self._mark})")
+        self._whole = re.compile(_any_of(self._names))
         self._backend = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
             self._backend.normalizer = backend.normalizer
@@ -46,7 +51,6 @@ class ControlTokens:
         free = 1 + max(self._backend.get_vocab(False).values(), default=-1)  # ids may have holes: those of names come behind all of them
         self._backend.add_tokens([secrets.token_hex(12) for _ in range(free - self._backend.get_vocab_size(False))])
         named = {index: self._names.get(token.content, token.content) for index, token in sorted(added.items())}
-        named = {index: name for index, name in named.items() if index in control or not added[index].special}
         self._backend.add_tokens([self._renamed(added[index], name) for index, name in named.items()])
         self._backend.add_tokens([AddedToken(self._mark, normalized=False)])
         self._ids = {self._backend.token_to_id(name): index for index, name in named.items()}
@@ -60,7 +64,7 @@ class ControlTokens:
             kept: control tokens that stay what they are.
         """
         if isinstance(value, Mapping):
-            return {self.guarded(key, kept): self.guarded(one, kept) for key, one in value.items()}
+            return {self.guarded(key, self._words): self.guarded(one, kept) for key, one in value.items()}  # templates look keys up
         if isinstance(value, list | tuple):
             return [self.guarded(one, kept) for one in value]
         if not isinstance(value, str):
@@ -68,7 +72,8 @@ class ControlTokens:
         broken = self._spelled.sub(lambda found: found[0] if found[1] in kept else found[0] + self._mark, value)
         lengths = range(1, self._longest)  # the text beside it may be the rest of a token
         start = self._mark if any(value[:length] in self._tails for length in lengths) else ""
-        return start + broken + (self._mark if any(value[-length:] in self._heads for length in lengths) else "")
+        inside = f"<{value}>" in self._names or f"</{value}>" in self._names  # templates make tags of names
+        return start + broken + (self._mark if inside or any(value[-length:] in self._heads for length in lengths) else "")
 
     def plain(self, text: str) -> str:
         """Returns rendered text without the marks of `guarded`."""
@@ -78,9 +83,7 @@ class ControlTokens:
         """Returns the ids of rendered text, int32 [T]: control tokens where it spells them and nothing of `guarded` does."""
         named = self._whole.sub(lambda found: self._names[found[0]], text)
         ids = self._encoded(self.plain(named))
-        if self._mark in named and not self._own.isdisjoint(
-            ids
-        ):  # the vocabulary of text itself has the token: it is encoded in two pieces
+        if self._mark in named and not self._own.isdisjoint(ids):  # they are in the vocabulary of text, too: the marks keep them apart
             mark = self._backend.token_to_id(self._mark)
             ids = [token for token in self._encoded(named) if token != mark]
         return np.asarray([self._ids.get(token, token) for token in ids], np.int32)
@@ -98,9 +101,10 @@ class ControlTokens:
         return AddedToken(name, single_word=single, lstrip=token.lstrip, rstrip=token.rstrip, normalized=normalized)
 
 
-def _is_word(text: str) -> bool:
-    """Returns whether a token is text like that of the vocabulary: letters, digits, and white space, which has a letter of its own."""
-    return all(one.isspace() or one == "▁" or unicodedata.category(one)[0] in "LMN" for one in text)
+def _is_control(token: AddedToken) -> bool:
+    """Returns whether a token is none of those that add to the vocabulary of text: characters, words, white space."""
+    is_word = all(one.isspace() or one == "▁" or unicodedata.category(one)[0] in "LMN" for one in token.content)
+    return len(token.content) > 1 and (token.special or not is_word)
 
 
 def _any_of(texts: Iterable[str]) -> str:

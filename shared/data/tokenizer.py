@@ -101,9 +101,9 @@ class Tokenizer:
         return frozenset(token for token in found if token is not None)
 
     @cached_property
-    def control_tokens(self) -> ControlTokens:
-        """Returns what encodes rendered messages that have text of others in them."""
-        return ControlTokens(self._tokenizer)
+    def control_tokens(self) -> dict[str, ControlTokens]:
+        """Returns what encodes rendered messages, by what control tokens are there that text of others spells: text, or as_written."""
+        return {spelled: ControlTokens(self._tokenizer, spelled == "as_written") for spelled in ("text", "as_written")}
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Renders chat messages by the model's chat template, with the generation prompt.

@@ -95,7 +95,7 @@ def added(chat: ChatTokens, ids: Iterable[int]) -> list[str]:
 def test_a_clients_text_gives_no_control_token_and_is_shown_as_it_is(chat: ChatTokens) -> None:
     expected = added(chat, chat.render(*written("x")))
     assert len(expected) > 6, "the template's own"
-    spelled = [*chat.tokenizer.control_tokens.texts.values()]
+    spelled = [*chat.tokenizer.control_tokens["text"].texts.values()]
     for text in (*spelled[:8], " ".join(spelled), "".join(spelled), ATTACK):
         messages, tools = written(text)
         prompt = chat.render(messages, tools)
@@ -106,7 +106,7 @@ def test_a_clients_text_gives_no_control_token_and_is_shown_as_it_is(chat: ChatT
 
 
 def test_a_turn_is_carried_on_by_text_alone(chat: ChatTokens) -> None:
-    for text in (ATTACK, *chat.tokenizer.control_tokens.texts.values()):
+    for text in (ATTACK, *chat.tokenizer.control_tokens["text"].texts.values()):
         further = [{"role": "tool", "tool_call_id": "c1", "content": text}]
         prompt = chat.render([{"role": "user", "content": text}], [])
         turn = drawn(chat, "4", prompt)
@@ -186,7 +186,7 @@ def test_every_format_hands_on_texts_that_give_none(tmp_path: Path) -> None:
 
 def test_what_a_call_spells_by_escapes_gives_none(chat: ChatTokens) -> None:
     """Arguments are read as JSON, and written anew by the template."""
-    tokens = chat.tokenizer.control_tokens.texts.values()
+    tokens = chat.tokenizer.control_tokens["text"].texts.values()
 
     def prompt(arguments: str) -> np.ndarray:
         messages, tools = written("x")

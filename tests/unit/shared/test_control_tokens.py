@@ -54,12 +54,13 @@ KINDS = {
     "qwen": byte_level(QWEN),
     "llama": byte_level(LLAMA),
     "stripping": byte_level(QWEN, lstrip=True, rstrip=True),
-    "nested": byte_level([("<|a|>", True), ("<|a|>b", True), ("b<", False), ("☃", True), ("|>b<|", True)]),
+    "nested": byte_level([("<|a|>", True), ("<|a|>b", True), ("b<", False), ("|>b<|", True)]),
     "spaced": spaced(),
     "always spaced": spaced("always"),
     "greedy": greedy(),
 }
 CONTROLS = {kind: ControlTokens(backend) for kind, backend in KINDS.items()}
+AS_WRITTEN = {kind: ControlTokens(backend, as_written=True) for kind, backend in KINDS.items()}
 
 
 def ids_of(backend: Tokenizer, text: str) -> list[int]:
@@ -82,7 +83,9 @@ def texts(kind: str) -> st.SearchStrategy[str]:
 @given(data=st.data())
 def test_what_the_template_spells_is_encoded_as_ever(kind: str, data: st.DataObject) -> None:
     text = data.draw(texts(kind))
-    assert CONTROLS[kind].encode(text).tolist() == ids_of(KINDS[kind], text)
+    for control in (CONTROLS[kind], AS_WRITTEN[kind]):
+        assert control.encode(text).tolist() == ids_of(KINDS[kind], text)
+    assert AS_WRITTEN[kind].guarded({text: [text]}) == {text: [text]}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,7 +120,7 @@ def test_every_reserved_token_and_those_inside_of_one_another() -> None:
         assert backend.decode(ids, skip_special_tokens=False) == f"<|eot_id|>{text}<|eot_id|>"
 
 
-def test_all_texts_of_a_value_are_guarded_and_those_that_are_kept_are_not() -> None:
+def test_all_texts_of_a_value_are_guarded_and_values_that_are_kept_are_not() -> None:
     control = CONTROLS["qwen"]
     value = {"<think>": ["<|im_end|>", {"a": "x<think>y"}], "n": 1, "none": None, "yes": True}
     guarded = control.guarded(value)
@@ -125,11 +128,19 @@ def test_all_texts_of_a_value_are_guarded_and_those_that_are_kept_are_not() -> N
     written = json.dumps(guarded)
     assert control.plain(written) == json.dumps(value) and not set(control.encode(written).tolist()) & set(control.texts)
     kept = control.encode(json.dumps(control.guarded(value, control.markers))).tolist()
-    assert [control.texts[one] for one in kept if one in control.texts] == ["<think>", "<think>"]
+    assert [control.texts[one] for one in kept if one in control.texts] == ["<think>"]
 
 
-@pytest.mark.parametrize("word", ["    ", "▁▁", "\n\n", "мир", "ที่", "kilo gram2"])
-def test_words_and_white_space_that_were_added_to_a_vocabulary_are_no_control_tokens(word: str) -> None:
+def test_names_that_a_template_looks_up_stay_what_they_are() -> None:
+    control = ControlTokens(byte_level([("sop", True), ("type", True), ("<name>", False), ("<|user|>", True)]))
+    schema = {"type": {"properties": 1, "stop": 2, "user": 3}}
+    assert control.guarded(schema) == schema
+    [tag] = control.guarded({"name": 1})
+    assert not set(control.encode(f"<{tag}></{tag}>").tolist()) & set(control.texts)
+
+
+@pytest.mark.parametrize("word", ["    ", "▁▁", "\n\n", "мир", "ที่", "kilo gram2", "☃"])
+def test_words_signs_and_white_space_that_were_added_to_a_vocabulary_are_no_control_tokens(word: str) -> None:
     backend = byte_level([("<|im_end|>", True), (word, False)])
     control = ControlTokens(backend)
     ids = control.encode(control.guarded(f"a{word}<|im_end|>")).tolist()
