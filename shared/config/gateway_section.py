@@ -48,7 +48,6 @@ class GatewaySection(Section):
     gateway_control_tokens: Literal["text", "as_written"] = Field(
         default="text",
         description="what control tokens are that clients' messages and tools spell: text, encoded as such, or control tokens (as_written)",
-        **MUTABLE,
     )
     gateway_checkpoint_tokens: int = Field(
         default=1024,

@@ -31,31 +31,18 @@ class ControlTokens:
     def __init__(self, backend: tokenizers.Tokenizer, as_written: bool = False) -> None:
         split = backend.encode_special_tokens  # the checkpoint asks for special tokens as text, wherever they stand
         added = {index: token for index, token in backend.get_added_tokens_decoder().items() if not (split and token.special)}
-        control = {} if as_written else {index: token for index, token in added.items() if _is_control(token)}
-        self.texts = {index: token.content for index, token in control.items()}
-        self.markers = frozenset(token.content for token in control.values() if not token.special)
-        self._mark = secrets.token_hex(12)
-        self._names = {text: secrets.token_hex(12) for text in self.texts.values()}
+        self.texts = {} if as_written else {index: token.content for index, token in added.items() if _is_control(token)}
+        self.markers = frozenset(added[index].content for index in self.texts if not added[index].special)
+        self._mark, self._names = secrets.token_hex(12), {text: secrets.token_hex(12) for text in self.texts.values()}
+        self._heads, self._tails = _parts(self._names)
         self._words = [text for text in self._names if text.isidentifier()]
-        cuts = [(text, at) for text in self._names for at in range(1, len(text))]  # parts that are words are many a text's
-        self._heads = {text[:at] for text, at in cuts if re.search(r"\W", text[:at])}
-        self._tails = {text[at:] for text, at in cuts if re.search(r"\W", text[at:])}
         self._longest = max(map(len, self._names), default=0)
         self._spelled = re.compile(f"(?=({_any_of(self._names)})).", re.DOTALL)
         self._whole = re.compile(_any_of(self._names))
-        self._backend = tokenizers.Tokenizer(backend.model)
-        if backend.normalizer is not None:
-            self._backend.normalizer = backend.normalizer
-        if backend.pre_tokenizer is not None:
-            self._backend.pre_tokenizer = backend.pre_tokenizer
-        free = 1 + max(self._backend.get_vocab(False).values(), default=-1)  # ids may have holes: those of names come behind all of them
-        self._backend.add_tokens([secrets.token_hex(12) for _ in range(free - self._backend.get_vocab_size(False))])
-        named = {index: self._names.get(token.content, token.content) for index, token in sorted(added.items())}
-        self._backend.add_tokens([self._renamed(added[index], name) for index, name in named.items()])
+        self._backend, self._ids = _renamed(backend, added, self._names)
         self._backend.add_tokens([AddedToken(self._mark, normalized=False)])
-        self._ids = {self._backend.token_to_id(name): index for index, name in named.items()}
-        unknown = getattr(backend.model, "unk_token", None)
-        self._own = {index for index, text in self.texts.items() if backend.model.id_to_token(index) is not None and text != unknown}
+        own = {index for index in self.texts if backend.model.id_to_token(index) is not None}
+        self._own = own - {backend.token_to_id(getattr(backend.model, "unk_token", None) or "")}
 
     def guarded(self, value: Any, kept: Collection[str] = ()) -> Any:
         """Returns a value of JSON whose texts, keys of objects too, give no control token when they are rendered and encoded.
@@ -93,12 +80,33 @@ class ControlTokens:
         ids: list[int] = encoding.ids
         return ids
 
-    def _renamed(self, token: AddedToken, name: str) -> AddedToken:
-        """Returns a token by another name, which is looked for in normalized text only where that has it unchanged."""
-        normalizer = self._backend.normalizer
-        normalized = token.normalized and (name == token.content or normalizer is None or normalizer.normalize_str(name) == name)
-        single = token.single_word and name == token.content
-        return AddedToken(name, single_word=single, lstrip=token.lstrip, rstrip=token.rstrip, normalized=normalized)
+
+def _renamed(
+    backend: tokenizers.Tokenizer, added: Mapping[int, AddedToken], names: Mapping[str, str]
+) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+    """Returns a tokenizer that knows added tokens by other names, by their text → name, and what its ids for them are."""
+    made, normalizer = tokenizers.Tokenizer(backend.model), backend.normalizer
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if backend.pre_tokenizer is not None:
+        made.pre_tokenizer = backend.pre_tokenizer
+    free = 1 + max(made.get_vocab(False).values(), default=-1)  # ids may have holes: those of names come behind all of them
+    made.add_tokens([secrets.token_hex(12) for _ in range(free - made.get_vocab_size(False))])
+    tokens = {index: _named(token, names[token.content], normalizer) if token.content in names else token for index, token in added.items()}
+    made.add_tokens([tokens[index] for index in sorted(tokens)])
+    return made, {made.token_to_id(token.content): index for index, token in tokens.items()}
+
+
+def _named(token: AddedToken, name: str, normalizer: Any) -> AddedToken:
+    """Returns a token by another name. Normalized text is where it is looked for only if that has the name unchanged."""
+    normalized = token.normalized and (normalizer is None or normalizer.normalize_str(name) == name)
+    return AddedToken(name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=normalized)
+
+
+def _parts(texts: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Returns the beginnings of texts and their ends, without those that are words, as names have them."""
+    cuts = [(text[:at], text[at:]) for text in texts for at in range(1, len(text))]
+    return {head for head, _ in cuts if re.search(r"\W", head)}, {tail for _, tail in cuts if re.search(r"\W", tail)}
 
 
 def _is_control(token: AddedToken) -> bool:
