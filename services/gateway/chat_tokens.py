@@ -6,10 +6,10 @@ was sampled is seen by comparing ids.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import orjson
@@ -108,6 +108,7 @@ class ChatTokens:
 
     Args:
         model: its checkpoint directory. variables: of the run for the chat template.
+        control_tokens: what those are that clients' texts spell: ``text``, or control tokens (``as_written``).
 
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
@@ -119,12 +120,13 @@ class ChatTokens:
 
     LETTER = "x"
 
-    def __init__(self, model: Path, variables: Mapping[str, Any]) -> None:
+    def __init__(self, model: Path, variables: Mapping[str, Any], control_tokens: Literal["text", "as_written"] = "text") -> None:
         from renderers import DefaultRendererConfig, create_renderer  # it takes seconds, and only gateways have the package
 
         self.tokenizer = Tokenizer(model)
         self.has_template = self.tokenizer.has_chat_template
-        adapter = RendererTokenizer(self.tokenizer, variables)
+        self._control = self.tokenizer.control_tokens[control_tokens]
+        adapter = RendererTokenizer(self.tokenizer, variables, self._control)
         family = _family(adapter, variables) if self.has_template else None
         self.family = "default" if family is None else str(family.config.name)
         self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
@@ -132,8 +134,8 @@ class ChatTokens:
         self._one_result = family is not None and _rendered(family.render_ids, *PARALLEL) != _rendered(by_template, *PARALLEL)
         # the package's default renderer makes objects of all arguments, also where the template takes their text
         self._render: Any = by_template if family is None or self._one_result else family.render_ids
-        self.shows_tools = self.has_template and self._differs_with_tools()
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
+        self.shows_tools = self.has_template and self._differs_with_tools()
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
         self.letter = self.tokenizer.encode(self.LETTER).tolist()
         self.plain_markers = self.family == "default"
@@ -162,22 +164,33 @@ class ChatTokens:
         texts += [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
         return shown + sum(len(text.encode()) for text in texts)
 
-    def render(self, messages: Messages, tools: Messages, place: str = "messages") -> NDArray[np.int32]:
+    def render(self, messages: Messages, tools: Messages, place: str = "messages", turns: Iterable[Turn] = ()) -> NDArray[np.int32]:
         """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it.
 
         Args:
-            place: the body's field with the conversation.
+            place: the body's field with the conversation. turns: of the session: what they sampled stays in the assistant's messages.
         """
         if not self.has_template:
             raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
         given = list(tools) or None
         try:
             formed = in_call_form(self.tokenizer, messages, {**self._variables, "tools": given})
-            found = self._render(formed, tools=given, add_generation_prompt=True)
+            found = self._render(self._guarded(formed, turns), tools=self._control.guarded(given), add_generation_prompt=True)
         except (ConfigError, *UNREADABLE) as error:
-            reason = getattr(error, "expected", error)  # without the messages themselves, which may be long
-            raise TurnRefused(400, f"the model's chat template refuses them: {str(reason)[:300]}", field=place) from None
+            reason = self._control.plain(str(getattr(error, "expected", error)))  # without the messages themselves, which may be long
+            raise TurnRefused(400, f"the model's chat template refuses them: {reason[:300]}", field=place) from None
         return np.asarray(found, np.int32)
+
+    def _guarded(self, messages: Messages, turns: Iterable[Turn] = ()) -> list[dict[str, Any]]:
+        """Returns messages whose texts give no control token, but that what an assistant says has markers, and what was sampled."""
+        control = self._control
+        sampled = np.unique(np.concatenate([np.empty(0, np.int32), *(turn.completion for turn in turns)])).tolist()
+        kept = control.markers | {control.texts[token] for token in sampled if token in control.texts and token not in self.stop_ids}
+        own = {("assistant", field): kept for field in ("content", "reasoning_content")}
+        return [
+            {key: value if key == "role" else control.guarded(value, own.get((message["role"], key), ())) for key, value in message.items()}
+            for message in messages
+        ]
 
     def bridge(self, turn: Turn, messages: Messages, tools: Messages) -> NDArray[np.int32] | None:
         """Returns the prompt that carries a turn on with further messages, beginning with its very tokens; None where that is not sure."""
@@ -185,7 +198,9 @@ class ChatTokens:
         if self._one_result and sum(message["role"] == "tool" for message in messages) > 1:
             return None
         try:
-            found = self._renderer.bridge_to_next_turn(before, drawn, list(messages), tools=list(tools) or None)
+            found = self._renderer.bridge_to_next_turn(
+                before, drawn, self._guarded(messages), tools=self._control.guarded(list(tools) or None)
+            )
         except UNREADABLE:
             return None
         ids = None if found is None else np.asarray(found.token_ids, np.int32)

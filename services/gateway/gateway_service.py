@@ -46,7 +46,8 @@ async def serve(service: Service) -> None:
     config, section = service.config, service.config.gateway
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client's connection is one
-    chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), config.data.apply_chat_template_kwargs)
+    variables, control = config.data.apply_chat_template_kwargs, section.gateway_control_tokens
+    chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
     sessions = SessionStore(service.store, service.run)
     replicas = Replicas(service.registry, section.gateway_replica_requests)
     door = DrawClient(sessions)

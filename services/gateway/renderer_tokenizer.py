@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.data.call_form import in_call_form
+from shared.data.control_tokens import ControlTokens
 from shared.data.tokenizer import Tokenizer
 
 KEPT_CHARACTERS = 16 << 20
@@ -18,7 +19,7 @@ KEPT_CHARACTERS = 16 << 20
 class EncodedTexts:
     """The ids of texts; of those that were asked for last they are remembered."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int = KEPT_CHARACTERS) -> None:
+    def __init__(self, tokenizer: Tokenizer | ControlTokens, most: int = KEPT_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._lock = threading.Lock()
@@ -46,8 +47,9 @@ class RendererTokenizer:
     name_or_path = ""
     unk_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
-        self._tokenizer, self._variables, self._encoded = tokenizer, dict(variables), EncodedTexts(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any], control: ControlTokens) -> None:
+        self._tokenizer, self._variables, self._control = tokenizer, dict(variables), control
+        self._encoded = EncodedTexts(control)
         self.eos_token_id = tokenizer.eos_id
         self.all_special_tokens = tokenizer.skipped_tokens
 
@@ -70,4 +72,4 @@ class RendererTokenizer:
             variables.pop(option, None)
         given = {**self._variables, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._tokenizer.render(in_call_form(self._tokenizer, messages, given), given)
-        return self._tokenizer.encode(text).tolist()
+        return self._control.encode(text).tolist()

@@ -165,7 +165,7 @@ class Turns:
             turn, further = found
             if (bridged := self._chat_tokens.bridge(turn, further, asked.tools)) is not None:
                 return TurnPrompt(bridged, turn)
-        tokens = self._chat_tokens.render(asked.messages, asked.tools, asked.place)
+        tokens = self._chat_tokens.render(asked.messages, asked.tools, asked.place, log.turns.values())
         return TurnPrompt(tokens, log.extended(tokens))
 
     # --- drawing

@@ -117,7 +117,8 @@ class EpisodeGenerate(CustomGenerate):
         view = eval_view(self._config, task.group)
         data = self._config.data if view is None else view.config.data
         variables = {**data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
-        return EpisodeTokens(self._tokenizer, data.apply_chat_template or not isinstance(task.prompt, str), variables)
+        as_chat = data.apply_chat_template or not isinstance(task.prompt, str)
+        return EpisodeTokens(self._tokenizer, as_chat, variables, self.settings.episode_control_tokens)
 
     def end_across(self, task: Task, before: list[int], drawn: list[int]) -> int | None:
         """Returns where a stop string of the task's ends that began in the tokens before: see `shared.data.stop_strings`."""

@@ -23,6 +23,11 @@ class EpisodeSection(Section):
         default=None, gt=0, description="tokens of one turn at most; default: what rollout_max_response_len leaves"
     )
     episode_timeout: float = Field(default=30, gt=0, description="seconds for each reset and step, broken connections included", **MUTABLE)
+    episode_control_tokens: Literal["text", "as_written"] = Field(
+        default="text",
+        description="what control tokens are that the environment's messages and tools spell, through the chat template: text, encoded as "
+        "such, or control tokens (as_written)",
+    )
 
     def _misfits(self) -> Iterator[str]:
         if self.episode_url is not None:

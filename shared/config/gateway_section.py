@@ -1,5 +1,7 @@
 """`[gateway]`: where clients of language models' APIs meet the engines."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from shared.config.section import MUTABLE, Section
@@ -42,6 +44,10 @@ class GatewaySection(Section):
         ge=0,
         description="of these, seconds that a turn waits for a replica with room and weights before it gets 429 or 503",
         **MUTABLE,
+    )
+    gateway_control_tokens: Literal["text", "as_written"] = Field(
+        default="text",
+        description="what control tokens are that clients' messages and tools spell: text, encoded as such, or control tokens (as_written)",
     )
     gateway_checkpoint_tokens: int = Field(
         default=1024,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shared.data.chat_template import DEFAULT, FIELD, ChatTemplates
 from shared.data.checkpoint_tokenizer import CheckpointTokenizer
+from shared.data.control_tokens import ControlTokens
 from shared.runtime.errors import ConfigError
 
 
@@ -98,6 +99,11 @@ class Tokenizer:
         """Returns the ids of the tokens that are one byte each, of a vocabulary that falls back to them."""
         found = (self.token_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(token for token in found if token is not None)
+
+    @cached_property
+    def control_tokens(self) -> dict[str, ControlTokens]:
+        """Returns what encodes rendered messages, by what control tokens are there that text of others spells: text, or as_written."""
+        return {spelled: ControlTokens(self._tokenizer, spelled == "as_written") for spelled in ("text", "as_written")}
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Renders chat messages by the model's chat template, with the generation prompt.
