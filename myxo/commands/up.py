@@ -22,7 +22,6 @@ from shared.config import flags
 from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, server_urls, telemetry
-from shared.runtime.atomic_files import private_directory
 from shared.runtime.errors import ConfigError
 from shared.runtime.node_rank import NODE_RANK
 
@@ -88,7 +87,6 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
         console.file.write(config_toml.dump(config))
         return exit_codes.DONE
     directory = RunDirectory(config.run.root)
-    _private(config)
     if config.debug.trains_only:
         return train_only.run(config, directory, console, fresh=fresh)
     given = server_checks.given_servers()
@@ -98,6 +96,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
         directory.refuse_input_in_state(config)
         RunDirectory(config.trained).refuse_input_in_state(config)
     asyncio.run(server_checks.check_servers(given, config.run.name))
+    directory.make(config)
     with directory.held():
         if fresh:
             directory.clear()
@@ -111,19 +110,12 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
                 telemetry.silence_logs()
 
 
-def _private(config: RunConfig) -> None:
-    """Makes the run's directory, readable for whom ``run.dir_mode`` says. Raises ConfigError."""
-    try:
-        private_directory(config.run.root, int(config.run.dir_mode, 8))
-    except OSError as error:
-        raise ConfigError("run.dir", str(config.run.root), f"cannot be made: {error.strerror}; give another run.dir") from None
-
-
 def _up_node(config: RunConfig, directory: RunDirectory, given: server_checks.GivenServers, rank: int, console: Console) -> int:
     """Runs a further node's part of the trainer. The run's directory, which nodes may share, is the first node's to hold."""
     assert given.nats_url is not None  # or the rank would not be settled
     asyncio.run(server_checks.check_servers(given, config.run.name))
-    directory.logs.mkdir(parents=True, exist_ok=True)
+    directory.make(config)
+    directory.logs.mkdir(exist_ok=True)
     with directory.open_log(f"node-{rank}") as log:
         telemetry.configure_logs(config.run.name, LAUNCHER, f"node-{rank}", stream=log)
         try:

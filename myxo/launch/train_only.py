@@ -26,6 +26,7 @@ def run(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: 
     if fresh:
         directory.refuse_input_in_state(config)
         trained.refuse_input_in_state(config)
+    directory.make(config)
     with directory.held():
         if fresh:
             directory.clear()

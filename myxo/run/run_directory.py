@@ -30,7 +30,7 @@ from shared.bus import runs
 from shared.bus.subjects import RUN_ID
 from shared.config.run_config import RunConfig
 from shared.data.data_files import paths
-from shared.runtime.atomic_files import replace_file
+from shared.runtime.atomic_files import private_directory, replace_file
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
 STATE = (
@@ -100,6 +100,18 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 file.close()
 
+    def make(self, config: RunConfig) -> None:
+        """Makes the directory, with the permissions that ``run.dir_mode`` says. Raises ConfigError."""
+        with self._writable():
+            private_directory(self.root, int(config.run.dir_mode, 8))
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError("run.dir", str(self.root), f"cannot be written: {error.strerror}; give another run.dir") from None
+
     # --- the lock
 
     @contextlib.contextmanager
@@ -108,11 +120,9 @@ class RunDirectory:
 
         The lock file stays: removing it would let two holders in.
         """
-        try:
+        with self._writable():
             self.root.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+")
-        except OSError as error:
-            raise ConfigError("run.dir", str(self.root), f"cannot be written: {error.strerror}; give another run.dir") from None
         with file:
             end = time.monotonic() + HOLD_SECONDS
             while not _locked(file, fcntl.LOCK_EX):
