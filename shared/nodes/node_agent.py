@@ -13,7 +13,7 @@ from typing import Protocol
 
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
-from shared.bus.leader_lease import LeaderLease, LeaseTiming, clock, read_lease
+from shared.bus.leader_lease import AWAY_SECONDS, LeaderLease, LeaseTiming, clock, read_lease
 from shared.bus.registry import STANDBY
 from shared.nodes.attempt_commands import (
     LINK_LOST,
@@ -38,7 +38,7 @@ from shared.runtime.cancellation import to_the_end
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.service_base import Service
-from shared.schema.node_messages import Attempt, NodeState
+from shared.schema.node_messages import Attempt, NodeSecret, NodeState
 
 POLL_SECONDS = 0.5
 SILENCE = 1.5
@@ -78,7 +78,8 @@ class NodeAgent:
         job: the name in KV that the job's nodes share (`shared.bus.subjects`). rank, nodes: this node's, and how many there are.
         patience: seconds that missing nodes are waited for. ranks: what runs here. leave_seconds: that ranks which are to leave have,
             before they are killed. stopping: set once this node is asked to stop; default: the service's.
-        door: makes port and secret of the way to this node's ranks, for the first node's service; see `NodeState`.
+        door: returns the port of the way to this node's ranks, for the first node's service; see `NodeState`. secret: this node's
+            (`NodeSecret`), for an engine's other nodes; empty: it has none.
         show: shows state and reason; default: as the service's own. healthy: of an attempt, see `FirstNode`.
 
     Attributes:
@@ -96,12 +97,14 @@ class NodeAgent:
         *,
         leave_seconds: float = STOP_SECONDS,
         stopping: asyncio.Event | None = None,
-        door: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        door: Callable[[], int] = lambda: 0,
+        secret: str = "",
         show: Callable[[str, str], None] | None = None,
         healthy: float = HEALTHY_SECONDS,
     ) -> None:
         self._service, self._job, self._rank, self._nodes, self._patience = service, job, rank, nodes, patience
         self._leave_seconds, self._stopping, self._door = leave_seconds, stopping or service.stopping, door
+        self._secret = secret
         self._healthy = healthy
         self._show, self._shown = show or self._show_as_service, ("", "")
         self._timing = LeaseTiming(service.config.bus.lease_duration)
@@ -126,11 +129,21 @@ class NodeAgent:
         finally:
             await self._links.close()
 
+    async def secret_of(self, rank: int) -> str:
+        """Returns the secret of a node whose lease is held. Raises BadMessage, DeadlineExceeded."""
+        subjects, key = self._service.subjects, self._service.subjects.node_lease(self._job, rank)
+        value = await self._service.bus.get(subjects.secrets_bucket, key, deadline=AWAY_SECONDS)
+        return NodeSecret.decode(value or b"").secret
+
     async def _run(self) -> int:
         if not await self._hold_the_lease():
             return exit_codes.DONE
-        async with self._service.background(self._lease.keep()):
+        service = self._service
+        async with service.background(self._lease.keep()):
             try:
+                if self._secret:
+                    key, value = service.subjects.node_lease(self._job, self._rank), NodeSecret(secret=self._secret).encode()
+                    await service.bus.put(service.subjects.secrets_bucket, key, value, deadline=AWAY_SECONDS)
                 known = await self._newest_attempt()
                 if self._rank == 0:
                     self._machine = FirstNode(self._nodes, self._patience, known.number if known else 0, self._healthy)
@@ -260,7 +273,7 @@ class NodeAgent:
     # --- what the lease says
 
     def _state(self) -> NodeState:
-        own, (port, secret) = self._ranks.own, self._door()
+        own = self._ranks.own
         return NodeState(
             address=own_address(),
             running=own.running,
@@ -269,8 +282,7 @@ class NodeAgent:
             reason=own.reason,
             consequence=own.consequence,
             stopping=self._stopping.is_set(),
-            door=port,
-            secret=secret,
+            door=self._door(),
             point=self._links.point,
             silent=self._links.silent(),
         )
