@@ -354,7 +354,7 @@ class Launch:
 
     async def _report(self, bus: Bus) -> int:
         """Prints audit and summary while the servers are still supervised: one that dies meanwhile is restarted for the next try."""
-        work = asyncio.create_task(exit_report.report_in_time(bus, self._run, self._directory, self._console))
+        work = asyncio.create_task(exit_report.report_in_time(bus, self._config, self._directory, self._console))
         try:
             while not (await asyncio.wait({work}, timeout=TICK_SECONDS))[0]:
                 self._servers.tick(time.monotonic())
@@ -377,7 +377,7 @@ class Launch:
             self._say(f"At its end the run waited for {self._waits.newest.words(time.time())}.")
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
-                await exit_report.report_troubles(bus, self._run, self._console)
+                await exit_report.report_troubles(bus, self._config, self._console)
         except BUS_ERRORS as error:
             self._say(f"What went wrong cannot be summed up: {str(error) or type(error).__name__}; `myxo summary {self._run}` tries again.")
 

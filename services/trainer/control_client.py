@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from services.trainer.untrainable import Untrainable
+from shared.bus import runs
 from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
 from shared.runtime.activities import LOOP, Look
@@ -36,6 +37,7 @@ from shared.schema.messages import (
     Trained,
 )
 from shared.schema.service_messages import ServiceStatus
+from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
 from shared.tracing.traces import Traces
 
@@ -82,6 +84,7 @@ class ControlClient:
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
         self._reading, self._evaluated = asyncio.Lock(), 0.0
+        self._live_announced: WeightsLive | None = None
         self.replicas: list[ServiceStatus] = []
         self.evaluations: list[EvalFigures] = []
 
@@ -168,19 +171,30 @@ class ControlClient:
         """Makes ``live.version`` the run's live version, unless a later one was live before."""
 
         async def announce() -> None:
-            subjects, bus = self.service.subjects, self.service.bus
-            known = await bus.get(subjects.weights_bucket, "live")
-            if known is None or WeightsLive.decode(known).version < live.version:
-                await bus.put(subjects.weights_bucket, "live", live.encode(), deadline=REQUEST_SECONDS)
+            await self._keep_live(live)
             await self.service.event("weights", "live", live)
 
-        self.service.version = live.version
+        self.service.version, self._live_announced = live.version, live
         self.call(announce(), REQUEST_SECONDS + CALL_MARGIN)
 
     def live_version(self) -> int:
-        """Returns the run's live version; -1: none has been announced."""
-        known = self.call(self.service.bus.get(self.service.subjects.weights_bucket, "live"), REQUEST_SECONDS)
-        return -1 if known is None else WeightsLive.decode(known).version
+        """Returns the run's live version; -1: none has been announced, or what stands for it is none."""
+        return self.call(self._known_version(), REQUEST_SECONDS)
+
+    async def _known_version(self) -> int:
+        service, rollout = self.service, self.config.rollout
+        try:
+            known = await runs.live_version(service.bus, service.run)
+        except runs.UnreadableVersion as error:
+            service.log.warning("live_version_unreadable", error=str(error), next_action="it is announced anew")
+            return -1
+        last = version_after(rollout.num_rollout, self.config.weights.update_weights_interval, rollout.num_rollout)
+        return known if known <= last else -1
+
+    async def _keep_live(self, live: WeightsLive) -> None:
+        """Writes the live version, unless a later one, or this one, stands there."""
+        if await self._known_version() < live.version:
+            await self.service.bus.put(self.service.subjects.weights_bucket, "live", live.encode(), deadline=REQUEST_SECONDS)
 
     # --- running
 
@@ -269,6 +283,8 @@ class ControlClient:
         while True:
             try:
                 await self._read_registry()
+                if self._live_announced is not None:
+                    await self._keep_live(self._live_announced)
             except (MyxoError, *TRANSIENT) as error:
                 self.service.log.warning("registry_unread", error=str(error))
             await asyncio.sleep(POLL_INTERVAL_S)

@@ -35,7 +35,7 @@ from shared.nodes.node_links import NodeLinks
 from shared.nodes.node_presence import NodeObserver, SeenNode
 from shared.runtime import exit_codes, liveness
 from shared.runtime.cancellation import to_the_end
-from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.errors import BadMessage, ConfigError, MyxoError
 from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.service_base import Service
 from shared.schema.node_messages import Attempt, NodeSecret, NodeState
@@ -120,6 +120,7 @@ class NodeAgent:
         self._announced: Attempt | None = None
         self._told = self._state()
         self._kill_reason = ""
+        self._unread: bytes | None = None
 
     async def run(self) -> int:
         """Returns the exit code. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
@@ -171,7 +172,13 @@ class NodeAgent:
     async def _newest_attempt(self) -> Attempt | None:
         subjects = self._service.subjects
         value = await self._service.bus.get(subjects.leases_bucket, subjects.attempt(self._job))
-        return Attempt.decode(value) if value else None
+        try:
+            return Attempt.decode(value) if value else None
+        except BadMessage as error:
+            if self._unread != value:
+                self._service.log.warning("attempt_unreadable", job=self._job, error=str(error), next_action="node 0 writes it anew")
+            self._unread = value
+            return None
 
     def _show_as_service(self, state: str, detail: str) -> None:
         self._service.state, self._service.detail = state, detail
@@ -210,15 +217,19 @@ class NodeAgent:
         return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._stopping.is_set(), self._links.point)
 
     async def _newest_attempt_now(self) -> Attempt | None:
-        if self._rank == 0:
-            return self._announced
         async with asyncio.timeout(self._timing.attempt):
-            return await self._newest_attempt()
+            newest = await self._newest_attempt()
+        if self._rank == 0:
+            if newest is None and self._announced is not None:
+                await self._announce(self._announced)
+            return self._announced
+        return newest
 
     async def _read(self, rank: int) -> SeenNode:
         key = self._service.subjects.node_lease(self._job, rank)
         revision, status = await read_lease(self._service.bus, self._service.run, key, self._timing.attempt)
-        self._marks[rank] = status.mark
+        if status is not None:
+            self._marks[rank] = status.mark
         return self._observers[rank].see(revision, status, clock())
 
     def _check_address(self, address: str, nodes: dict[int, SeenNode]) -> None:

@@ -40,8 +40,8 @@ class NodeState(Part):
 
 
 class NodeSecret(Message):
-    """KV ``secrets/<job>.<rank>``, which the account of the engines alone reads: what proves to an engine's node that a command to its ranks
-    comes from another of its nodes, or (of the first node) what the keys of the engine's sockets are made of."""
+    """KV ``secrets/<job>.<rank>``, which the account of the engines alone reads: what proves to an engine's node that a command
+    to its ranks comes from another of its nodes, or (of the first node) what the keys of the engine's sockets are made of."""
 
     secret: str = Field(pattern=r"^[0-9a-f]{32}$", repr=False)
 
