@@ -38,7 +38,7 @@ from shared.live.service_failures import full_disk
 from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import BadInput, MyxoError, no_room
+from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
 from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
 from shared.runtime.service_base import HEARTBEATS
@@ -142,6 +142,8 @@ class Launch:
             await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
         if self._signals:
             return self._interrupted()
+        if not self._fresh and not await streams.exists(bus, run) and (lost := self._directory.without_streams(run, config)):
+            raise ConfigError("run.name", run, lost)
         if self._fresh:
             await erase.erase_from_bus(bus, run)
             await erase.erase_from_store(self._servers.redis_url, run)

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from services.trainer.untrainable import Untrainable
 from shared.bus import runs
-from shared.bus.connection import TRANSIENT
+from shared.bus.connection import TRANSIENT, RequestRefused
 from shared.config.run_config import RunConfig
 from shared.runtime.activities import LOOP, Look
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.errors import BadInput, DeadlineExceeded, MyxoError
 from shared.runtime.failures import SupervisedThread, log_failure
 from shared.runtime.service_base import Service, attended, connect
 from shared.schema.messages import (
@@ -49,6 +49,9 @@ REQUEST_SECONDS = 300.0
 
 STOP_SECONDS = 5.0
 """The time that the buffer has to answer a trainer that was asked to stop: often the buffer was stopped at the same time."""
+
+CHECKPOINTS_GONE = "CheckpointsGone"
+"""The buffer's error for a step whose batch was freed."""
 
 POLL_INTERVAL_S = 0.5
 """The interval at which the registry is read for replicas."""
@@ -119,10 +122,15 @@ class ControlClient:
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
         """Returns the batch of ``step``, or that it is not ready yet (after seconds; at once without ``hold``), or that the run is done.
 
-        Raises StopAsked, as all calls to the buffer do.
+        Raises StopAsked, as all calls to the buffer do; BadInput where checkpoints are gone.
         """
         request = BatchRequest(step=step, version=version, hold=hold)
-        answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
+        try:
+            answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
+        except RequestRefused as error:
+            if error.error == CHECKPOINTS_GONE:
+                raise BadInput(str(error)) from error  # a restart would come to the same
+            raise
         if isinstance(answer, RunDone) and not answer.reason:  # the buffer's status may not show all of them yet
             self.call(self._read_evaluations(), REQUEST_SECONDS)
         return answer

@@ -113,10 +113,17 @@ async def _follow_move(bus: Bus, before: RunConfig, config: RunConfig) -> None:
 
 
 def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
-    """Returns a refusal for each field that differs from a run's frozen config and may not change."""
+    """Returns a refusal for each field that differs from a run's frozen config and may not change; one alone for another run's config."""
+    if frozen.run.name != config.run.name:
+        return [ConfigError("run.name", config.run.name, files_of_another(config.run.root, frozen))]
     expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
     parted = (change.partition(": ") for change in changes(frozen, config))
     return [ConfigError(field, values, expected) for field, _, values in parted]
+
+
+def files_of_another(directory: Path, frozen: RunConfig) -> str:
+    """Returns what to say of a directory with the files of a run of another name, as of one that was copied."""
+    return f"{directory} holds the files of run {frozen.run.name}, and a run goes by its name; `myxo move` takes one to another directory"
 
 
 async def load(bus: Bus, run: str) -> RunConfig:
