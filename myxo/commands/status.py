@@ -78,7 +78,8 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
 
 
 async def _phase(access: Access) -> tuple[str | None, str]:
-    """Returns the run's phase and the reason of one that has failed; by the ledger, and with a line that says so, where the bus's is none."""
+    """Returns the run's phase and the reason of one that has failed. Where the bus's cannot be read, the ledger says whether the run is
+    finished, and a line on the standard error says so."""
     phase, reason = await runs.phase_and_reason(access.bus, access.run)
     if phase == runs.UNREADABLE:
         say(f"the phase of run {access.run} on the bus cannot be read; its ledger stands for it")

@@ -158,8 +158,8 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def freeze(self, config: RunConfig) -> Path:
-        """Stores the run's config for commands that run without its servers. Returns the file's path."""
-        replace_file(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
+        """Stores the run's config, without credentials, for commands that run without its servers. Returns the file's path."""
+        replace_file(self._config, f"{config.shown().model_dump_json(indent=2)}\n".encode())
         return self._config
 
     def without_streams(self, run: str, config: RunConfig | None) -> str:
@@ -172,7 +172,8 @@ class RunDirectory:
         steps = max((int(path.name[5:]) for path in kept.glob("step_*") if path.name[5:].isdecimal()), default=0)
         if not steps:
             return ""
-        lost = f"{kept} holds a checkpoint of {steps} steps, and the bus holds nothing of run {run}: NATS's data are lost, or it is another NATS"
+        lost = f"{kept} holds a checkpoint of {steps} steps, and the bus holds nothing of run {run}"
+        lost += ": NATS's data are lost, or it is another NATS"
         return f"{lost}; put them back, or begin another run with its weights (`myxo convert`), or this one anew (`--fresh`)"
 
     def write_servers(self, servers: ServerUrls) -> None:

@@ -117,7 +117,7 @@ def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
     if frozen.run.name != config.run.name:
         return [ConfigError("run.name", config.run.name, files_of_another(config.run.root, frozen))]
     expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
-    parted = (change.partition(": ") for change in changes(frozen, config))
+    parted = (change.partition(": ") for change in changes(frozen.shown(), config.shown()))
     return [ConfigError(field, values, expected) for field, _, values in parted]
 
 

@@ -57,9 +57,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
         lambda bus, config: runs.create(bus, config, None),
     ),
     "weights/live": (lambda bus, config: runs.live_version(bus, config.run.name),),
-    "weights/snapshot": (
-        lambda bus, config: runs.create(bus, moved(config), None),
-    ),
+    "weights/snapshot": (lambda bus, config: runs.create(bus, moved(config), None),),
     "leases/buffer": (lambda bus, config: read_lease(bus, config.run.name, "buffer", 5.0),),
     "services/trainer.x": (
         lambda bus, config: Registry(bus, config.run.name).alive(),
@@ -112,9 +110,7 @@ async def test_a_phase_that_is_none_is_written_anew_when_the_run_goes_on(bus: Bu
 
 
 @pytest.mark.parametrize("kind", ["no UTF-8", "nothing", "another message", "a version below all"])
-async def test_a_lease_that_is_none_ends_neither_its_holder_nor_who_waits_and_one_of_them_acts(
-    bus: Bus, run: RunConfig, kind: str
-) -> None:
+async def test_a_lease_that_is_none_ends_neither_its_holder_nor_who_waits_and_one_of_them_acts(bus: Bus, run: RunConfig, kind: str) -> None:
     timing = LeaseTiming(1.5)
     holder, waiting = (LeaderLease(bus, run.run.name, "job", name, timing) for name in ("one", "two"))
     subject = f"$KV.{Subjects(run.run.name).leases_bucket}.job"

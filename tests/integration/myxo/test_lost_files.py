@@ -80,5 +80,3 @@ def test_a_bus_without_the_run_and_without_checkpoints_still_says_what_makes_one
     (tmp_path / "fresh" / "logs").mkdir(parents=True)
     code, _, err = myxo.run("status", tmp_path / "fresh", environment={"NATS_URL": nats.url})
     assert code == exit_codes.BAD_INPUT and "`myxo submit CONFIG` makes one" in err
-
-
