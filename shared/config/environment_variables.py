@@ -38,7 +38,7 @@ def without_credentials(value: Any, free: bool = False) -> Any:
     if isinstance(value, dict):
         secret = {key for key, item in value.items() if free and not isinstance(item, int | float | None) and _names_secret(str(key))}
         return {key: "…" if key in secret else without_credentials(item, free or key in _FREE) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [without_credentials(item, free) for item in value]
     if not isinstance(value, str):
         return value

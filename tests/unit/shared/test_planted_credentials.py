@@ -1,13 +1,18 @@
 """Credentials that are planted in a config: files, prints, errors and other programs do not get them."""
 
+import io
 import json
+import logging
 from pathlib import Path
+
+import structlog
 
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.config.config_reading import parse
 from shared.config.environment_variables import without_credentials
+from shared.runtime import telemetry
 from tests.support.run_config import run_config
 
 PLANTED = {
@@ -53,3 +58,26 @@ def test_text_keeps_what_is_no_credential() -> None:
     assert without_credentials(kept) == [*kept[:2], "http://h?level=3&key_column=…", *kept[3:]]
     urls = "nats://u:p@one:4222,redis://:p@two/0?password=p ws://t@h"
     assert without_credentials(urls) == "nats://one:4222,redis://two/0?password=… ws://h"
+
+
+def test_no_log_line_holds_what_was_planted_but_the_consoles_own_address_is_whole() -> None:
+    before, stream = structlog.get_config(), io.StringIO()
+    handlers = logging.getLogger().handlers[:]
+    try:
+        telemetry.configure_logs("r", "reward", "reward-1", stream=stream)
+        log = structlog.get_logger()
+        log.error(
+            "failed", error="no answer of http://me:hush@rm/score?token=hush", tasks=["redis://:hush@store"], more={"u": "ws://hush@h"}
+        )
+        logging.getLogger("library").warning("cannot reach %s", "https://me:hush@host/")
+        try:
+            raise ValueError("Authorization of sk-hushhushhushhushhush at http://me:hush@judge/v1 was refused")
+        except ValueError:
+            log.exception("died")
+        assert "hush" not in telemetry.last_error.text and "http://judge/v1" in telemetry.last_error.text
+        assert "hush" not in stream.getvalue() and "http://rm/score?token=…" in json.loads(stream.getvalue().splitlines()[0])["error"]
+        log.info(telemetry.CONSOLE_SERVES, url="http://127.0.0.1:1/?token=shown")
+        assert "token=shown" in stream.getvalue()
+    finally:
+        structlog.configure(**before)
+        logging.getLogger().handlers[:] = handlers
