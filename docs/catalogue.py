@@ -107,6 +107,7 @@ def _names() -> list[str]:
         (run.services_bucket, f"`<service>.<instance>` → `ServiceStatus`, gone {BusSection().registry_ttl:g} s after its last renewal"),
         (run.weights_bucket, "`live` → `WeightsLive`"),
         (run.leases_bucket, "`buffer` → `LeaseStatus`: which buffer is the active one"),
+        (run.secrets_bucket, "`engines.<replica>.<rank>` → `NodeSecret`; the account of the engines alone reads it"),
     ]
     lines = ["| subject | kind | carries |", "|---|---|---|", *(f"| `{subject}` | {kind} | {what} |" for subject, kind, what in rows), ""]
     lines += ["| KV bucket | holds |", "|---|---|", *(f"| `{bucket}` | {what} |" for bucket, what in buckets), ""]

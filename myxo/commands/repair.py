@@ -73,7 +73,9 @@ def lines(ledger: LedgerExtent, held: list[int], plan: RepairPlan, run: str, *, 
         return [
             *told,
             f"cannot be repaired: {plan.problem}",
-            "Its newest checkpoint's weights can begin another run: `myxo convert` writes them in Hugging Face's format.",
+            "Its newest checkpoint's weights can begin another run: `myxo convert` writes them in Hugging Face's format."
+            if held
+            else "Put its checkpoints back where they were, or start it anew: `myxo up CONFIG --fresh`.",
         ]
     if not plan.needed:
         return [*told, f"nothing to repair: the run goes on from {_from(plan.resume)}"]

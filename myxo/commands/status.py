@@ -62,7 +62,7 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
     """Prints how a run stands. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
         services = await Registry(access.bus, access.run).alive() if access.live else []
-        phase, reason = await runs.phase_and_reason(access.bus, access.run)
+        phase, reason = await _phase(access)
         running = any(service.service != ENVIRONMENT for service in services)
         if running:
             wait = run_stall(await live_situation(access, services))
@@ -75,6 +75,16 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
         elif reason:
             console.print(Text(f"Run {access.run} failed: {printable_line(reason, LONGEST_REASON)}", style="red"), soft_wrap=True)
     return exit_codes.DONE
+
+
+async def _phase(access: Access) -> tuple[str | None, str]:
+    """Returns the run's phase and the reason of one that has failed. Where the bus's cannot be read, the ledger says whether the run is
+    finished, and a line on the standard error says so."""
+    phase, reason = await runs.phase_and_reason(access.bus, access.run)
+    if phase == runs.UNREADABLE:
+        say(f"the phase of run {access.run} on the bus cannot be read; its ledger stands for it")
+        phase = runs.FINISHED if await runs.is_finished(access.bus, access.config) else None
+    return phase, reason
 
 
 def _running(view: RunView, console: Console, as_json: bool) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def _running(view: RunView, console: Console, as_json: bool) -> dict[str, Any]:
 
 async def _at_rest(access: Access, phase: str | None, console: Console, as_json: bool) -> dict[str, Any]:
     """Prints how a run ended or was interrupted, or returns it as plain data."""
-    summary = (await collect(access.bus, access.run)).summary()
+    summary = (await collect(access.bus, access.config)).summary()
     run, of, groups = access.run, access.config.rollout.num_rollout, summary.groups
     if as_json:
         figures = {"run": run, "steps": summary.steps, "of": of, "in_flight": groups.in_flight, "dead": groups.dead}
@@ -115,11 +125,11 @@ async def watch(run: str, directory: Path, console: Console) -> int:
     Returns 0, 1 where the audit found a violation, 3 where the run failed. Raises ConfigError where there is no such run, NotAtWork.
     """
     async with reach(run, directory) as access:
-        if await runs.phase(access.bus, access.run) not in runs.ENDS:
+        if (await _phase(access))[0] not in runs.ENDS:
             if not access.live:
                 raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
             await _until_end(access, console)
-        code = await exit_report.report_in_time(access.bus, access.run, access.directory, console)
+        code = await exit_report.report_in_time(access.bus, access.config, access.directory, console)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         if phase == runs.FAILED:
             say(f"myxo: run {access.run} failed: {reason}")
@@ -160,4 +170,4 @@ async def _until_end(access: Access, console: Console) -> None:
 async def summary(run: str, directory: Path, console: Console, as_json: bool = False) -> int:
     """Writes and prints a run's summary. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
-        return await exit_report.report(access.bus, access.run, access.directory, console, as_json)
+        return await exit_report.report(access.bus, access.config, access.directory, console, as_json)

@@ -84,7 +84,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
     further = node_rank or os.environ.get(NODE_RANK, "0") != "0"  # not all services start there
     config = checked_config(source, starts=not further, fresh=fresh)
     if dry_run:
-        console.file.write(config_toml.dump(config))
+        console.file.write(config_toml.dump(config.shown()))
         return exit_codes.DONE
     directory = RunDirectory(config.run.root)
     if config.debug.trains_only:

@@ -19,7 +19,7 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
     Raises NotPermitted.
     """
     names, start = Subjects(run), time.monotonic()
-    buckets = (names.services_bucket, names.leases_bucket, names.weights_bucket, names.config_bucket)
+    buckets = (names.services_bucket, names.leases_bucket, names.secrets_bucket, names.weights_bucket, names.config_bucket)
     streams = (names.task_stream, names.generated_stream, names.scored_stream, names.events_stream)
     for stream in (*streams, *(f"KV_{bucket}" for bucket in buckets), names.ledger_stream):
         try:

@@ -17,6 +17,7 @@ from myxo.display.safe_console import SafeConsole
 from myxo.display.text_chart import text_chart
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import TRANSIENT, Bus
+from shared.config.run_config import RunConfig
 from shared.history.run_summary import EvaluationSummary, GroupCounts, Summary, SummaryTally, collect
 from shared.live.text import by_fault, duration, figure_table, json_text, shortened_line
 from shared.runtime import exit_codes, failure_summary
@@ -40,9 +41,9 @@ AGAIN_SECONDS = 0.5
 """The pause before the summary is tried again."""
 
 
-async def report(bus: Bus, run: str, directory: RunDirectory, console: Console, as_json: bool = False) -> int:
+async def report(bus: Bus, config: RunConfig, directory: RunDirectory, console: Console, as_json: bool = False) -> int:
     """Sums the run up into its directory and onto the console. Returns 0, or 1 where the audit found a violation."""
-    tally = await collect(bus, run)
+    tally = await collect(bus, config)
     summary = tally.summary()
     if as_json:
         console.file.write(json_text(asdict(summary)) + "\n")
@@ -52,7 +53,7 @@ async def report(bus: Bus, run: str, directory: RunDirectory, console: Console, 
     try:
         _write(tally, summary, directory, console)
     except OSError as error:  # on a full disk the table is all there is
-        console.print(f"Summary and picture cannot be written: {error}; `myxo summary {run}` tries again.", soft_wrap=True)
+        console.print(f"Summary and picture cannot be written: {error}; `myxo summary {config.run.name}` tries again.", soft_wrap=True)
     return exit_codes.DONE if summary.audit == "ok" else exit_codes.FAILED
 
 
@@ -71,12 +72,12 @@ def _write(tally: SummaryTally, summary: Summary, directory: RunDirectory, conso
     console.print(f"Summary: {directory.summary}", soft_wrap=True)
 
 
-async def report_in_time(bus: Bus, run: str, directory: RunDirectory, console: Console) -> int:
+async def report_in_time(bus: Bus, config: RunConfig, directory: RunDirectory, console: Console) -> int:
     """Returns the result of `report`, which is tried again for `REPORT_SECONDS` where the connection to the bus breaks."""
     end = time.monotonic() + REPORT_SECONDS
     while True:
         try:
-            return await report(bus, run, directory, console)
+            return await report(bus, config, directory, console)
         except (DeadlineExceeded, nats.errors.Error, *TRANSIENT) as error:
             if time.monotonic() > end:
                 raise
@@ -84,11 +85,11 @@ async def report_in_time(bus: Bus, run: str, directory: RunDirectory, console: C
             await asyncio.sleep(AGAIN_SECONDS)
 
 
-async def report_troubles(bus: Bus, run: str, console: Console) -> None:
+async def report_troubles(bus: Bus, config: RunConfig, console: Console) -> None:
     """Prints the failures, if there were any, of a run that ends unfinished."""
-    rows = troubles_of((await collect(bus, run)).summary())
+    rows = troubles_of((await collect(bus, config)).summary())
     if rows:
-        console.print(figure_table(rows, f"Run {run}, what went wrong"))
+        console.print(figure_table(rows, f"Run {config.run.name}, what went wrong"))
 
 
 def troubles_of(summary: Summary) -> list[tuple[str, str]]:

@@ -38,7 +38,7 @@ from shared.live.service_failures import full_disk
 from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import BadInput, MyxoError, no_room
+from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
 from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
 from shared.runtime.service_base import HEARTBEATS
@@ -142,6 +142,8 @@ class Launch:
             await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
         if self._signals:
             return self._interrupted()
+        if not self._fresh and not await streams.exists(bus, run) and (lost := self._directory.without_streams(run, config)):
+            raise ConfigError("run.name", run, lost)
         if self._fresh:
             await erase.erase_from_bus(bus, run)
             await erase.erase_from_store(self._servers.redis_url, run)
@@ -354,7 +356,7 @@ class Launch:
 
     async def _report(self, bus: Bus) -> int:
         """Prints audit and summary while the servers are still supervised: one that dies meanwhile is restarted for the next try."""
-        work = asyncio.create_task(exit_report.report_in_time(bus, self._run, self._directory, self._console))
+        work = asyncio.create_task(exit_report.report_in_time(bus, self._config, self._directory, self._console))
         try:
             while not (await asyncio.wait({work}, timeout=TICK_SECONDS))[0]:
                 self._servers.tick(time.monotonic())
@@ -377,7 +379,7 @@ class Launch:
             self._say(f"At its end the run waited for {self._waits.newest.words(time.time())}.")
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
-                await exit_report.report_troubles(bus, self._run, self._console)
+                await exit_report.report_troubles(bus, self._config, self._console)
         except BUS_ERRORS as error:
             self._say(f"What went wrong cannot be summed up: {str(error) or type(error).__name__}; `myxo summary {self._run}` tries again.")
 

@@ -68,6 +68,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     machine_checks.check_functions,
+    machine_checks.check_credentials,
     dump_checks.check_dumps,
     epochs.check_epochs,
     epochs.check_intervals,

@@ -114,6 +114,15 @@ def check_profilers(inspection: Inspection) -> Findings:
         yield ConfigError("debug.record_memory_history", True, expected)
 
 
+def check_credentials(inspection: Inspection) -> Findings:
+    """Notes the fields with a credential in them: services read the config on the bus, and so can every account of the run."""
+    given, shown = (config.model_dump(mode="json") for config in (inspection.config, inspection.config.shown()))
+    held = [f"{section}.{field}" for section in given for field in given[section] if given[section][field] != shown[section][field]]
+    if held:
+        left_out = "it is left out of config.json, W&B, logs and prints; a variable of one service's environment is that one's alone"
+        yield Note(f"{', '.join(held)}: holds a credential, which every account of the run can read on the bus ({left_out})")
+
+
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)

@@ -18,6 +18,7 @@ from shared.bus.connection import TRANSIENT, Bus, redacted
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.safe_text import say
 from shared.store.payload_store import Store
 
 SETTLE_SECONDS = 5.0
@@ -71,8 +72,10 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
         bus = await connect(given, name)
         stack.push_async_callback(bus.close)
         if not await streams.exists(bus, name):
+            if files is not None and (lost := files.without_streams(name, None)):
+                raise ConfigError("RUN", run, lost)
             raise ConfigError("RUN", run, f"no such run on the NATS server at {redacted(given)}; `myxo submit CONFIG` makes one")
-        config = await runs.load(bus, name)
+        config = await _config(bus, name, files)
         return Access(name, config, bus, files or RunDirectory(config.run.root), live=True, guest_url=given)
     if files is None:
         raise no_such_run(run, directory)
@@ -81,12 +84,29 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
         url = guest_url = servers.nats_url
     else:
         if not (files.nats / "jetstream").is_dir():
-            raise ConfigError("RUN", run, f"{files.root} holds no streams; if the run is on a NATS server of its own, set NATS_URL")
+            elsewhere = "if the run is on a NATS server of its own, set NATS_URL"
+            raise ConfigError("RUN", run, f"{files.without_streams(name, None) or f'{files.root} holds no streams'}; {elsewhere}")
         stack.enter_context(files.held())
         url, guest_url = _served(EmbeddedNats(files.nats, rights_of(CONSOLE, name)), stack)
     bus = await Bus.connect(url, name="myxo")
     stack.push_async_callback(bus.close)
-    return Access(name, await runs.load(bus, name), bus, files, live=servers is not None, guest_url=guest_url)
+    return Access(name, await _config(bus, name, files), bus, files, live=servers is not None, guest_url=guest_url)
+
+
+async def _config(bus: Bus, run: str, files: RunDirectory | None) -> RunConfig:
+    """Returns the run's config, by the copy in its directory where the bus's cannot be read. Raises NoSuchRun, UnreadableRun."""
+    if files is not None and (copy := runs.frozen(files.root)) and copy.run.name == run and copy.run.root.resolve() != files.root.resolve():
+        say(f"{files.root} is a copy of {copy.run.root}, which its config names; `myxo move` takes a run to another directory")
+    try:
+        return await runs.load(bus, run)
+    except runs.UnreadableRun as error:
+        if files is None:
+            raise
+        return runs.copy_instead(files.root, error)
+    except runs.NoSuchRun as error:
+        if files is not None and (lost := files.without_streams(run, None)):
+            raise ConfigError("RUN", run, lost) from error
+        raise
 
 
 def _served(server: EmbeddedNats | EmbeddedValkey, stack: contextlib.AsyncExitStack) -> tuple[str, str]:
@@ -152,6 +172,10 @@ async def _own_store(access: Access) -> str | None:
     servers = access.directory.servers() if access.live else None
     if servers is not None and servers.nats_url == access.bus.url:  # else a run of the same name on another bus, with the same keys
         return servers.redis_url
-    stated = await runs.store_url(access.bus, access.run)
+    try:
+        stated = await runs.store_url(access.bus, access.run)
+    except runs.UnreadableRun as error:
+        say(f"{error}; until then the store is looked for in {access.directory.root}")
+        return None
     gone = stated is not None and stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()
     return None if gone else stated

@@ -168,9 +168,23 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def freeze(self, config: RunConfig) -> Path:
-        """Stores the run's config for commands that run without its servers. Returns the file's path."""
-        replace_file(self._config, f"{config.model_dump_json(indent=2)}\n".encode())
+        """Stores the run's config, without credentials, for commands that run without its servers. Returns the file's path."""
+        replace_file(self._config, f"{config.shown().model_dump_json(indent=2)}\n".encode())
         return self._config
+
+    def without_streams(self, run: str, config: RunConfig | None) -> str:
+        """Returns why a bus may have nothing of a run whose directory this is: it is a copy of another one's, or the bus has lost its data.
+        Empty where there is nothing to lose."""
+        config = runs.frozen(self.root) or config
+        if config is not None and config.run.name != run:
+            return runs.files_of_another(self.root, config)
+        kept = config.trained / "checkpoints" if config is not None else self.root / "checkpoints"
+        steps = max((int(path.name[5:]) for path in kept.glob("step_*") if path.name[5:].isdecimal()), default=0)
+        if not steps:
+            return ""
+        lost = f"{kept} holds a checkpoint of {steps} steps, and the bus holds nothing of run {run}"
+        lost += ": NATS's data are lost, or it is another NATS"
+        return f"{lost}; put them back, or begin another run with its weights (`myxo convert`), or this one anew (`--fresh`)"
 
     def write_servers(self, servers: ServerUrls) -> None:
         """Writes the addresses of the live run's servers, readable by this user only."""

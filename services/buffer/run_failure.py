@@ -108,10 +108,18 @@ class RunFailure:
             await runs.set_phase(service.bus, service.run, runs.FAILED, hopeless)
             self.reason, service.state = hopeless, STATE
 
-    async def look(self) -> bool:
-        """Asks the bus whether the run has failed, and keeps the gauges. Returns whether a run that had failed goes on."""
+    async def look(self, *, finished: bool) -> bool:
+        """Asks the bus whether the run has failed, and keeps the gauges. Returns whether a run that had failed goes on.
+
+        A phase that cannot be read is written anew; ``finished``: whether the run is, by its ledger.
+        """
         self._gauge()
         phase, reason = await runs.phase_and_reason(self._service.bus, self._service.run, deadline=120)
+        if phase == runs.UNREADABLE:
+            phase, reason = (runs.FINISHED if finished else runs.FAILED if self.reason else runs.RUNNING), self.reason
+            self._service.log.error("phase_unreadable", next_action="it is written anew", phase=phase)
+            await self._held()
+            await runs.set_phase(self._service.bus, self._service.run, phase, reason)
         if phase == runs.FAILED and not self.reason:
             self.reason, self._service.state = reason or "no reason was given", STATE
         elif phase != runs.FAILED and self.reason:

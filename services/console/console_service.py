@@ -19,7 +19,7 @@ from services.console.access_token import LEAST_TOKEN
 from services.console.console_app import console_app
 from services.console.run_source import RunSource
 from shared.bus.subjects import RUN_ID
-from shared.runtime import http_address, http_endpoints, server_urls
+from shared.runtime import http_address, http_endpoints, server_urls, telemetry
 from shared.runtime.errors import ConfigError
 from shared.runtime.failures import background
 from shared.runtime.http_address import HTTP_VARIABLE, HttpAddress
@@ -55,7 +55,7 @@ async def serve() -> None:
             await stack.enter_async_context(_health(source))
         at = await stack.enter_async_context(http_endpoints.serving(console_app(source, token, names), address))
         # a token that was made here is known to nobody else
-        structlog.get_logger().info("console_serves", at=at, **({} if given_token else {"url": f"http://{at}/?token={token}"}))
+        structlog.get_logger().info(telemetry.CONSOLE_SERVES, at=at, **({} if given_token else {"url": f"http://{at}/?token={token}"}))
         await stopping.wait()
 
 

@@ -32,7 +32,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
 
-LEDGER = "the ledger"
+LEDGER, CONFIG = "the ledger", "the config on the bus"
 """What may be away besides the servers and services."""
 
 POLL_SECONDS = 1.0
@@ -216,14 +216,21 @@ class RunSource:
         self.life = life
 
     async def _load(self, bus: Bus) -> None:
-        self.config = await runs.load(bus, self.run)
+        try:
+            self.config = await runs.load(bus, self.run)
+            self._note(CONFIG, None)
+        except runs.UnreadableRun as error:
+            if self.directory is None or (copy := runs.frozen(self.directory)) is None:
+                raise
+            self.config = copy
+            self._note(CONFIG, f"{error}; until then {self.directory / runs.FROZEN} stands for it")
         self.trained = await runs.trained_steps(bus, self.run)
 
     def _note_services(self) -> None:
         """Notes the services that are away. While the bus is away, nothing is known of them."""
         running = self.phase == runs.RUNNING and not self.at_rest
         absent = self._services.look(self.config if running else None, self.statuses, time.time())
-        for name in (self.away.keys() - {NATS, STORE, LEDGER}) - absent.keys():
+        for name in (self.away.keys() - {NATS, STORE, LEDGER, CONFIG}) - absent.keys():
             self._note(name, None)
         for name, away in absent.items():
             self._note(name, away.why, away.since)
@@ -235,7 +242,8 @@ class RunSource:
         bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=inbox)
         try:
             await self._load(bus)
-            self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
+            with contextlib.suppress(runs.UnreadableRun):  # the store is shown as away, then
+                self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
 
             async def on_news(_message: object) -> None:
                 self._news.set()

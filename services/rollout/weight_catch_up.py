@@ -21,7 +21,7 @@ from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT
 from shared.bus.registry import BROKEN_SNAPSHOT
-from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import own_address
@@ -105,6 +105,7 @@ class WeightCatchUp:
         self._pulling: asyncio.Future[WeightCheckpoint] | None = None
         self._avoided: dict[object, float] = {}  # a source that failed → when it may be tried again
         self._transfers = 0
+        self._unread: dict[str, bytes | None] = {}
 
     async def listen(self) -> None:
         """Subscribes to requests of other replicas."""
@@ -159,9 +160,15 @@ class WeightCatchUp:
                 await self._show_catching_up(False)
 
     async def _announced(self, key: str, kind: type[Value]) -> Value | None:
-        """Returns the value of a key in the run's bucket of weights."""
+        """Returns the value of a key in the run's bucket of weights; None where there is none, or what is there is none."""
         value = await self._service.bus.get(self._service.subjects.weights_bucket, key)
-        return None if value is None else kind.decode(value)
+        try:
+            return None if value is None else kind.decode(value)
+        except BadMessage as error:
+            if self._unread.get(key) != value:
+                self._service.log.warning("weights_unreadable", key=key, error=str(error), next_action="the trainer's next one is awaited")
+            self._unread[key] = value
+            return None
 
     async def _peers(self, version: int) -> tuple[str, ...]:
         """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks.

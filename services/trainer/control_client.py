@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from services.trainer.untrainable import Untrainable
-from shared.bus.connection import TRANSIENT
+from shared.bus import runs
+from shared.bus.connection import TRANSIENT, RequestRefused
 from shared.config.run_config import RunConfig
 from shared.runtime.activities import LOOP, Look
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.errors import BadInput, DeadlineExceeded, MyxoError
 from shared.runtime.failures import SupervisedThread, log_failure
 from shared.runtime.service_base import Service, attended, connect
 from shared.schema.messages import (
@@ -36,6 +37,7 @@ from shared.schema.messages import (
     Trained,
 )
 from shared.schema.service_messages import ServiceStatus
+from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
 from shared.tracing.traces import Traces
 
@@ -47,6 +49,9 @@ REQUEST_SECONDS = 300.0
 
 STOP_SECONDS = 5.0
 """The time that the buffer has to answer a trainer that was asked to stop: often the buffer was stopped at the same time."""
+
+CHECKPOINTS_GONE = "CheckpointsGone"
+"""The buffer's error for a step whose batch was freed."""
 
 POLL_INTERVAL_S = 0.5
 """The interval at which the registry is read for replicas."""
@@ -82,6 +87,7 @@ class ControlClient:
         self._ended: asyncio.Event | None = None
         self._stop_asked = threading.Event()
         self._reading, self._evaluated = asyncio.Lock(), 0.0
+        self._live_announced: WeightsLive | None = None
         self.replicas: list[ServiceStatus] = []
         self.evaluations: list[EvalFigures] = []
 
@@ -116,10 +122,15 @@ class ControlClient:
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
         """Returns the batch of ``step``, or that it is not ready yet (after seconds; at once without ``hold``), or that the run is done.
 
-        Raises StopAsked, as all calls to the buffer do.
+        Raises StopAsked, as all calls to the buffer do; BadInput where checkpoints are gone.
         """
         request = BatchRequest(step=step, version=version, hold=hold)
-        answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
+        try:
+            answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
+        except RequestRefused as error:
+            if error.error == CHECKPOINTS_GONE:
+                raise BadInput(str(error)) from error  # a restart would come to the same
+            raise
         if isinstance(answer, RunDone) and not answer.reason:  # the buffer's status may not show all of them yet
             self.call(self._read_evaluations(), REQUEST_SECONDS)
         return answer
@@ -168,19 +179,30 @@ class ControlClient:
         """Makes ``live.version`` the run's live version, unless a later one was live before."""
 
         async def announce() -> None:
-            subjects, bus = self.service.subjects, self.service.bus
-            known = await bus.get(subjects.weights_bucket, "live")
-            if known is None or WeightsLive.decode(known).version < live.version:
-                await bus.put(subjects.weights_bucket, "live", live.encode(), deadline=REQUEST_SECONDS)
+            await self._keep_live(live)
             await self.service.event("weights", "live", live)
 
-        self.service.version = live.version
+        self.service.version, self._live_announced = live.version, live
         self.call(announce(), REQUEST_SECONDS + CALL_MARGIN)
 
     def live_version(self) -> int:
-        """Returns the run's live version; -1: none has been announced."""
-        known = self.call(self.service.bus.get(self.service.subjects.weights_bucket, "live"), REQUEST_SECONDS)
-        return -1 if known is None else WeightsLive.decode(known).version
+        """Returns the run's live version; -1: none has been announced, or what stands for it is none."""
+        return self.call(self._known_version(), REQUEST_SECONDS)
+
+    async def _known_version(self) -> int:
+        service, rollout = self.service, self.config.rollout
+        try:
+            known = await runs.live_version(service.bus, service.run)
+        except runs.UnreadableVersion as error:
+            service.log.warning("live_version_unreadable", error=str(error), next_action="it is announced anew")
+            return -1
+        last = version_after(rollout.num_rollout, self.config.weights.update_weights_interval, rollout.num_rollout)
+        return known if known <= last else -1
+
+    async def _keep_live(self, live: WeightsLive) -> None:
+        """Writes the live version, unless a later one, or this one, stands there."""
+        if await self._known_version() < live.version:
+            await self.service.bus.put(self.service.subjects.weights_bucket, "live", live.encode(), deadline=REQUEST_SECONDS)
 
     # --- running
 
@@ -269,6 +291,8 @@ class ControlClient:
         while True:
             try:
                 await self._read_registry()
+                if self._live_announced is not None:
+                    await self._keep_live(self._live_announced)
             except (MyxoError, *TRANSIENT) as error:
                 self.service.log.warning("registry_unread", error=str(error))
             await asyncio.sleep(POLL_INTERVAL_S)

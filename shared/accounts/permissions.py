@@ -196,6 +196,8 @@ def _rollout(names: Subjects) -> BusRights:
         *_read(names.leases_bucket),
         f"$KV.{names.leases_bucket}.{PRODUCER}",  # to be the one that runs the rollout function
         f"$KV.{names.leases_bucket}.engines.{ANY}.{ANY}",  # the nodes of engines over several
+        *_read(names.secrets_bucket),  # by which these know each other
+        f"$KV.{names.secrets_bucket}.engines.{ANY}.{ANY}",
         f"$KV.{names.services_bucket}.engine-node.{ANY}",
         names.replica_weights(ANY, "transfer"),
         *(names.environment(ANY, verb) for verb in ("describe", "reset", "step", "close")),  # episodes
@@ -270,13 +272,15 @@ def _console(names: Subjects) -> BusRights:
 
 
 def _operator(names: Subjects) -> BusRights:
-    """Returns all rights of the run except to answer for a service: nobody else may subscribe to the subjects of requests."""
+    """Returns all rights of the run except to answer for a service, whose subjects others may not subscribe to, and to read the secrets
+    of engines, whose bucket it makes and removes."""
     publish = (
         f"{names.run}.{REST}",
         f"{API}.INFO",
         f"{API}.STREAM.NAMES",
         f"{API}.STREAM.LIST",
         *(subject for stream in _streams(names) for subject in _administer(stream)),
+        *(f"{API}.STREAM.{verb}.KV_{names.secrets_bucket}" for verb in ("CREATE", "INFO", "UPDATE", "DELETE", "PURGE", "MSG.DELETE")),
         *(f"$KV.{bucket}.{REST}" for bucket in _buckets(names)),
     )
     flows = (names.task(REST), names.generated(REST), names.scored(ANY), names.ledger(REST))

@@ -365,12 +365,12 @@ class Bus:
         return await self.retry(lambda: store.put(key, value), f"KV {bucket}/{key}", f"$KV.{bucket}.{key}", deadline=deadline)
 
     async def get(self, bucket: str, key: str, *, deadline: float = KV_SECONDS) -> bytes | None:
-        """Reads a key; returns None if it is absent."""
+        """Reads a key; returns None if it is absent, or is no name of a key."""
         store = await self._bucket(bucket)
         read = f"$JS.API.STREAM.MSG.GET.KV_{bucket}"
         try:
-            return (await self.retry(lambda: store.get(key), f"KV {bucket}/{key}", read, deadline=deadline)).value
-        except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
+            return (await self.retry(lambda: store.get(key), f"KV {bucket}/{key}", read, deadline=deadline)).value or b""
+        except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError, nats.js.errors.InvalidKeyError):
             return None
 
     async def delete(self, bucket: str, key: str, *, deadline: float = 5.0) -> None:

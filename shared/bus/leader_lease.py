@@ -27,6 +27,7 @@ records have taken (`services.buffer.ledger_writer`). The proof assumes that NAT
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime import liveness
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.node_messages import NodeState
 from shared.schema.service_messages import LeaseStatus
 
@@ -130,9 +131,12 @@ class LeaderLease:
         begun = time.monotonic()
         try:
             revision, status = await self._read()
-            own = status.term == self.term  # an earlier attempt took it, and its confirmation was lost
             expired = self._observer.see(revision, clock())
-            if status.term and not own and not expired and not liveness.certainly_dead(status.mark):
+            if status is None:  # somebody's, as far as can be known
+                free = False
+            else:  # its own where an earlier attempt took it, and the confirmation was lost
+                free = status.term in ("", self.term) or liveness.certainly_dead(status.mark)
+            if not (free or expired):
                 return False
             self._revision = revision
             return await self._swap()
@@ -202,8 +206,10 @@ class LeaderLease:
         if clock() < self._until and await self._swap():
             return True
         revision, status = await self._read()
-        if status.term != self.term:
-            who = status.holder if status.term else "nobody"
+        # what is no lease was written by no process that may act: as long as this one may, none has the lease (point 3 of the proof)
+        mine = status.term == self.term if status is not None else clock() < self._until
+        if not mine:
+            who = "nobody" if status is None or not status.term else status.holder
             raise LeaseLost(f"{self._name} is lost: {who} has it now; this process was stopped or cut off for too long")
         self._revision = revision  # the initial state, or this process's own change whose confirmation was lost
         return await self._swap()
@@ -232,7 +238,7 @@ class LeaderLease:
     def _status(self, term: str) -> LeaseStatus:
         return LeaseStatus(holder=self._instance, term=term, mark=self._mark if term else "", at=time.time(), node=self._node())
 
-    async def _read(self) -> tuple[int, LeaseStatus]:
+    async def _read(self) -> tuple[int, LeaseStatus | None]:
         return await read_lease(self._bus, self._run, self._job, self.timing.attempt)
 
     def _end(self, error: LeaseLost) -> None:
@@ -241,8 +247,11 @@ class LeaderLease:
         self._renewed.set()
 
 
-async def read_lease(bus: Bus, run: str, job: str, timeout_s: float) -> tuple[int, LeaseStatus]:
-    """Returns a lease's revision (0 if it was never held) and its status. Raises BadMessage and what TRANSIENT lists."""
+async def read_lease(bus: Bus, run: str, job: str, timeout_s: float) -> tuple[int, LeaseStatus | None]:
+    """Returns a lease's revision (0 if it was never held) and its status; None where what is stored is no lease, which is logged once.
+
+    Raises what TRANSIENT lists.
+    """
     bucket = Subjects(run).leases_bucket
     try:
         message = await asyncio.wait_for(bus.js.get_last_msg(f"KV_{bucket}", f"$KV.{bucket}.{job}"), timeout_s)
@@ -252,8 +261,18 @@ async def read_lease(bus: Bus, run: str, job: str, timeout_s: float) -> tuple[in
                 f"the bus has no bucket for the lease {job} of run {run}: does the run exist there? (`myxo up` makes it)"
             ) from error
         return 0, LeaseStatus(holder="", term="", mark="", at=0.0)
-    assert message.seq is not None and message.data is not None  # a stored message has both
-    return message.seq, LeaseStatus.decode(message.data)
+    assert message.seq is not None  # a stored message has one
+    try:
+        return message.seq, LeaseStatus.decode(message.data or b"")
+    except BadMessage as error:
+        _warn_unreadable(f"{bucket}/{job}", message.seq, str(error))
+        return message.seq, None
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_unreadable(key: str, revision: int, error: str) -> None:
+    """Logs what is no lease, once for each of its revisions."""
+    structlog.get_logger().warning("lease_unreadable", key=key, revision=revision, error=error, next_action="its holder writes it anew")
 
 
 def clock() -> float:

@@ -1,21 +1,25 @@
 """Creates a run on the bus with its frozen config, and finds it again by its id."""
 
+import re
 from pathlib import Path
 from typing import TypeVar
 
 from nats.js.errors import NotFoundError
+from pydantic import ValidationError
 
 from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig, changes
 from shared.runtime import server_urls
-from shared.runtime.errors import BadInput, ConfigError, raise_problems
+from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
+from shared.runtime.safe_text import say
 from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 Record = TypeVar("Record", bound=LedgerRecord)
 
+_STORE_URL = re.compile(rb"(rediss?|unix)://[!-~]+")
 _CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA, _SNAPSHOT = "config", "store", "phase", "vocabulary", "data", "snapshot"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """The phases of a run. A failed run continues when it is created again."""
@@ -23,6 +27,13 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 ENDS = (FINISHED, FAILED)
 """The phases in which a run has ended."""
 
+UNREADABLE = "unreadable"
+"""Stands for a phase on the bus that is none of these: the run has not ended, as far as that can be known."""
+
+LONGEST_REASON = 1000
+"""The characters of a reason that are read."""
+
+_REMEDY = "; `myxo up CONFIG`, where the run's directory lies, writes it anew"
 
 FROZEN = "config.json"
 """The file in a run's directory with its config as frozen on the bus, for commands that run without the servers."""
@@ -30,6 +41,16 @@ FROZEN = "config.json"
 
 class NoSuchRun(BadInput):
     """The bus holds no run of that name."""
+
+
+class UnreadableRun(NoSuchRun):
+    """The bus holds a run of that name, but its config, its store's URL or its vocabulary there cannot be read."""
+
+
+class UnreadableVersion(BadMessage):
+    """The live version of the weights cannot be read from the bus. The trainer writes it anew within seconds."""
+
+    fault = INFRASTRUCTURE
 
 
 async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary: int | None = None) -> None:
@@ -53,19 +74,24 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
     if vocabulary is not None:
         await bus.put(bucket, _VOCABULARY, str(vocabulary).encode())
     known = await phase(bus, config.run.name)
-    if known == FINISHED:  # resumed with more steps?
-        finished = await last_record(bus, config.run.name, RunFinished)
-        known = FINISHED if finished is not None and finished.steps >= config.rollout.num_rollout else None
-    if known in (None, FAILED):
+    if known in (FINISHED, UNREADABLE) and await is_finished(bus, config):  # else it is resumed with more steps
+        await set_phase(bus, config.run.name, FINISHED)
+    elif known != RUNNING:
         await set_phase(bus, config.run.name, RUNNING)
 
 
 async def refuse_differences(bus: Bus, config: RunConfig) -> RunConfig | None:
-    """Returns the config with which the run is on the bus; None where it is not. Raises as `create` does if it differs and may not."""
+    """Returns the config with which the run is on the bus; None where it is not. Raises as `create` does if it differs and may not.
+
+    Where the bus's cannot be read, the copy in the run's directory stands for it, and a line on the standard error says so.
+    """
     existing = await bus.get(Subjects(config.run.name).config_bucket, _CONFIG)
     if existing is None:
         return None
-    known = RunConfig.model_validate_json(existing)
+    try:
+        known = _config(config.run.name, existing)
+    except UnreadableRun as error:
+        known = copy_instead(config.run.root, error)
     raise_problems(differences(known, config))
     if known.run.dir != config.run.dir and not (config.run.root / FROZEN).is_file():
         expected = f"{known.run.dir}, where the files of run {config.run.name} lie; `myxo move` takes them elsewhere"
@@ -77,27 +103,71 @@ async def _follow_move(bus: Bus, before: RunConfig, config: RunConfig) -> None:
     """Has the newest snapshot of the weights found where the run's files lie now."""
     bucket = Subjects(config.run.name).weights_bucket
     value = await bus.get(bucket, _SNAPSHOT)
-    snapshot = WeightsSnapshot.decode(value) if value is not None else None
+    try:
+        snapshot = WeightsSnapshot.decode(value) if value is not None else None
+    except BadMessage as error:
+        return say(f"the newest snapshot of the weights cannot be read from the bus ({error}): the trainer writes another")
     if snapshot is not None and (path := Path(snapshot.path)).is_relative_to(before.trained):
         moved = snapshot.model_copy(update={"path": str(config.trained / path.relative_to(before.trained))})
         await bus.put(bucket, _SNAPSHOT, moved.encode())
 
 
 def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
-    """Returns a refusal for each field that differs from a run's frozen config and may not change."""
+    """Returns a refusal for each field that differs from a run's frozen config and may not change; one alone for another run's config."""
+    if frozen.run.name != config.run.name:
+        return [ConfigError("run.name", config.run.name, files_of_another(config.run.root, frozen))]
     expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
-    parted = (change.partition(": ") for change in changes(frozen, config))
+    parted = (change.partition(": ") for change in changes(frozen.shown(), config.shown()))
     return [ConfigError(field, values, expected) for field, _, values in parted]
 
 
+def files_of_another(directory: Path, frozen: RunConfig) -> str:
+    """Returns what to say of a directory with the files of a run of another name, as of one that was copied."""
+    return f"{directory} holds the files of run {frozen.run.name}, and a run goes by its name; `myxo move` takes one to another directory"
+
+
 async def load(bus: Bus, run: str) -> RunConfig:
-    """Returns the run's frozen config. Raises NoSuchRun."""
+    """Returns the run's frozen config. Raises NoSuchRun, UnreadableRun."""
     if not await streams.exists(bus, run):
         raise NoSuchRun(f"no run {run!r} on the bus; `myxo up CONFIG` makes one")
-    value = await bus.get(Subjects(run).config_bucket, _CONFIG)
+    return _config(run, await bus.get(Subjects(run).config_bucket, _CONFIG))
+
+
+def _config(run: str, value: bytes | None) -> RunConfig:
     if value is None:
-        raise NoSuchRun(f"run {run!r} has no config on the bus yet")
-    return RunConfig.model_validate_json(value)
+        raise UnreadableRun(f"run {run!r} has no config on the bus yet")
+    try:
+        config = RunConfig.model_validate_json(value)
+    except (ValueError, BadInput) as error:
+        raise _unreadable(run, _CONFIG, _reason(error)) from error
+    if config.run.name != run:
+        raise _unreadable(run, _CONFIG, f"it is that of run {config.run.name!r}")
+    return config
+
+
+def _unreadable(run: str, key: str, reason: str) -> UnreadableRun:
+    where = f"KV {Subjects(run).config_bucket}/{key}"
+    return UnreadableRun(f"the {key} of run {run!r} on the bus cannot be read ({where}: {reason}){_REMEDY}")
+
+
+def _reason(error: Exception) -> str:
+    """Returns what is wrong with a value, without the value: it may be anything."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+
+
+def copy_instead(directory: Path, error: UnreadableRun) -> RunConfig:
+    """Returns the config in a run's directory in the place of the bus's, and says so on the standard error.
+
+    Raises UnreadableRun where there is none.
+    """
+    what = str(error).removesuffix(_REMEDY)
+    if (copy := frozen(directory)) is None:
+        raise UnreadableRun(f"{what}, and {directory / FROZEN} is no copy of it; `--fresh` starts the run anew") from error
+    say(f"{what}; {directory / FROZEN} stands for it{_REMEDY}")
+    return copy
 
 
 def frozen(directory: Path) -> RunConfig | None:
@@ -109,16 +179,21 @@ def frozen(directory: Path) -> RunConfig | None:
 
 
 async def store_url(bus: Bus, run: str) -> str | None:
-    """Returns the URL of the run's store, as recorded when it was created; None if it was not."""
+    """Returns the URL of the run's store, as recorded when it was created; None if it was not. Raises UnreadableRun."""
     value = await bus.get(Subjects(run).config_bucket, _STORE)
+    if value and not _STORE_URL.fullmatch(value):
+        raise _unreadable(run, _STORE, "expected redis://, rediss:// or unix:// and an address")
     return value.decode() if value else None
 
 
 async def vocabulary(bus: Bus, run: str) -> int:
-    """Returns how many token ids the run's model has. Raises NoSuchRun where that was not said when the run was put on the bus."""
+    """Returns how many token ids the run's model has. Raises NoSuchRun where that was not said when the run was put on the bus,
+    UnreadableRun where it is no number."""
     value = await bus.get(Subjects(run).config_bucket, _VOCABULARY)
     if value is None:
         raise NoSuchRun(f"run {run!r} is on the bus without its model's vocabulary; `myxo up CONFIG` or `myxo submit CONFIG` writes it")
+    if not re.fullmatch(rb"[1-9][0-9]{0,8}", value):
+        raise _unreadable(run, _VOCABULARY, "expected a number of token ids")
     return int(value)
 
 
@@ -133,13 +208,17 @@ async def set_data(bus: Bus, run: str, value: bytes) -> None:
 
 
 async def live_version(bus: Bus, run: str) -> int:
-    """Returns the newest weight version that was announced as served; -1 before the first."""
-    value = await bus.get(Subjects(run).weights_bucket, "live")
-    return -1 if value is None else WeightsLive.decode(value).version
+    """Returns the newest weight version that was announced as served; -1 before the first. Raises UnreadableVersion."""
+    bucket = Subjects(run).weights_bucket
+    value = await bus.get(bucket, "live")
+    try:
+        return -1 if value is None else WeightsLive.decode(value).version
+    except BadMessage as error:
+        raise UnreadableVersion(f"the live version of run {run!r} cannot be read from the bus (KV {bucket}/live: {error})") from error
 
 
 async def phase(bus: Bus, run: str) -> str | None:
-    """Returns `RUNNING`, `FINISHED`, `FAILED`, or None before the run exists."""
+    """Returns `RUNNING`, `FINISHED`, `FAILED`, `UNREADABLE`, or None before the run exists."""
     return (await phase_and_reason(bus, run))[0]
 
 
@@ -147,7 +226,9 @@ async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[
     """Returns the phase, and the reason of a run that is `FAILED`."""
     value = await bus.get(Subjects(run).config_bucket, _PHASE, deadline=deadline)
     phase, _, reason = (value or b"").decode(errors="replace").partition("\n")
-    return phase or None, reason
+    if phase not in (RUNNING, *ENDS):
+        return None if value is None else UNREADABLE, ""
+    return phase, reason[:LONGEST_REASON]
 
 
 async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
@@ -164,6 +245,12 @@ async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
         return None
     assert last.data is not None  # every ledger record has a body
     return kind.decode(last.data)
+
+
+async def is_finished(bus: Bus, config: RunConfig) -> bool:
+    """Returns whether the run's ledger says that it has done all steps of the config."""
+    finished = await last_record(bus, config.run.name, RunFinished)
+    return finished is not None and finished.steps >= config.rollout.num_rollout
 
 
 async def trained_steps(bus: Bus, run: str) -> int:

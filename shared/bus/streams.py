@@ -104,7 +104,7 @@ async def _create(bus: Bus, config: RunConfig) -> None:
         scored_consumer(run, config.bus),
     ):
         await _add_consumer(bus, consumer)
-    for bucket in (names.config_bucket, names.weights_bucket, names.leases_bucket, names.services_bucket):
+    for bucket in (names.config_bucket, names.weights_bucket, names.leases_bucket, names.secrets_bucket, names.services_bucket):
         ttl = config.bus.registry_ttl if bucket == names.services_bucket else None
         keys = KeyValueConfig(bucket=bucket, history=1, ttl=ttl, max_bytes=BUCKET_BYTES, replicas=config.bus.replicas)
         with _name_in_use_is_fine():

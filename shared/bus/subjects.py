@@ -43,6 +43,7 @@ class Subjects:
         self.services_bucket = f"{run}-services"
         self.weights_bucket = f"{run}-weights"
         self.leases_bucket = f"{run}-leases"
+        self.secrets_bucket = f"{run}-secrets"
 
     def task(self, task_class: str) -> str:
         return f"{self.run}.task.{task_class}"
@@ -86,7 +87,7 @@ class Subjects:
 
     @staticmethod
     def node_lease(job: str, rank: int) -> str:
-        """Returns the lease of a node; ``job``: what the nodes share."""
+        """Returns the lease of a node, and the key of its secret; ``job``: what the nodes share."""
         return f"{job}.{rank}"
 
     @staticmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config.environment_variables import names_credential
+from shared.config.environment_variables import without_credentials
 from shared.config.eval_set import NAME
 from shared.config.run_config import RunConfig, section_model
 from shared.config.section import Misfits
@@ -25,13 +25,6 @@ def without_consequences(found: Iterable[BadInput], reported: list[BadInput]) ->
         return problem.field in fields or section in fields or f"{name}?" in hints
 
     return [problem for problem in found if not follows(problem)]
-
-
-def _without_secrets(value: Any) -> Any:
-    """Returns a value as errors show it: with URLs stripped of credentials, and without what is named as one."""
-    if isinstance(value, dict):
-        return {key: "…" if names_credential(str(key)) else _without_secrets(item) for key, item in value.items()}
-    return re.sub(r"://.*@", "://", value) if isinstance(value, str) else value
 
 
 def config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigError]:
@@ -54,7 +47,7 @@ def _config_error(kind: str, location: list[str], message: str, values: dict[str
         return ConfigError(".".join(location), None, f"required: {description}")
     if value is None:
         value = _default(location)
-    return ConfigError(".".join(location), _without_secrets(value), message[0].lower() + message[1:])
+    return ConfigError(".".join(location), without_credentials(value, free=True), message[0].lower() + message[1:])
 
 
 def _default(location: list[str]) -> Any:

@@ -5,6 +5,7 @@ sections, so that every field is also a flag (`shared.config.flags`). The resolv
 services read it from there.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from shared.config.console_section import ConsoleSection
 from shared.config.curriculum_section import REASONING_GYM_SOURCE, CurriculumSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import STEP, DebugSection
+from shared.config.environment_variables import without_credentials
 from shared.config.episode_section import EpisodeSection
 from shared.config.eval_section import EvalSection
 from shared.config.gateway_section import GatewaySection
@@ -288,6 +290,12 @@ class RunConfig(Section):
     def trained(self) -> Path:
         """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name
+
+    def shown(self) -> "RunConfig":
+        """Returns the config as files, people and other programs get it, without credentials; itself where it holds none."""
+        values = json.loads(self.model_dump_json())
+        hidden = without_credentials(values)
+        return self if hidden == values else RunConfig.model_validate_json(json.dumps(hidden))
 
     def absolute(self, base: Path) -> "RunConfig":
         """Returns the config with every path absolute, relative ones resolved from ``base``; other models become names on the hub."""

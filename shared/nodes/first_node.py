@@ -93,7 +93,9 @@ class FirstNode:
             return [ShowState(WAITING, f"for {names}, of {self._nodes} nodes")]
         if busy := [node for node in now.nodes.values() if node.running]:
             return [ShowState(WAITING, f"for the earlier ranks of {', '.join(map(str, busy))} to end")]
-        self._number = max(self._number, now.attempt.number if now.attempt else 0) + 1
+        # by the nodes where what stands on the bus of the newest attempt cannot be read
+        ended = [max(node.state.ended, node.state.running) for node in now.nodes.values() if node.state is not None]
+        self._number = max(self._number, now.attempt.number if now.attempt else 0, *ended) + 1
         self._opening, self._waiting_since, self._stop_asked = True, None, None
         self._lost, self._cut, self._named, self._begun = {}, {}, set(), now.now
         self._terms = {0: now.term, **{rank: node.term for rank, node in now.nodes.items()}}

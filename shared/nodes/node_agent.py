@@ -13,7 +13,7 @@ from typing import Protocol
 
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
-from shared.bus.leader_lease import LeaderLease, LeaseTiming, clock, read_lease
+from shared.bus.leader_lease import AWAY_SECONDS, LeaderLease, LeaseTiming, clock, read_lease
 from shared.bus.registry import STANDBY
 from shared.nodes.attempt_commands import (
     LINK_LOST,
@@ -35,10 +35,10 @@ from shared.nodes.node_links import NodeLinks
 from shared.nodes.node_presence import NodeObserver, SeenNode
 from shared.runtime import exit_codes, liveness
 from shared.runtime.cancellation import to_the_end
-from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.errors import BadMessage, ConfigError, MyxoError
 from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.service_base import Service
-from shared.schema.node_messages import Attempt, NodeState
+from shared.schema.node_messages import Attempt, NodeSecret, NodeState
 
 POLL_SECONDS = 0.5
 SILENCE = 1.5
@@ -78,7 +78,8 @@ class NodeAgent:
         job: the name in KV that the job's nodes share (`shared.bus.subjects`). rank, nodes: this node's, and how many there are.
         patience: seconds that missing nodes are waited for. ranks: what runs here. leave_seconds: that ranks which are to leave have,
             before they are killed. stopping: set once this node is asked to stop; default: the service's.
-        door: makes port and secret of the way to this node's ranks, for the first node's service; see `NodeState`.
+        door: returns the port of the way to this node's ranks, for the first node's service; see `NodeState`. secret: this node's
+            (`NodeSecret`), for an engine's other nodes; empty: it has none.
         show: shows state and reason; default: as the service's own. healthy: of an attempt, see `FirstNode`.
 
     Attributes:
@@ -96,12 +97,14 @@ class NodeAgent:
         *,
         leave_seconds: float = STOP_SECONDS,
         stopping: asyncio.Event | None = None,
-        door: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        door: Callable[[], int] = lambda: 0,
+        secret: str = "",
         show: Callable[[str, str], None] | None = None,
         healthy: float = HEALTHY_SECONDS,
     ) -> None:
         self._service, self._job, self._rank, self._nodes, self._patience = service, job, rank, nodes, patience
         self._leave_seconds, self._stopping, self._door = leave_seconds, stopping or service.stopping, door
+        self._secret = secret
         self._healthy = healthy
         self._show, self._shown = show or self._show_as_service, ("", "")
         self._timing = LeaseTiming(service.config.bus.lease_duration)
@@ -117,6 +120,7 @@ class NodeAgent:
         self._announced: Attempt | None = None
         self._told = self._state()
         self._kill_reason = ""
+        self._unread: bytes | None = None
 
     async def run(self) -> int:
         """Returns the exit code. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
@@ -126,11 +130,21 @@ class NodeAgent:
         finally:
             await self._links.close()
 
+    async def secret_of(self, rank: int) -> str:
+        """Returns the secret of a node whose lease is held. Raises BadMessage, DeadlineExceeded."""
+        subjects, key = self._service.subjects, self._service.subjects.node_lease(self._job, rank)
+        value = await self._service.bus.get(subjects.secrets_bucket, key, deadline=AWAY_SECONDS)
+        return NodeSecret.decode(value or b"").secret
+
     async def _run(self) -> int:
         if not await self._hold_the_lease():
             return exit_codes.DONE
-        async with self._service.background(self._lease.keep()):
+        service = self._service
+        async with service.background(self._lease.keep()):
             try:
+                if self._secret:
+                    key, value = service.subjects.node_lease(self._job, self._rank), NodeSecret(secret=self._secret).encode()
+                    await service.bus.put(service.subjects.secrets_bucket, key, value, deadline=AWAY_SECONDS)
                 known = await self._newest_attempt()
                 if self._rank == 0:
                     self._machine = FirstNode(self._nodes, self._patience, known.number if known else 0, self._healthy)
@@ -158,7 +172,13 @@ class NodeAgent:
     async def _newest_attempt(self) -> Attempt | None:
         subjects = self._service.subjects
         value = await self._service.bus.get(subjects.leases_bucket, subjects.attempt(self._job))
-        return Attempt.decode(value) if value else None
+        try:
+            return Attempt.decode(value) if value else None
+        except BadMessage as error:
+            if self._unread != value:
+                self._service.log.warning("attempt_unreadable", job=self._job, error=str(error), next_action="node 0 writes it anew")
+            self._unread = value
+            return None
 
     def _show_as_service(self, state: str, detail: str) -> None:
         self._service.state, self._service.detail = state, detail
@@ -197,15 +217,19 @@ class NodeAgent:
         return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._stopping.is_set(), self._links.point)
 
     async def _newest_attempt_now(self) -> Attempt | None:
-        if self._rank == 0:
-            return self._announced
         async with asyncio.timeout(self._timing.attempt):
-            return await self._newest_attempt()
+            newest = await self._newest_attempt()
+        if self._rank == 0:
+            if newest is None and self._announced is not None:
+                await self._announce(self._announced)
+            return self._announced
+        return newest
 
     async def _read(self, rank: int) -> SeenNode:
         key = self._service.subjects.node_lease(self._job, rank)
         revision, status = await read_lease(self._service.bus, self._service.run, key, self._timing.attempt)
-        self._marks[rank] = status.mark
+        if status is not None:
+            self._marks[rank] = status.mark
         return self._observers[rank].see(revision, status, clock())
 
     def _check_address(self, address: str, nodes: dict[int, SeenNode]) -> None:
@@ -260,7 +284,7 @@ class NodeAgent:
     # --- what the lease says
 
     def _state(self) -> NodeState:
-        own, (port, secret) = self._ranks.own, self._door()
+        own = self._ranks.own
         return NodeState(
             address=own_address(),
             running=own.running,
@@ -269,8 +293,7 @@ class NodeAgent:
             reason=own.reason,
             consequence=own.consequence,
             stopping=self._stopping.is_set(),
-            door=port,
-            secret=secret,
+            door=self._door(),
             point=self._links.point,
             silent=self._links.silent(),
         )

@@ -57,9 +57,12 @@ class NodeObserver:
     def __init__(self, rank: int, duration: float) -> None:
         self._rank, self._lease = rank, LeaseObserver(duration)
         self._first: int | None = None
+        self._last = LeaseStatus(holder="", term="", mark="", at=0.0)
 
-    def see(self, revision: int, status: LeaseStatus, now: float) -> SeenNode:
-        """Takes the lease that was read by ``now``; ``revision`` 0: there is none."""
+    def see(self, revision: int, status: LeaseStatus | None, now: float) -> SeenNode:
+        """Takes the lease that was read by ``now``; ``revision`` 0: there is none. ``status`` None: it cannot be read, the node is as
+        it was, until its lease has run out."""
+        status = self._last = status or self._last
         if self._first is None:
             self._first = revision
         expired = self._lease.see(revision, now)

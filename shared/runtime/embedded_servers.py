@@ -64,6 +64,12 @@ def hold_port() -> socket.socket:
     Until it is closed nobody else draws the port; a server that sets SO_REUSEADDR, as ours do, can listen there all the same: socket(7).
     """
     begin, tries = _first_ephemeral_port(), 100
+    try:
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", begin))  # which sends nothing
+    except OSError as error:
+        expected = "this machine needs its loopback interface (`ip link set lo up`)"
+        raise MyxoError(f"127.0.0.1 cannot be reached ({error.strerror}): {expected}") from error
     held = socket.socket()
     for port in (*(begin - 1 - secrets.randbelow(PORTS) for _ in range(tries)), 0):
         with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from shared.config.environment_variables import without_credentials
 from shared.runtime.untrusted_files import parse_json
 
 ERROR_LEVELS = ("error", "critical")
@@ -22,8 +23,8 @@ _CHANGING = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|[0-9]+")
 
 
 def short(text: str) -> str:
-    """Returns the text as one line of at most `LONGEST` characters."""
-    line = " ".join(text.split())
+    """Returns the text as one line of at most `LONGEST` characters, without credentials."""
+    line = " ".join(without_credentials(text).split())
     return line if len(line) <= LONGEST else line[: LONGEST - 2] + " …"
 
 

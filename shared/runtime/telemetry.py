@@ -10,9 +10,13 @@ from typing import Any, TextIO, cast
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from shared.config.environment_variables import without_credentials
 from shared.runtime import failure_summary
 from shared.runtime.errors import no_room
 from shared.runtime.metric_specs import check_declared
+
+CONSOLE_SERVES = "console_serves"
+"""The event with the address of a console, and the token of it that is known from nowhere else."""
 
 
 @dataclass
@@ -52,6 +56,11 @@ class _Log:
                 raise
 
 
+def _without_credentials(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Takes credentials out of a line, whoever put them into it; but for the console's address, by which a person learns its token."""
+    return event if event.get("event") == CONSOLE_SERVES else without_credentials(dict(event))
+
+
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
     """Sets up JSON lines from structlog and from the libraries' own loggers, each with the ids of the service.
 
@@ -70,7 +79,8 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
         ids,
         _note_error,
     ]
-    rendering: list[structlog.typing.Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    formatted = structlog.processors.format_exc_info
+    rendering: list[structlog.typing.Processor] = [formatted, _without_credentials, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from shared.schema.limits import Count, Digest, Name, Reason, Timestamp
+from shared.schema.limits import Count, Name, Reason, Timestamp
 from shared.schema.message import Message, Part
 
 Over = Literal["", "ending", "stopped", "lost", "failed", "done"]
@@ -22,9 +22,9 @@ class NodeState(Part):
 
     ``address``: where the other nodes reach it. ``running``: the attempt in which its ranks run, 0: none do. ``ended``: the newest attempt
     whose ranks have ended here, with exit ``code`` and ``reason``; ``consequence``: the reason is that another rank went away.
-    ``stopping``: it was asked to stop. ``door``, ``secret``: the port at which an engine's node takes commands to its ranks, and what its
-    first node proves to know there; 0 and empty: it takes none. ``point``: where the other nodes ask it for a sign of life
-    (`shared.nodes.node_links`); ``silent``: the points of others at which it asks in vain.
+    ``stopping``: it was asked to stop. ``door``: the port at which an engine's node takes commands to its ranks from who knows its
+    `NodeSecret`; 0: it takes none. ``point``: where the other nodes ask it for a sign of life (`shared.nodes.node_links`); ``silent``: the
+    points of others at which it asks in vain.
     """
 
     address: Name
@@ -35,9 +35,15 @@ class NodeState(Part):
     consequence: bool = False
     stopping: bool = False
     door: Count = 0
-    secret: Digest = ""
     point: Point = ""
     silent: list[Point] = Field(default=[], max_length=MAX_NODES)
+
+
+class NodeSecret(Message):
+    """KV ``secrets/<job>.<rank>``, which the account of the engines alone reads: what proves to an engine's node that a command
+    to its ranks comes from another of its nodes, or (of the first node) what the keys of the engine's sockets are made of."""
+
+    secret: str = Field(pattern=r"^[0-9a-f]{32}$", repr=False)
 
 
 class Attempt(Message):

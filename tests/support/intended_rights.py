@@ -76,6 +76,8 @@ def buckets(run: str) -> Table:
         f"$KV.{names.leases_bucket}.nodes.actor.1": ({TRAINER} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.engines.rollout-0.1": ({ROLLOUT} | PEOPLE, NOBODY),
         f"$KV.{names.leases_bucket}.anything": (PEOPLE, NOBODY),
+        f"$KV.{names.secrets_bucket}.engines.rollout-0.1": ({ROLLOUT}, NOBODY),
+        f"$KV.{names.secrets_bucket}.anything": (NOBODY, NOBODY),
         f"$KV.{names.services_bucket}.console.console-0": (PEOPLE, NOBODY),
         f"$KV.{names.services_bucket}.environment.math": ({REWARD} | PEOPLE, NOBODY),
     }
@@ -131,6 +133,11 @@ def interface(run: str) -> Table:
         for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE"):
             asked[f"STREAM.{verb}.{stream}"] = NOBODY
     table: Table = {f"$JS.API.{subject}": (who | PEOPLE, NOBODY) for subject, who in asked.items()}
+    secrets = f"KV_{names.secrets_bucket}"  # who operates the run makes and removes the bucket, and does not read it
+    table[f"$JS.API.STREAM.INFO.{secrets}"] = ({ROLLOUT} | PEOPLE, NOBODY)
+    table[f"$JS.API.STREAM.MSG.GET.{secrets}"] = ({ROLLOUT}, NOBODY)
+    table |= {f"$JS.API.{subject}": (NOBODY, NOBODY) for subject in (f"DIRECT.GET.{secrets}", f"CONSUMER.CREATE.{secrets}.reader-1")}
+    table |= {f"$JS.API.STREAM.{verb}.{secrets}": (NOBODY, NOBODY) for verb in ("SNAPSHOT", "RESTORE")}
     table |= {f"$JS.ACK.{queue}.1.1.1.1.1": (who | PEOPLE, NOBODY) for queue, who in acks.items()}
     return table
 
@@ -155,7 +162,8 @@ def server() -> Table:
 def every_stream(run: str) -> Iterator[str]:
     names = Subjects(run)
     yield from (names.task_stream, names.generated_stream, names.scored_stream, names.ledger_stream, names.events_stream)
-    yield from (f"KV_{bucket}" for bucket in (names.config_bucket, names.services_bucket, names.weights_bucket, names.leases_bucket))
+    buckets = (names.config_bucket, names.services_bucket, names.weights_bucket, names.leases_bucket, names.secrets_bucket)
+    yield from (f"KV_{bucket}" for bucket in buckets)
 
 
 def everything(run: str, other: str) -> Table:

@@ -1,7 +1,6 @@
 """A further node of an engine: a service that runs SGLang's part there, as the engine's first node tells, and nothing else."""
 
 import asyncio
-from collections.abc import Mapping
 
 from services.rollout.engine_nodes.engine_ranks import EngineRanks
 from services.rollout.engine_nodes.rank_door import RankDoor
@@ -10,7 +9,6 @@ from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENGINE_NODE
 from shared.nodes.node_agent import NodeAgent
-from shared.nodes.node_presence import SeenNode
 from shared.runtime.errors import MyxoError
 from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import own_address
@@ -33,8 +31,13 @@ async def follow(service: Service) -> None:
     """Serves as a further node until the run has ended or the service is asked to stop. Raises AttemptFailed, LeaseLost."""
     config, nodes = service.config, service.config.rollout.nodes_per_engine
     rank, name = node_rank(nodes, of="the engine"), engine_name(config)
+    loop = asyncio.get_running_loop()
     ranks = EngineRanks(
-        rank, nodes, lambda: _secret_of(agent.seen), lambda meeting: replica_command(service, name, meeting), engine_log(service)
+        rank,
+        nodes,
+        lambda: asyncio.run_coroutine_threadsafe(agent.secret_of(0), loop).result(),
+        lambda meeting: replica_command(service, name, meeting),
+        engine_log(service),
     )
     door = RankDoor(lambda: ranks.engine)
     async with door.open(own_address()):
@@ -46,16 +49,11 @@ async def follow(service: Service) -> None:
             config.trainer.node_timeout,
             ranks,
             leave_seconds=0.0,
-            door=lambda: (door.port, door.secret),
+            door=lambda: door.port,
+            secret=door.secret,
         )
         async with service.background(_end_with_run(service)):
             await agent.run()
-
-
-def _secret_of(nodes: Mapping[int, SeenNode]) -> str:
-    """Returns the leader's secret, as its lease has it: it is alive, or no attempt would begin."""
-    first = nodes[0].state
-    return first.secret if first is not None else ""
 
 
 async def _end_with_run(service: Service) -> None:

@@ -37,11 +37,11 @@ class EngineLeader:
             patience,
             self._ranks,
             stopping=asyncio.Event(),
-            door=lambda: (0, secret),  # in its lease, for the followers: nobody comes in here
+            secret=secret,  # for the followers: nobody comes in here
             show=self._show,
             healthy=rollout.engine_start_timeout + HEALTHY_SECONDS,  # it has served for so long, then
         )
-        self.tunnels = RankTunnels(lambda: self._agent.seen, rollout.rollout_num_gpus_per_engine // nodes)
+        self.tunnels = RankTunnels(lambda: self._agent.seen, self._agent.secret_of, rollout.rollout_num_gpus_per_engine // nodes)
 
     @property
     def ended(self) -> str:

@@ -1,8 +1,8 @@
 """The way from an engine's first node to the ranks on the others: commands of weights, as bytes, over one TCP connection each.
 
-A follower listens at its private address. It says a random text; who connects answers with the text's digest under the secret that stands
-in the follower's lease (HMAC-SHA256, RFC 2104), and the rank that it wants. From then on bytes go to and fro between the rank's Unix socket
-and one of the same name that the first node has. They are JSON (`services.rollout.engine.receiver.command_session`): nothing is unpickled.
+A follower listens at its private address. It says a random text; who connects answers with the text's digest under the follower's secret
+(`NodeSecret`; HMAC-SHA256, RFC 2104), and the rank that it wants. From then on bytes go to and fro between the rank's Unix socket and one
+of the same name that the first node has. They are JSON (`services.rollout.engine.receiver.command_session`): nothing is unpickled.
 """
 
 import asyncio
@@ -10,10 +10,11 @@ import contextlib
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 from services.rollout.engine.engine_process import EngineProcess
+from shared.bus.bus_errors import BUS_ERRORS
 from shared.nodes.node_presence import SeenNode
 from shared.runtime.errors import MyxoError
 
@@ -79,7 +80,7 @@ class RankDoor:
         async with asyncio.timeout(GREETING_SECONDS):
             proof, _, rank = (await reader.readline()).decode().strip().partition(" ")
         if not hmac.compare_digest(proof.encode(), proof_of(self.secret, text).encode()):
-            raise RankUnreachable("another secret than the one in this node's lease")
+            raise RankUnreachable("another secret than this node's")
         return int(rank)
 
     async def _rank(self, rank: int) -> Streams:
@@ -93,11 +94,11 @@ class RankTunnels:
     """The first node's end: the sockets of the ranks on other nodes.
 
     Args:
-        nodes: returns the other nodes by index, as their leases show them. share: the ranks of each node.
+        nodes: returns the other nodes by index, as their leases show them. secret: reads the secret of one. share: the ranks of each.
     """
 
-    def __init__(self, nodes: Callable[[], Mapping[int, SeenNode]], share: int) -> None:
-        self._nodes, self._share = nodes, share
+    def __init__(self, nodes: Callable[[], Mapping[int, SeenNode]], secret: Callable[[int], Awaitable[str]], share: int) -> None:
+        self._nodes, self._secret, self._share = nodes, secret, share
         self._servers: list[asyncio.Server] = []
         self._open: set[asyncio.Task[None]] = set()
 
@@ -127,7 +128,7 @@ class RankTunnels:
     async def _carry(self, near: Streams, node: int, rank: int) -> None:
         try:
             far = await self._entered(node, rank)
-        except (RankUnreachable, OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, *BUS_ERRORS) as error:
             reason = f"rank {rank} on {self._nodes().get(node, f'node {node}')}: {type(error).__name__} {error}"
             near[1].write(json.dumps({"ok": False, "error": reason}).encode() + b"\n")
             near[1].close()
@@ -138,10 +139,11 @@ class RankTunnels:
         seen = self._nodes().get(node)
         if seen is None or seen.state is None or not seen.state.door:
             raise RankUnreachable("its lease names no port for commands")
+        secret = await self._secret(node)
         async with asyncio.timeout(GREETING_SECONDS):
             reader, writer = await asyncio.open_connection(seen.state.address, seen.state.door)
             text = (await reader.readline()).decode().strip()
-        writer.write(f"{proof_of(seen.state.secret, text)} {rank}\n".encode())
+        writer.write(f"{proof_of(secret, text)} {rank}\n".encode())
         return reader, writer
 
 

@@ -199,7 +199,7 @@ class WeightsAndBiases:
         directory = asked.wandb_dir or config.trained
         directory.mkdir(parents=True, exist_ok=True)
         name = config.run.name if role == "actor" else f"{config.run.name}-{role}"
-        sections = {section: value for section, value in config.model_dump(mode="json").items() if section in SENT}
+        sections = {section: value for section, value in config.shown().model_dump(mode="json").items() if section in SENT}
         sections["rollout"].pop("sglang")  # an engine's flags may hold a key
         self._run: Any = wandb.init(
             project=asked.wandb_project,

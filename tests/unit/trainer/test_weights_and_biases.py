@@ -17,8 +17,13 @@ def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
     from services.trainer.metrics_logger.writers import WeightsAndBiases
 
     asked = {"use_wandb": True, "wandb_mode": "offline", "wandb_project": "sums", "wandb_dir": str(tmp_path / "w")}
-    config = run_config(tmp_path, monitoring=asked, reward={"rm_type": "environment", "environment_url": "http://grader:8080"})
-    for step, loss in ((3, 0.125), (4, 0.25)):  # the second life of a trainer goes on under the same name
+    config = run_config(
+        tmp_path,
+        monitoring=asked,
+        reward={"rm_type": "environment", "environment_url": "http://grader:8080"},
+        rollout={"agent_options": {"url": "http://me:hush@agent/", "api_key": "hush"}},
+    )
+    for step, loss in ((3, 0.125), (4, 0.25)):  # the second life of a trainer continues under the same name
         writer = WeightsAndBiases(config, "actor")
         writer.write(3, {"train/loss": 0.5 - loss})  # the first value of a step stays
         writer.write(step, {"train/loss": loss, "rollout/raw_reward": 1.0})
@@ -28,7 +33,7 @@ def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
 
         def written(loss: bytes = loss) -> bool:
             held = [file.read_bytes() for file in (tmp_path / "w" / "wandb").glob("offline-run-*/run-test.wandb")]
-            assert not any(b"grader:8080" in one for one in held)
+            assert not any(words in one for words in (b"grader:8080", b"hush") for one in held)
             return any(all(words in one for words in (b"train/loss", loss, b"perf/step_time", b"max_staleness")) for one in held)
 
         asyncio.run(until(written, f"a file of W&B with the loss {loss.decode()}"))

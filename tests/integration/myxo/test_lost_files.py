@@ -1,0 +1,82 @@
+"""A run of which a part is gone, or that lies where it was not put by `myxo move`: what a person reads."""
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from myxo.run.run_directory import RunDirectory
+from shared.config.config_reading import load
+from shared.config.run_config import RunConfig
+from shared.runtime import exit_codes
+from shared.runtime.embedded_servers import EmbeddedNats
+from tests.integration.myxo.command import ROOT, Myxo
+from tests.integration.myxo.test_audit_summary import embedded, records, write
+
+
+@pytest.fixture
+def at_rest(config_file: Callable[..., Path]) -> tuple[Path, RunConfig]:
+    """A run's TOML file, and its directory with two trained steps and a checkpoint of both."""
+    path = config_file()
+    config = load(path)
+    RunDirectory(config.run.root).root.mkdir(parents=True)
+    RunDirectory(config.run.root).freeze(config)
+
+    async def fill() -> None:
+        async with embedded(config) as bus:
+            await write(bus, config, records())
+
+    asyncio.run(fill())
+    checkpoint = config.trained / "checkpoints" / "step_00000002" / "checkpoint.json"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("{}")
+    return path, config
+
+
+def test_a_run_whose_nats_data_are_lost_is_not_said_to_be_new(myxo: Myxo, nats: EmbeddedNats, at_rest: tuple[Path, RunConfig]) -> None:
+    path, config = at_rest
+    root, said = config.run.root, "checkpoints holds a checkpoint of 2 steps, and the bus holds nothing of run"
+    for lost in (*(root / "nats" / "jetstream").iterdir(), root / "nats"):
+        shutil.rmtree(lost)
+        for words, environment in ((("status", root), {}), (("status", root), {"NATS_URL": nats.url}), (("up", path), {})):
+            code, out, err = myxo.run(*words, environment=environment)
+            assert (code, out.count("started")) == (exit_codes.BAD_INPUT, 0), (lost, words, out, err)
+            assert said in err and "NATS's data are lost" in err and "makes one" not in err, (lost, words, err)
+
+
+def test_checkpoints_that_were_removed_are_said_to_be_gone(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
+    _, config = at_rest
+    shutil.rmtree(config.trained / "checkpoints")
+    code, out, _ = myxo.run("repair", config.run.root)
+    assert code == 1 and "no checkpoint is of so many (there: none)" in out
+    assert "Put its checkpoints back where they were" in out and "newest checkpoint's weights" not in out
+
+
+def test_a_copied_run_is_known_as_one_and_move_is_named(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
+    path, config = at_rest
+    copy = config.run.root.with_name("another")
+    shutil.copytree(config.run.root, copy)
+    for words in (("status", copy), ("up", path, "--name", "another")):
+        code, _, err = myxo.run(*words)
+        assert code == exit_codes.BAD_INPUT, err
+        assert f"{copy} holds the files of run {config.run.name}" in err and "`myxo move`" in err and "makes one" not in err
+    elsewhere = config.run.dir / "elsewhere" / config.run.name
+    shutil.copytree(config.run.root, elsewhere)
+    code, _, err = myxo.run("status", elsewhere)
+    assert code == 0 and f"{elsewhere} is a copy of {config.run.root}" in err and "`myxo move`" in err
+
+
+def test_a_machine_without_a_loopback_address_is_not_told_that_ports_are_in_use() -> None:
+    code = "from shared.runtime.embedded_servers import free_port; free_port()"
+    done = subprocess.run(["unshare", "-rn", sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "ip link set lo up" in done.stderr and "in use" not in done.stderr, done.stderr
+
+
+def test_a_bus_without_the_run_and_without_checkpoints_still_says_what_makes_one(myxo: Myxo, nats: EmbeddedNats, tmp_path: Path) -> None:
+    (tmp_path / "fresh" / "logs").mkdir(parents=True)
+    code, _, err = myxo.run("status", tmp_path / "fresh", environment={"NATS_URL": nats.url})
+    assert code == exit_codes.BAD_INPUT and "`myxo submit CONFIG` makes one" in err

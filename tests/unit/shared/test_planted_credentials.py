@@ -1,0 +1,83 @@
+"""Credentials that are planted in a config: files, prints, errors and other programs do not get them."""
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import structlog
+
+from myxo.run import config_toml
+from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
+from shared.config.config_reading import parse
+from shared.config.environment_variables import without_credentials
+from shared.runtime import telemetry
+from tests.support.run_config import run_config
+
+PLANTED = {
+    "reward": {
+        "rm_type": "remote_rm",
+        "rm_url": "https://me:hush@rm.example.org/score?token=hush&level=3",
+        "judge_url": "https://judge:hush@judge.example.org/v1",
+        "judge_model": "m",
+        "judge_sampling": {"temperature": 0.0, "api_key": "hush"},
+        "judge_key_variable": "JUDGE_KEY",
+        "reward_key": "score",
+        "environments": {"grader": "http://me:hush@grader:8080"},
+    },
+    "rollout": {"agent_options": {"url": "http://me:hush@agent/", "auth": {"bearer": "hush"}, "notes": "key sk-hushhushhushhushhush"}},
+    "run": {"custom_args": {"hf_token": "hush", "database": "postgres://me:hush@db/x", "steps": 3, "access_key_id": "hush"}},
+    "data": {"label_key": "answer"},
+}
+
+
+def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_planted(tmp_path: Path) -> None:
+    config = run_config(tmp_path, **PLANTED)
+    RunDirectory(tmp_path).freeze(config)
+    written = (tmp_path / runs.FROZEN).read_text()
+    assert "hush" not in written and "hush" not in config_toml.dump(config.shown())
+    copy = runs.frozen(tmp_path)
+    assert copy is not None and copy.reward.rm_url == "https://rm.example.org/score?token=…&level=3"
+    assert (copy.reward.reward_key, copy.reward.judge_key_variable, copy.data.label_key) == ("score", "JUDGE_KEY", "answer")
+    assert copy.run.custom_args["steps"] == 3
+    assert runs.differences(copy, config) == [] == runs.differences(config, copy)
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"n_samples_per_prompt": 8})})
+    assert [problem.field for problem in runs.differences(copy, other)] == ["rollout.n_samples_per_prompt"]
+    assert config.shown().shown() == config.shown()
+
+
+def test_a_config_without_credentials_is_written_as_it_is(tmp_path: Path) -> None:
+    config = run_config(tmp_path, reward={"rm_type": "environment", "environment_url": "http://grader:8080"})
+    assert config.shown() is config
+    assert parse(json.loads(config.model_dump_json(exclude_unset=True))).shown().reward == config.reward
+
+
+def test_text_keeps_what_is_no_credential() -> None:
+    kept = ["me@example.org", "http://host/a@b", "http://h?level=3&key_column=x", "a:b", "keys", "sk-short", "nats:grader", "x?y=z"]
+    assert without_credentials(kept) == [*kept[:2], "http://h?level=3&key_column=…", *kept[3:]]
+    urls = "nats://u:p@one:4222,redis://:p@two/0?password=p ws://t@h"
+    assert without_credentials(urls) == "nats://one:4222,redis://two/0?password=… ws://h"
+
+
+def test_no_log_line_holds_what_was_planted_but_the_consoles_own_address_is_whole() -> None:
+    before, stream = structlog.get_config(), io.StringIO()
+    handlers = logging.getLogger().handlers[:]
+    try:
+        telemetry.configure_logs("r", "reward", "reward-1", stream=stream)
+        log = structlog.get_logger()
+        log.error(
+            "failed", error="no answer of http://me:hush@rm/score?token=hush", tasks=["redis://:hush@store"], more={"u": "ws://hush@h"}
+        )
+        logging.getLogger("library").warning("cannot reach %s", "https://me:hush@host/")
+        try:
+            raise ValueError("Authorization of sk-hushhushhushhushhush at http://me:hush@judge/v1 was refused")
+        except ValueError:
+            log.exception("died")
+        assert "hush" not in telemetry.last_error.text and "http://judge/v1" in telemetry.last_error.text
+        assert "hush" not in stream.getvalue() and "http://rm/score?token=…" in json.loads(stream.getvalue().splitlines()[0])["error"]
+        log.info(telemetry.CONSOLE_SERVES, url="http://127.0.0.1:1/?token=shown")
+        assert "token=shown" in stream.getvalue()
+    finally:
+        structlog.configure(**before)
+        logging.getLogger().handlers[:] = handlers
