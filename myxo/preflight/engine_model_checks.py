@@ -34,10 +34,14 @@ def check_engine_model(inspection: Inspection) -> Findings:
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant":
             yield from _quantized(inspection, field, value)
-        elif (name == "kv-cache-dtype" and value not in ("auto", "bf16", "bfloat16")) or (name == "dtype" and value in ("half", "float16")):
+        elif _has_fewer_bits(name, value):
             yield Note(f"{field} = {value}: {FEWER_BITS}")
         elif name in ("enable-lora", "lora-paths"):
             yield Note(f"{field} changes nothing: no request names an adapter of the engine's; lora_rank trains one")
+
+
+def _has_fewer_bits(name: str, value: Any) -> bool:
+    return value in ("half", "float16") if name == "dtype" else name == "kv-cache-dtype" and value not in ("auto", "bf16", "bfloat16")
 
 
 def _quantized(inspection: Inspection, field: str, value: Any) -> Findings:

@@ -53,8 +53,7 @@ def check(inspection: Inspection) -> Findings:
     keys = {"data.prompt_data": config.data.label_key}
     for view, prompts in inspection.heldout:
         labels[view.field], keys[view.field] = first_labels(view.config, prompts, view.metadata), view.config.data.label_key
-    if config.algorithm.use_opd:
-        yield from _without_label(inspection, keys)
+    yield from _without_label(inspection, keys)
     interleaved = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
     distinct = list(dict.fromkeys((label.verifier, label.text) for label in interleaved))
     results, failure = ask(distinct) if distinct else ({}, None)
@@ -69,6 +68,8 @@ def check(inspection: Inspection) -> Findings:
 
 def _without_label(inspection: Inspection, keys: Mapping[str, str | None]) -> Findings:
     """Yields a note for each set of prompts of which some have no label that their verifier needs: a teacher makes up for it."""
+    if not inspection.config.algorithm.use_opd:
+        return
     training = [] if inspection.training is None else [("data.prompt_data", inspection.config, inspection.training.rows)]
     for field, config, rows in (*training, *((view.field, view.config, prompts.rows) for view, prompts in inspection.heldout)):
         named, looked = config.reward.environment_of(None), min(len(rows), MOST)

@@ -10,6 +10,8 @@ Invariants:
 - why it is over is said once every node has no ranks any more or is known to be lost: ranks that saw another go away are not the cause.
 """
 
+from collections.abc import Mapping
+
 from shared.bus.registry import WAITING
 from shared.nodes.attempt_commands import (
     ATTEMPT_BEGUN,
@@ -93,13 +95,16 @@ class FirstNode:
             return [ShowState(WAITING, f"for {names}, of {self._nodes} nodes")]
         if busy := [node for node in now.nodes.values() if node.running]:
             return [ShowState(WAITING, f"for the earlier ranks of {', '.join(map(str, busy))} to end")]
+        return self._open(now, now.nodes)
+
+    def _open(self, now: NodeSituation, nodes: Mapping[int, SeenNode]) -> list[NodeCommand]:
         # by the nodes where what stands on the bus of the newest attempt cannot be read
-        ended = [max(node.state.ended, node.state.running) for node in now.nodes.values() if node.state is not None]
+        ended = [max(node.state.ended, node.state.running) for node in nodes.values() if node.state is not None]
         self._number = max(self._number, now.attempt.number if now.attempt else 0, *ended) + 1
         self._opening, self._waiting_since, self._stop_asked = True, None, None
         self._lost, self._cut, self._named, self._begun = {}, {}, set(), now.now
-        self._terms = {0: now.term, **{rank: node.term for rank, node in now.nodes.items()}}
-        self._points = {0: now.point, **{rank: node.point for rank, node in now.nodes.items()}}
+        self._terms = {0: now.term, **{rank: node.term for rank, node in nodes.items()}}
+        self._points = {0: now.point, **{rank: node.point for rank, node in nodes.items()}}
         return [BeginRanks(self._number, now.address), ShowState("starting", f"attempt {self._number} of {self._nodes} nodes")]
 
     @staticmethod

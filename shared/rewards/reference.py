@@ -44,12 +44,8 @@ def label_problem(environment: str, reference: Reference, *, taught: bool = Fals
     """
     if environment not in VERIFIERS or (taught and reference.label is None and needs_label(environment)):
         return None
-    if base(environment) == "ifbench" and not instructions(reference.metadata):
-        return f"expected the ids of instructions in metadata.instruction_id_list, which {environment} checks, found none"
-    if base(environment) == REASONING_GYM and (problem := task_problem(reference.metadata)) is not None:
+    if (problem := _metadata_problem(environment, reference)) is not None:
         return problem
-    if base(environment) == "gpqa" and reference.label is None and not any(map(reference.metadata.get, ANSWERS)):
-        return f"expected the right letter, number or text for {environment}, or one of {', '.join(ANSWERS)} in the metadata, found none"
     if reference.label is None:
         return f"expected the answer that {environment} compares with: text or a number, found None" if needs_label(environment) else None
     if base(environment) in RUNS_CODE:
@@ -57,6 +53,16 @@ def label_problem(environment: str, reference: Reference, *, taught: bool = Fals
     if isinstance(reference.value, str | int | float) and not isinstance(reference.value, bool):
         return None
     return f"expected text or a number for {environment} to compare with, found {reference.label[:80]}; custom_rm_path takes other values"
+
+
+def _metadata_problem(environment: str, reference: Reference) -> str | None:
+    if base(environment) == "ifbench" and not instructions(reference.metadata):
+        return f"expected the ids of instructions in metadata.instruction_id_list, which {environment} checks, found none"
+    if base(environment) == REASONING_GYM and (problem := task_problem(reference.metadata)) is not None:
+        return problem
+    if base(environment) == "gpqa" and reference.label is None and not any(map(reference.metadata.get, ANSWERS)):
+        return f"expected the right letter, number or text for {environment}, or one of {', '.join(ANSWERS)} in the metadata, found none"
+    return None
 
 
 def _tests_problem(reference: Reference) -> str | None:
