@@ -119,8 +119,7 @@ def check_credentials(inspection: Inspection) -> Findings:
     given, shown = (config.model_dump(mode="json") for config in (inspection.config, inspection.config.shown()))
     held = [f"{section}.{field}" for section in given for field in given[section] if given[section][field] != shown[section][field]]
     if held:
-        left_out = "it is left out of config.json, W&B, logs and prints; a variable of one service's environment is that one's alone"
-        yield Note(f"{', '.join(held)}: holds a credential, which every account of the run can read on the bus ({left_out})")
+        yield Note(f"{', '.join(held)}: holds a credential, which every account of the run can read on the bus")
 
 
 def check_earlier_run(inspection: Inspection) -> Findings:

@@ -95,15 +95,14 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
 
 async def _config(bus: Bus, run: str, files: RunDirectory | None) -> RunConfig:
     """Returns the run's config, by the copy in its directory where the bus's cannot be read. Raises NoSuchRun, UnreadableRun."""
-    if files is not None and (copy := runs.frozen(files.root)) and copy.run.name == run and copy.run.root.resolve() != files.root.resolve():
+    copy = None if files is None else runs.frozen(files.root)
+    if files is not None and copy is not None and copy.run.name == run and copy.run.root.resolve() != files.root.resolve():
         say(f"{files.root} is a copy of {copy.run.root}, which its config names; `myxo move` takes a run to another directory")
     try:
         return await runs.load(bus, run)
-    except runs.UnreadableRun as error:
-        if files is None:
-            raise
-        return runs.copy_instead(files.root, error)
     except runs.NoSuchRun as error:
+        if files is not None and isinstance(error, runs.UnreadableRun):
+            return runs.copy_instead(files.root, error)
         if files is not None and (lost := files.without_streams(run, None)):
             raise ConfigError("RUN", run, lost) from error
         raise
@@ -172,10 +171,6 @@ async def _own_store(access: Access) -> str | None:
     servers = access.directory.servers() if access.live else None
     if servers is not None and servers.nats_url == access.bus.url:  # else a run of the same name on another bus, with the same keys
         return servers.redis_url
-    try:
-        stated = await runs.store_url(access.bus, access.run)
-    except runs.UnreadableRun as error:
-        say(f"{error}; until then the store is looked for in {access.directory.root}")
-        return None
+    stated = await runs.store_url(access.bus, access.run)
     gone = stated is not None and stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()
     return None if gone else stated

@@ -153,7 +153,7 @@ class Buffer:
         await self._bus.serve(subjects.refused, BatchRefused, self._as_holder(trainer.refused))
         await self._bus.serve(subjects.evaluations, EvaluationsRequest, self._as_holder(self._on_evaluations))
         service.state = "ready"
-        await self._failure.look(finished=self._finished)
+        await self._failure.look()
         if took_over:
             await service.announce()
             await service.tell("took_over")
@@ -176,13 +176,8 @@ class Buffer:
         evaluation_report.show_evaluations(self._service, state.evaluated.values())
         self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
         self._tasks.outstanding(state, self._limits)
-        if self._finished:
+        if state.finished_steps >= self._limits.rollout.num_rollout:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
-
-    @property
-    def _finished(self) -> bool:
-        """Returns whether the run is finished, by its ledger."""
-        return self._state.finished_steps >= self._limits.rollout.num_rollout
 
     async def _check_data(self, *, begun: bool) -> None:
         """Raises Problems where a file of prompts is another than when the run began, and that is not accepted."""
@@ -358,7 +353,7 @@ class Buffer:
         queues = QueueGauges(self._service)
         while True:
             late = policy.is_late(self._state, self._limits, time.time()) or self._keeper.is_late
-            if await self._failure.look(finished=self._finished) or await self._room.look() or late:
+            if await self._failure.look(self._state.finished_steps >= self._limits.rollout.num_rollout) or await self._room.look() or late:
                 await self._decide(lambda: [])
             show_groups(self._service.metrics, self._state)
             self._prompts.gauge(self._service.metrics)

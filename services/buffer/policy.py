@@ -68,10 +68,6 @@ AHEAD = "the checkpoint is ahead of the ledger, as after a loss of power; `myxo 
 """What a trainer is told that comes back with more steps than the ledger has."""
 
 
-GONE = "the trainer's checkpoints of the steps before it are gone; put them back where they were, or see `myxo repair RUN`"
-"""What a trainer is told that comes back with fewer steps than those whose batches were freed."""
-
-
 class WrongStep(MyxoError):
     """A trainer asked for or reported a step that does not follow from the ledger; the text says what was expected."""
 
@@ -377,7 +373,8 @@ def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) ->
     if step > state.formed_steps:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}: {AHEAD}")
     if step != state.formed_steps:
-        raise CheckpointsGone(f"step {step} was asked for; the next batch is of step {state.formed_steps}: {GONE}")
+        gone = "the checkpoints of the steps before that are gone; put them back where they were, or see `myxo repair RUN`"
+        raise CheckpointsGone(f"step {step} was asked for; the next batch is of step {state.formed_steps}: {gone}")
     if version != limits.version_of_step(step):
         raise WrongStep(f"step {step} trains on version {limits.version_of_step(step)}, not {version}")
     return version - limits.rollout.max_staleness

@@ -108,10 +108,10 @@ class RunFailure:
             await runs.set_phase(service.bus, service.run, runs.FAILED, hopeless)
             self.reason, service.state = hopeless, STATE
 
-    async def look(self, *, finished: bool) -> bool:
+    async def look(self, finished: bool = False) -> bool:
         """Asks the bus whether the run has failed, and keeps the gauges. Returns whether a run that had failed goes on.
 
-        A phase that cannot be read is written anew; ``finished``: whether the run is, by its ledger.
+        A phase that cannot be read is written anew. ``finished``: whether the run is, by its ledger.
         """
         self._gauge()
         phase, reason = await runs.phase_and_reason(self._service.bus, self._service.run, deadline=120)

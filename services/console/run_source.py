@@ -220,10 +220,10 @@ class RunSource:
             self.config = await runs.load(bus, self.run)
             self._note(CONFIG, None)
         except runs.UnreadableRun as error:
-            if self.directory is None or (copy := runs.frozen(self.directory)) is None:
+            if self.directory is None:
                 raise
-            self.config = copy
-            self._note(CONFIG, f"{error}; until then {self.directory / runs.FROZEN} stands for it")
+            self.config = runs.copy_instead(self.directory, error)
+            self._note(CONFIG, f"{error}; until then its directory's copy stands for it")
         self.trained = await runs.trained_steps(bus, self.run)
 
     def _note_services(self) -> None:
@@ -242,8 +242,7 @@ class RunSource:
         bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=inbox)
         try:
             await self._load(bus)
-            with contextlib.suppress(runs.UnreadableRun):  # the store is shown as away, then
-                self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
+            self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
 
             async def on_news(_message: object) -> None:
                 self._news.set()

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
-from shared.bus.connection import TRANSIENT
+from shared.bus.bus_errors import TRANSIENT, warn_unreadable
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
@@ -105,7 +105,6 @@ class WeightCatchUp:
         self._pulling: asyncio.Future[WeightCheckpoint] | None = None
         self._avoided: dict[object, float] = {}  # a source that failed → when it may be tried again
         self._transfers = 0
-        self._unread: dict[str, bytes | None] = {}
 
     async def listen(self) -> None:
         """Subscribes to requests of other replicas."""
@@ -165,9 +164,7 @@ class WeightCatchUp:
         try:
             return None if value is None else kind.decode(value)
         except BadMessage as error:
-            if self._unread.get(key) != value:
-                self._service.log.warning("weights_unreadable", key=key, error=str(error), next_action="the trainer's next one is awaited")
-            self._unread[key] = value
+            warn_unreadable(f"{self._service.subjects.weights_bucket}/{key}", value, str(error), "the trainer's next one is awaited")
             return None
 
     async def _peers(self, version: int) -> tuple[str, ...]:

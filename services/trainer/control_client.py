@@ -50,9 +50,6 @@ REQUEST_SECONDS = 300.0
 STOP_SECONDS = 5.0
 """The time that the buffer has to answer a trainer that was asked to stop: often the buffer was stopped at the same time."""
 
-CHECKPOINTS_GONE = "CheckpointsGone"
-"""The buffer's error for a step whose batch was freed."""
-
 POLL_INTERVAL_S = 0.5
 """The interval at which the registry is read for replicas."""
 
@@ -128,7 +125,7 @@ class ControlClient:
         try:
             answer = self.call(self._ask(self.service.subjects.batch, request, BatchAnswer), REQUEST_SECONDS)
         except RequestRefused as error:
-            if error.error == CHECKPOINTS_GONE:
+            if error.error == "CheckpointsGone":
                 raise BadInput(str(error)) from error  # a restart would come to the same
             raise
         if isinstance(answer, RunDone) and not answer.reason:  # the buffer's status may not show all of them yet

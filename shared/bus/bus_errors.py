@@ -9,6 +9,7 @@ from collections import deque
 
 import nats.errors
 import nats.js.errors
+import structlog
 
 from shared.runtime import server_urls
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -113,6 +114,12 @@ def hopeless_reason(error: Exception) -> str | None:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {server_urls.CA_VARIABLE}"
     return None
+
+
+@functools.lru_cache(maxsize=256)
+def warn_unreadable(key: str, revision: object, error: str, next_action: str) -> None:
+    """Logs that a value in KV is not what belongs there, once for each revision, or value, of it."""
+    structlog.get_logger().warning("value_unreadable", key=key, error=error, next_action=next_action)
 
 
 @functools.lru_cache(maxsize=8)

@@ -27,7 +27,6 @@ records have taken (`services.buffer.ledger_writer`). The proof assumes that NAT
 
 import asyncio
 import contextlib
-import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError, NotFoundError
 
-from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE
+from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE, warn_unreadable
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime import liveness
@@ -132,10 +131,8 @@ class LeaderLease:
         try:
             revision, status = await self._read()
             expired = self._observer.see(revision, clock())
-            if status is None:  # somebody's, as far as can be known
-                free = False
-            else:  # its own where an earlier attempt took it, and the confirmation was lost
-                free = status.term in ("", self.term) or liveness.certainly_dead(status.mark)
+            # its own where an earlier attempt took it, and the confirmation was lost; what cannot be read is somebody's
+            free = status is not None and (status.term in ("", self.term) or liveness.certainly_dead(status.mark))
             if not (free or expired):
                 return False
             self._revision = revision
@@ -248,10 +245,7 @@ class LeaderLease:
 
 
 async def read_lease(bus: Bus, run: str, job: str, timeout_s: float) -> tuple[int, LeaseStatus | None]:
-    """Returns a lease's revision (0 if it was never held) and its status; None where what is stored is no lease, which is logged once.
-
-    Raises what TRANSIENT lists.
-    """
+    """Returns a lease's revision (0 if it was never held) and its status, None for what is no lease. Raises what TRANSIENT lists."""
     bucket = Subjects(run).leases_bucket
     try:
         message = await asyncio.wait_for(bus.js.get_last_msg(f"KV_{bucket}", f"$KV.{bucket}.{job}"), timeout_s)
@@ -265,14 +259,8 @@ async def read_lease(bus: Bus, run: str, job: str, timeout_s: float) -> tuple[in
     try:
         return message.seq, LeaseStatus.decode(message.data or b"")
     except BadMessage as error:
-        _warn_unreadable(f"{bucket}/{job}", message.seq, str(error))
+        warn_unreadable(f"{bucket}/{job}", message.seq, str(error), "its holder writes it anew")
         return message.seq, None
-
-
-@functools.lru_cache(maxsize=256)
-def _warn_unreadable(key: str, revision: int, error: str) -> None:
-    """Logs what is no lease, once for each of its revisions."""
-    structlog.get_logger().warning("lease_unreadable", key=key, revision=revision, error=error, next_action="its holder writes it anew")
 
 
 def clock() -> float:

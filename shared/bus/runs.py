@@ -15,11 +15,11 @@ from shared.runtime import server_urls
 from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
 from shared.runtime.safe_text import say
 from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
+from shared.schema.limits import REASON_LENGTH
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 Record = TypeVar("Record", bound=LedgerRecord)
 
-_STORE_URL = re.compile(rb"(rediss?|unix)://[!-~]+")
 _CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA, _SNAPSHOT = "config", "store", "phase", "vocabulary", "data", "snapshot"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 """The phases of a run. A failed run continues when it is created again."""
@@ -30,10 +30,6 @@ ENDS = (FINISHED, FAILED)
 UNREADABLE = "unreadable"
 """Stands for a phase on the bus that is none of these: the run has not ended, as far as that can be known."""
 
-LONGEST_REASON = 1000
-"""The characters of a reason that are read."""
-
-_REMEDY = "; `myxo up CONFIG`, where the run's directory lies, writes it anew"
 
 FROZEN = "config.json"
 """The file in a run's directory with its config as frozen on the bus, for commands that run without the servers."""
@@ -81,9 +77,9 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
 
 
 async def refuse_differences(bus: Bus, config: RunConfig) -> RunConfig | None:
-    """Returns the config with which the run is on the bus; None where it is not. Raises as `create` does if it differs and may not.
+    """Returns the config with which the run is on the bus, else its directory's copy where it cannot be read; None where it is not there.
 
-    Where the bus's cannot be read, the copy in the run's directory stands for it, and a line on the standard error says so.
+    Raises as `create` does if it differs and may not.
     """
     existing = await bus.get(Subjects(config.run.name).config_bucket, _CONFIG)
     if existing is None:
@@ -138,35 +134,24 @@ def _config(run: str, value: bytes | None) -> RunConfig:
         raise UnreadableRun(f"run {run!r} has no config on the bus yet")
     try:
         config = RunConfig.model_validate_json(value)
-    except (ValueError, BadInput) as error:
-        raise _unreadable(run, _CONFIG, _reason(error)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _unreadable(run, _CONFIG, f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}") from error
     if config.run.name != run:
         raise _unreadable(run, _CONFIG, f"it is that of run {config.run.name!r}")
     return config
 
 
 def _unreadable(run: str, key: str, reason: str) -> UnreadableRun:
-    where = f"KV {Subjects(run).config_bucket}/{key}"
-    return UnreadableRun(f"the {key} of run {run!r} on the bus cannot be read ({where}: {reason}){_REMEDY}")
-
-
-def _reason(error: Exception) -> str:
-    """Returns what is wrong with a value, without the value: it may be anything."""
-    if not isinstance(error, ValidationError):
-        return f"{type(error).__name__}"
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+    what = f"the {key} of run {run!r} on the bus cannot be read (KV {Subjects(run).config_bucket}/{key}: {reason})"
+    return UnreadableRun(f"{what}; `myxo up CONFIG` writes it anew by the copy in the run's directory, or with --fresh")
 
 
 def copy_instead(directory: Path, error: UnreadableRun) -> RunConfig:
-    """Returns the config in a run's directory in the place of the bus's, and says so on the standard error.
-
-    Raises UnreadableRun where there is none.
-    """
-    what = str(error).removesuffix(_REMEDY)
+    """Returns the config in a run's directory in the place of the bus's, and says so on the standard error. Raises ``error`` if none."""
     if (copy := frozen(directory)) is None:
-        raise UnreadableRun(f"{what}, and {directory / FROZEN} is no copy of it; `--fresh` starts the run anew") from error
-    say(f"{what}; {directory / FROZEN} stands for it{_REMEDY}")
+        raise error
+    say(f"{error}; until then {directory / FROZEN} stands for it")
     return copy
 
 
@@ -179,16 +164,16 @@ def frozen(directory: Path) -> RunConfig | None:
 
 
 async def store_url(bus: Bus, run: str) -> str | None:
-    """Returns the URL of the run's store, as recorded when it was created; None if it was not. Raises UnreadableRun."""
+    """Returns the URL of the run's store, as recorded when it was created; None if it was not, or (which is said) if that is no URL."""
     value = await bus.get(Subjects(run).config_bucket, _STORE)
-    if value and not _STORE_URL.fullmatch(value):
-        raise _unreadable(run, _STORE, "expected redis://, rediss:// or unix:// and an address")
+    if value and not re.fullmatch(rb"(rediss?|unix)://[!-~]+", value):
+        say(str(_unreadable(run, _STORE, "expected redis://, rediss:// or unix:// and an address")))
+        return None
     return value.decode() if value else None
 
 
 async def vocabulary(bus: Bus, run: str) -> int:
-    """Returns how many token ids the run's model has. Raises NoSuchRun where that was not said when the run was put on the bus,
-    UnreadableRun where it is no number."""
+    """Returns how many token ids the run's model has. Raises NoSuchRun where that was not said when the run was made, UnreadableRun."""
     value = await bus.get(Subjects(run).config_bucket, _VOCABULARY)
     if value is None:
         raise NoSuchRun(f"run {run!r} is on the bus without its model's vocabulary; `myxo up CONFIG` or `myxo submit CONFIG` writes it")
@@ -228,7 +213,7 @@ async def phase_and_reason(bus: Bus, run: str, deadline: float = 15.0) -> tuple[
     phase, _, reason = (value or b"").decode(errors="replace").partition("\n")
     if phase not in (RUNNING, *ENDS):
         return None if value is None else UNREADABLE, ""
-    return phase, reason[:LONGEST_REASON]
+    return phase, reason[:REASON_LENGTH]
 
 
 async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:

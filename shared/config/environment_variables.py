@@ -39,14 +39,12 @@ def unread(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def names_credential(name: str) -> bool:
-    """Returns whether a variable is called as those are that hold a secret."""
-    return bool(_CREDENTIAL.search(name))
+    """Returns whether a variable, or a key with dashes, is called as those are that hold a secret."""
+    return bool(_CREDENTIAL.search(name.replace("-", "_")))
 
 
+_KEY = re.compile(r"\b(?:sk|hf|gh[op]|glpat|xox[bap])[-_][\w-]{16,}")  # keys of well-known services
 _USER, _SECRET_QUERY = re.compile(r"(\w+://)[^/\s?#]*@"), re.compile(r"([?&]([^=&\s]+)=)[^&\s#]+")
-_KEY = re.compile(r"\b(?:sk|hf|gh[op]|glpat|xox[bap])[-_][\w-]{16,}")
-"""The form of keys of well-known services."""
-
 _FREE = ("custom_args", "agent_options", "judge_sampling", "sglang")
 """Fields whose keys are the user's own, so that a key says whether its value is a secret; elsewhere ``label_key`` names a column."""
 
@@ -55,18 +53,14 @@ def without_credentials(value: Any, free: bool = False) -> Any:
     """Returns plain values as files, people and other programs get them: URLs without user, password and the parts of a query that are
     named as credentials, and ``…`` for keys of well-known services and, in maps of the user's own (``free``), for what is named as one."""
     if isinstance(value, dict):
-        secret = {key for key, item in value.items() if free and not isinstance(item, int | float | None) and _names_secret(str(key))}
+        secret = {key for key, item in value.items() if free and not isinstance(item, int | float | None) and names_credential(str(key))}
         return {key: "…" if key in secret else without_credentials(item, free or key in _FREE) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_credentials(item, free) for item in value]
     if not isinstance(value, str):
         return value
     text = _KEY.sub("…", _USER.sub(r"\1", value))
-    return _SECRET_QUERY.sub(lambda found: f"{found[1]}…" if _names_secret(found[2]) else found[0], text)
-
-
-def _names_secret(key: str) -> bool:
-    return names_credential(key.replace("-", "_"))
+    return _SECRET_QUERY.sub(lambda found: f"{found[1]}…" if names_credential(found[2]) else found[0], text)
 
 
 def problems(variables: Mapping[str, str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from shared.bus import runs
-from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
+from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT, warn_unreadable
 from shared.bus.leader_lease import AWAY_SECONDS, LeaderLease, LeaseTiming, clock, read_lease
 from shared.bus.registry import STANDBY
 from shared.nodes.attempt_commands import (
@@ -120,7 +120,6 @@ class NodeAgent:
         self._announced: Attempt | None = None
         self._told = self._state()
         self._kill_reason = ""
-        self._unread: bytes | None = None
 
     async def run(self) -> int:
         """Returns the exit code. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
@@ -139,12 +138,12 @@ class NodeAgent:
     async def _run(self) -> int:
         if not await self._hold_the_lease():
             return exit_codes.DONE
-        service = self._service
-        async with service.background(self._lease.keep()):
+        async with self._service.background(self._lease.keep()):
             try:
                 if self._secret:
-                    key, value = service.subjects.node_lease(self._job, self._rank), NodeSecret(secret=self._secret).encode()
-                    await service.bus.put(service.subjects.secrets_bucket, key, value, deadline=AWAY_SECONDS)
+                    subjects, value = self._service.subjects, NodeSecret(secret=self._secret).encode()
+                    key = subjects.node_lease(self._job, self._rank)
+                    await self._service.bus.put(subjects.secrets_bucket, key, value, deadline=AWAY_SECONDS)
                 known = await self._newest_attempt()
                 if self._rank == 0:
                     self._machine = FirstNode(self._nodes, self._patience, known.number if known else 0, self._healthy)
@@ -175,9 +174,7 @@ class NodeAgent:
         try:
             return Attempt.decode(value) if value else None
         except BadMessage as error:
-            if self._unread != value:
-                self._service.log.warning("attempt_unreadable", job=self._job, error=str(error), next_action="node 0 writes it anew")
-            self._unread = value
+            warn_unreadable(f"{subjects.leases_bucket}/{subjects.attempt(self._job)}", value, str(error), "node 0 writes it anew")
             return None
 
     def _show_as_service(self, state: str, detail: str) -> None:

@@ -68,8 +68,7 @@ def hold_port() -> socket.socket:
         with socket.socket(type=socket.SOCK_DGRAM) as probe:
             probe.connect(("127.0.0.1", begin))  # which sends nothing
     except OSError as error:
-        expected = "this machine needs its loopback interface (`ip link set lo up`)"
-        raise MyxoError(f"127.0.0.1 cannot be reached ({error.strerror}): {expected}") from error
+        raise MyxoError(f"127.0.0.1 cannot be reached ({error.strerror}): `ip link set lo up` gives this machine a loopback") from error
     held = socket.socket()
     for port in (*(begin - 1 - secrets.randbelow(PORTS) for _ in range(tries)), 0):
         with contextlib.suppress(OSError):

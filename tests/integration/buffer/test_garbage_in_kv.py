@@ -39,7 +39,7 @@ async def test_a_buffer_at_work_and_one_on_standby_outlive_garbage_under_every_k
         await play_to_the_end(player, 0)
         for process in (first, second):
             assert "Traceback" not in process.words()
-        assert '"event": "phase_unreadable"' in first.words() and '"event": "lease_unreadable"' in second.words()
+        assert '"event": "phase_unreadable"' in first.words() and '"event": "value_unreadable"' in second.words()
         await player.bus.put(names.config_bucket, "phase", b"running?")
 
         async def finished() -> bool:

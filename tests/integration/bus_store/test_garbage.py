@@ -88,7 +88,7 @@ async def test_the_directorys_copy_stands_for_a_config_that_cannot_be_read_and_i
     name, bucket = run.run.name, Subjects(run.run.name).config_bucket
     other = run.model_copy(update={"rollout": run.rollout.model_copy(update={"n_samples_per_prompt": 8})})
     await bus.put(bucket, "config", b"\xff")
-    with pytest.raises(runs.UnreadableRun, match=rf"the config of run '{name}' .*{bucket}/config: .* is no copy of it; `--fresh`"):
+    with pytest.raises(runs.UnreadableRun, match=rf"the config of run '{name}' .*{bucket}/config: .*by the copy in the run's directory"):
         await runs.create(bus, run, None)
     frozen(run)
     with pytest.raises(MyxoError, match="n_samples_per_prompt"):
