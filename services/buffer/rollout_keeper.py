@@ -150,7 +150,7 @@ class RolloutKeeper:
 
     async def _read(self, group: EndedGroup) -> _Payload | None:
         """Returns a group with its payload and lets go of that; where that cannot be had, the group alone or, if it has rewards, None."""
-        bare = None if group.rewards else (group, (), self._prompts.of_group(group.record.group))  # it is kept in any case
+        bare = None if group.rewards else (group, (), self._prompt(group))  # it is kept in any case
         try:
             while group.payload is not None and group.keys[0] in self._awaited:  # else it was given up
                 try:
@@ -167,6 +167,12 @@ class RolloutKeeper:
             if freed := self._let_go(group):
                 self._free(freed)
         return bare
+
+    def _prompt(self, group: EndedGroup) -> Prompt | None:
+        """Returns a group's prompt; None where it cannot be read, which may be why the group was given up."""
+        with contextlib.suppress(MyxoError):
+            return self._prompts.of_group(group.record.group)
+        return None
 
     def _say_away(self, error: DeadlineExceeded) -> None:
         """Says now and then that the store is away."""

@@ -83,7 +83,7 @@ class Trainer:
 def replicas(
     mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Parts]:
-    config = run_config(tmp_path, model={"hf_checkpoint": str(tiny_model)}, rollout={"rollout_device": "cpu"})
+    config = run_config(tmp_path, model={"hf_checkpoint": str(tiny_model)}, rollout={"rollout_device": "cpu", "num_rollout": 100})
 
     async def create() -> None:
         bus = await Bus.connect(mortal_nats.url, "test")

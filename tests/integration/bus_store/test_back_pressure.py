@@ -61,7 +61,7 @@ async def test_every_stream_and_bucket_is_bound_and_loses_nothing_old(bus: Bus, 
     config = run_config(tmp_path, run={"name": run_name}, bus={"max_queued_bytes": SMALL, "max_ledger_bytes": 2 * SMALL})
     await streams.create(bus, config)
     found = {info.config.name: info.config for info in await bus.js.streams_info() if (info.config.name or "").find(run_name) >= 0}
-    assert len(found) == 9
+    assert len(found) == 10
     for name, stream in found.items():
         assert stream.max_bytes is not None and stream.max_bytes > 0, name
         assert stream.discard == ("old" if name == Subjects(run_name).events_stream else "new"), name
