@@ -79,6 +79,8 @@ def _response(args: Any, sample: HookSample) -> str:
     """Returns what ``args.scored_text`` has scored; all of a response of which it is not known which tokens the model sampled."""
     which: ScoredText = getattr(args, "scored_text", "full")
     mask, turns = sample.loss_mask, getattr(sample, "turns", [])
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):  # a function's own attribute
+        turns = []
     if which != "full" and not turns and mask is not None and len(mask) == sample.response_length:
         log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs, np.float64)
         response = np.asarray(sample.tokens[len(sample.tokens) - len(mask) :])

@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from services.rollout import sample_check
+from services.rollout.custom_generate import _gone_on
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, parse_request
 from services.rollout.sample_check import EngineAnswers, SampleCheck
 from shared.data.tokenizer import Tokenizer
@@ -92,3 +93,9 @@ def test_turns_have_special_tokens_only_where_the_functions_text_has_them(text: 
 @pytest.mark.parametrize(("log_prob", "answered"), [(float("nan"), False), (float("-inf"), False), (-1.0, True), (-100.0, True)])
 def test_a_tools_text_is_not_scored_for_log_probs_of_its_masked_tokens(log_prob: float, answered: bool, tmp_path: Path) -> None:
     assert two_turns(Tokenizer(write_qwen3_tokenizer(tmp_path)), "look\n7\n42", log_prob, answered) == ["look", "42"]
+
+
+def test_a_sample_that_a_function_gets_again_keeps_no_turns_of_its_beginning() -> None:
+    one = np.array([1], np.int32)
+    partial = Sample("g1", 0, one, one, None, np.ones(1, np.uint8), [(0, 1, 0)], "abort", "the beginning", turns=["the beginning"])
+    assert not hasattr(_gone_on(partial), "turns")
