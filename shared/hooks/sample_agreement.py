@@ -67,8 +67,7 @@ def _beside_engine(sample: Sample, own: NDArray[np.bool_], error: NDArray[np.flo
     """Returns what contradicts the engine's answers, and doubts. ``asked``: the engine was asked with just this prompt."""
     start, length, log_probs, trained = len(sample.prompt), len(sample.response), _log_probs(sample), sample.mask != 0
     foreign, known = runs(trained & ~own[start:]), trained & np.isfinite(error[start:])
-    zeros = [slice(*run) for run in runs(known & (log_probs == 0)) if run[1] - run[0] > 1]  # made up, where the engine gave others
-    shifted = any(float(error[start:][part].mean()) > LOG_PROB_ERROR for part in [known, *zeros] if known.any())
+    shifted = _shifted(error[start:], known, log_probs)
     if own[start - 1] and not asked and (shifted or (sample.log_probs is None and foreign)):
         return f"response_length is {length}, but the engine had sampled tokens before the last {length} of tokens", {}
     if shifted:
@@ -79,6 +78,12 @@ def _beside_engine(sample: Sample, own: NDArray[np.bool_], error: NDArray[np.flo
     in_a_row = [last - first for first, last in runs(trained & ~known & (log_probs == 0)) if last - first > 1]
     doubt = f"{max(in_a_row, default=0)} trained tokens in a row have the log-prob 0.0; tokens of tools have loss_mask 0"
     return None, {"rollout_log_probs": doubt} if in_a_row else {}
+
+
+def _shifted(error: NDArray[np.float64], known: NDArray[np.bool_], log_probs: NDArray[np.float32]) -> bool:
+    """Returns whether log-probs are not the engine's: all that are known of it taken together, or two zeros in a row, which are made up."""
+    zeros = [error[first:last] for first, last in runs(known & (log_probs == 0)) if last - first > 1]
+    return any(float(part.mean()) > LOG_PROB_ERROR for part in [error[known], *zeros] if len(part))
 
 
 def _foreign_problem(foreign: Sequence[tuple[int, int]], log_probs: NDArray[np.float32]) -> tuple[str | None, Doubts]:

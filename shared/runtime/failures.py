@@ -187,10 +187,7 @@ def error_text(error: BaseException, function: object = None) -> str:
     Args:
         function: that was called; where none of the frames is the user's, it is said where that is defined.
     """
-    stack = traceback.extract_tb(error.__traceback__)
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-        stack = traceback.extract_tb(error.__traceback__) or stack  # one that was never raised has none
+    error, stack = _first(error)
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # of a file that is imported
         return f"{_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = [frame for frame in stack if not frame.filename.startswith(("<", *_OURS))]
@@ -201,6 +198,15 @@ def error_text(error: BaseException, function: object = None) -> str:
         return words + defined_at(function)
     line = "" if ": " in words else f": {own[-1].line}"
     return f"{_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}: {words}{line}"
+
+
+def _first(error: BaseException) -> tuple[BaseException, traceback.StackSummary]:
+    """Returns an error, of a group its first one, and where it was raised; one that never was: where its group was."""
+    stack = traceback.extract_tb(error.__traceback__)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+        stack = traceback.extract_tb(error.__traceback__) or stack
+    return error, stack
 
 
 def _is_package(path: str) -> bool:
