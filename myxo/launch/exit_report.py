@@ -31,7 +31,7 @@ REPORT_SECONDS = 120.0
 """The time for which the summary is tried again when the connection to the bus breaks."""
 
 YOURS = {"custom_rm": "reward", "custom_generate_function": "generate function", "rollout_function": "rollout function", "agent": "agent"}
-YOURS |= {"dynamic_sampling_filter": "filter", "rollout_sample_filter": "filter"}
+YOURS |= {"agent_command": "agent", "dynamic_sampling_filter": "filter", "rollout_sample_filter": "filter"}
 """Fields of functions without ``_path``, as reasons name them, and what a user calls these."""
 
 CHART_WIDTH, CHART_HEIGHT = 60, 8
@@ -119,7 +119,9 @@ def never_trained(groups: GroupCounts) -> str:
         causes[YOURS.get(field[1], "") if field else ""] += count
     cause, count = causes.most_common(1)[0]
     most = f": your {cause} failed" + (f" for {count} of {dead}" if count < dead else "") if cause else ""
-    return f"{round(100 * dead / (dead + groups.trained + sum(groups.dropped.values())))} % of prompts were never trained{most}"
+    ended = dead + groups.trained + sum(groups.dropped.values())
+    share = 100 if dead == ended else min(max(round(100 * dead / ended), 1), 99)  # neither none nor all where it is some
+    return f"{share} % of prompts were never trained{most}"
 
 
 def table(summary: Summary) -> Table:

@@ -10,7 +10,7 @@ from shared.runtime.errors import ConfigError, nearest
 ALGORITHM, DRAFT = "speculative-algorithm", "speculative-draft-model-path"
 SHORT = {"speculative-draft-model": DRAFT}
 
-OF_THE_MODEL, WITHOUT_A_DRAFT = ("EAGLE", "NEXTN"), ("NGRAM", "UNO")
+OF_THE_MODEL, WITHOUT_A_DRAFT = ("EAGLE", "NEXTN"), ("NGRAM", "UNO", "NONE")
 ALGORITHMS = (*OF_THE_MODEL, *WITHOUT_A_DRAFT, "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "FROZEN_KV_MTP")
 """Of speculative decoding: the draft may be layers of the model's own checkpoint, there is none, or it is another checkpoint."""
 
@@ -32,7 +32,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     elif idle := [field for name, (field, _) in flags.items() if name.startswith("speculative-")]:
         yield Note(f"{', '.join(idle)}: without effect, as no {ALGORITHM} is given")
     for name, (field, value) in flags.items():
-        if name == "quantization" and value != "unquant":
+        if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
         elif _has_fewer_bits(name, value):
             yield Note(f"{field} = {value}: {FEWER_BITS}")
@@ -79,6 +79,6 @@ def _without_layers(inspection: Inspection) -> str | None:
     counts = {**(model.get("text_config") or {}), **model}
     if not any(counts.get(name) for name in DRAFT_LAYERS):
         return f"its config.json names none ({DRAFT_LAYERS[0]})"
-    if names and not any(name.startswith(f"model.layers.{counts.get('num_hidden_layers')}.") for name in names):
+    if names and not any(f".layers.{counts.get('num_hidden_layers')}." in name for name in names):
         return "its config.json names some, and its files have no weights of them"
     return None

@@ -358,6 +358,7 @@ def _gone_on(partial: Sample) -> HookSample:
     """Returns a partial sample as the function gets it again: ABORTED, with its tokens."""
     sample = from_stored(partial)
     sample.reward = None
+    vars(sample).pop("turns", None)  # its own are found once it has ended
     return sample
 
 

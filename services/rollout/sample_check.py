@@ -61,6 +61,7 @@ class SampleCheck:
 
     def __init__(self, service: Service, tokenizer: Tokenizer) -> None:
         self._log, self._tokenizer, self._special = service.log, tokenizer, tokenizer.special_tokens
+        self._skipped = tokenizer.skipped_tokens
         self.answers = EngineAnswers()
         self._doubted: set[tuple[str, str]] = set()
 
@@ -71,14 +72,21 @@ class SampleCheck:
             prompt: as the function was given it. called: the function, by its field and path; None for code of Myxo's own.
             mask: as the function set it, where the sample's own has been cleared since.
         """
-        own = sampled(sample.mask if mask is None or len(mask) != len(sample.mask) else np.asarray(mask), sample.log_probs)
+        trained = (sample.mask if mask is None or len(mask) != len(sample.mask) else np.asarray(mask)) != 0
+        own = sampled(trained, sample.log_probs)
         if called is not None:
-            own = own | self._compared(sample, task, prompt, called)
-        plain = task.sampling.skip_special_tokens is True
+            drawn, whole = self._compared(sample, task, prompt, called)
+            # where the engine's answers account for all that is trained, log-probs of other tokens are placeholders
+            own = drawn if whole and drawn.any() and drawn[trained].all() else own | drawn
+        # a function may leave special tokens out of its text: they are no part of an answer then
+        plain = task.sampling.skip_special_tokens is True or not any(token in sample.text for token in self._skipped)
         return replace(sample, turns=turns_of(own, sample.response, lambda ids: self._tokenizer.decode(ids, plain)))
 
-    def _compared(self, sample: Sample, task: Task, prompt: object, called: str) -> NDArray[np.bool_]:
-        """Returns which tokens of the response the engine is known to have sampled: bool [R]. Raises BadMessage as `checked`."""
+    def _compared(self, sample: Sample, task: Task, prompt: object, called: str) -> tuple[NDArray[np.bool_], bool]:
+        """Returns which tokens of the response the engine is known to have sampled, bool [R], and whether all of its answers are known.
+
+        Raises BadMessage as `checked`.
+        """
         answers = self.answers.of(np.concatenate([sample.prompt, sample.response]))
         given = task.prompt_tokens if sample.prompt_text == prompt else None
         whole = self.answers.whole and task.partial is None  # else its beginning may be another replica's
@@ -88,4 +96,4 @@ class SampleCheck:
         for field in doubts.keys() - {known for by, known in self._doubted if by == called}:
             self._doubted.add((called, field))
             self._log.warning("sample_doubtful", function=called, sample=sample.name, field=field, error=doubts[field])
-        return own
+        return own, whole

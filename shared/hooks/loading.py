@@ -10,6 +10,7 @@ from shared.config.eval_views import generate_functions, reward_functions
 from shared.config.run_config import RunConfig
 from shared.hooks import layout_names, slime_names
 from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.failures import error_text
 
 GENERATE = "rollout.custom_generate_function_path"
 ROLLOUT_FUNCTION = "rollout.rollout_function_path"
@@ -153,6 +154,6 @@ def load_object(field: str, value: str, module: str, name: str) -> Any:
         return getattr(imported, name)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        words = " ".join(str(error).split())
-        expected = f"cannot be imported: {kind}{words}; {advice}"
-        raise ConfigError(field, value, expected) from None
+        words, where = " ".join(str(error).split()), error_text(error).partition(type(error).__name__)[0].rstrip(": ")
+        at = f"at {where}; " if where else ""  # in the user's own file
+        raise ConfigError(field, value, f"cannot be imported: {kind}{words}; {at}{advice}") from None

@@ -33,11 +33,14 @@ def compared(
     """
     tokens, start = np.concatenate([sample.prompt, sample.response]), len(sample.prompt)
     own, error = _sampled(sample, tokens, answers)
-    wrong, doubts = _beside_engine(sample, own, error, any(first == start for first, _, _ in answers))
+    asked = any(first == start for first, _, _ in answers)
+    wrong, doubts = _beside_engine(sample, own, error, asked)
     refused = wrong if whole else None
     if wrong is not None and not whole:
         doubts["tokens"] = wrong
-    if prompt is not None and all(first != start for first, _, _ in answers):
+    if asked and whole and sample.mask.any() and not own[start:].any():
+        doubts["tokens"] = "tokens go on otherwise than any answer of the engine to their prompt"
+    if prompt is not None and not asked:
         refused = _prompt_problem(sample, prompt, tokens, decode, special) or refused
         if not np.array_equal(tokens[: len(prompt)], prompt):
             doubts["tokens"] = "tokens do not begin with those of the prompt that the function was given"
@@ -64,17 +67,23 @@ def _beside_engine(sample: Sample, own: NDArray[np.bool_], error: NDArray[np.flo
     """Returns what contradicts the engine's answers, and doubts. ``asked``: the engine was asked with just this prompt."""
     start, length, log_probs, trained = len(sample.prompt), len(sample.response), _log_probs(sample), sample.mask != 0
     foreign, known = runs(trained & ~own[start:]), trained & np.isfinite(error[start:])
-    shifted = bool(known.any()) and float(error[start:][known].mean()) > LOG_PROB_ERROR
+    shifted = _shifted(error[start:], known, log_probs)
     if own[start - 1] and not asked and (shifted or (sample.log_probs is None and foreign)):
         return f"response_length is {length}, but the engine had sampled tokens before the last {length} of tokens", {}
     if shifted:
         at = int(np.argmax(np.where(known, error[start:], 0)))
         return f"rollout_log_probs is {log_probs[at]:.4g} at {at}: not what the engine gave for token {sample.response[at]}", {}
-    if not own[start : start + 1].any():  # what the engine sampled first is not known
-        in_a_row = [last - first for first, last in runs(trained & (log_probs == 0)) if last - first > 1]
-        doubt = f"{max(in_a_row, default=0)} trained tokens in a row have the log-prob 0.0; tokens of tools have loss_mask 0"
-        return None, {"rollout_log_probs": doubt} if in_a_row else {}
-    return _foreign_problem(foreign, log_probs) if foreign else (None, {})
+    if foreign and own[start : start + 1].any():  # else what the engine sampled first is not known
+        return _foreign_problem(foreign, log_probs)
+    in_a_row = [last - first for first, last in runs(trained & ~known & (log_probs == 0)) if last - first > 1]
+    doubt = f"{max(in_a_row, default=0)} trained tokens in a row have the log-prob 0.0; tokens of tools have loss_mask 0"
+    return None, {"rollout_log_probs": doubt} if in_a_row else {}
+
+
+def _shifted(error: NDArray[np.float64], known: NDArray[np.bool_], log_probs: NDArray[np.float32]) -> bool:
+    """Returns whether log-probs are not the engine's: all that are known of it taken together, or two zeros in a row, which are made up."""
+    zeros = [error[first:last] for first, last in runs(known & (log_probs == 0)) if last - first > 1]
+    return any(float(part.mean()) > LOG_PROB_ERROR for part in [error[known], *zeros] if len(part))
 
 
 def _foreign_problem(foreign: Sequence[tuple[int, int]], log_probs: NDArray[np.float32]) -> tuple[str | None, Doubts]:

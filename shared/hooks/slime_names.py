@@ -7,7 +7,7 @@ slime that can be imported, in whose modules is Ray; what Myxo has nothing of co
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -71,7 +71,7 @@ class SlimeNames(MetaPathFinder):
             if spec.submodule_search_locations is not None:
                 spec.submodule_search_locations += _directories(name)
             return spec
-        if (theirs := PathFinder.find_spec(name, path)) is not None:
+        if (theirs := _installed(name, path)) is not None:
             theirs.loader = _OfSlime(theirs.loader) if theirs.has_location and theirs.loader is not None else theirs.loader
             return theirs
         instead = INSTEAD.get(".".join(name.split(".")[:2]))
@@ -109,9 +109,15 @@ class _EmptyPackage(Loader):
         pass
 
 
+def _installed(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
+    """Returns what the other finders have: that of paths, and those of packages that are installed to be edited."""
+    others = (finder for finder in sys.meta_path if hasattr(finder, "find_spec") and not isinstance(finder, SlimeNames))
+    return next((spec for finder in others if (spec := finder.find_spec(name, path)) is not None), None)
+
+
 def _directories(package: str) -> list[str]:
     """Returns the directories of a package of slime's, where one can be imported: from inside a checkout, or beside it."""
-    found = PathFinder.find_spec("slime")
+    found = _installed("slime")
     roots = [Path(root) for root in (found and found.submodule_search_locations) or ()]
     roots = [root / "slime" if (root / "slime").is_dir() else root for root in roots]
     return [str(inner) for root in roots if (inner := root.joinpath(*package.split(".")[1:])).is_dir()]

@@ -187,16 +187,30 @@ def error_text(error: BaseException, function: object = None) -> str:
     Args:
         function: that was called; where none of the frames is the user's, it is said where that is defined.
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_OURS))]
-    packages = [frame for frame in frames if frame.filename.startswith(_PACKAGES)]  # where the function may be of one
-    own = [frame for frame in frames if not frame.filename.startswith((*_PACKAGES, *_PYTHONS))] or packages[:1]
+    error, stack = _first(error)
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # of a file that is imported
+        return f"{_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = [frame for frame in stack if not frame.filename.startswith(("<", *_OURS))]
+    packages = [frame for frame in frames if _is_package(frame.filename)]  # where the function may be of one
+    own = [frame for frame in frames if frame not in packages and not frame.filename.startswith(_PYTHONS)] or packages[:1]
     words = error_words(error)
     if not own:
         return words + defined_at(function)
     line = "" if ": " in words else f": {own[-1].line}"
     return f"{_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}: {words}{line}"
+
+
+def _first(error: BaseException) -> tuple[BaseException, traceback.StackSummary]:
+    """Returns an error, of a group its first one, and where it was raised; one that never was: where its group was."""
+    stack = traceback.extract_tb(error.__traceback__)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+        stack = traceback.extract_tb(error.__traceback__) or stack
+    return error, stack
+
+
+def _is_package(path: str) -> bool:
+    return path.startswith(_PACKAGES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)  # a user's, the system's
 
 
 def defined_at(function: object) -> str:

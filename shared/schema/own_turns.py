@@ -20,12 +20,12 @@ def sampled(mask: NDArray[Any], log_probs: NDArray[Any] | None) -> NDArray[np.bo
     and environments have none.
 
     Args:
-        mask: [R], not 0 where a token is trained. log_probs: [R], 0 where a token has none; None: no token has one.
+        mask: [R], not 0 where a token is trained. log_probs: [R], 0 or not finite where a token has none; None: no token has one.
     """
     trained = np.asarray(mask) != 0
     if log_probs is None:
         return trained
-    own = trained | (np.asarray(log_probs) != 0)
+    own = trained | (np.nan_to_num(log_probs, posinf=0, neginf=0) != 0)
     for before, after in pairwise(np.flatnonzero(own)):
         if 1 < after - before <= SURE_TOKENS + 1 and not (trained[before] and trained[after]):
             own[before:after] = True

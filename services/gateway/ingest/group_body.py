@@ -3,6 +3,7 @@
 What a sample is says `shared.schema.sample.Sample`; here each value is refused by its place in the body, before anything is done with it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -78,8 +79,12 @@ class FinishedGroup:
     samples: list[Sample]
 
 
-def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.int32]], str]) -> FinishedGroup:
-    """Returns the group in a body of JSON. Raises TurnRefused, which names the field. ``decode``: tokens to text."""
+def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.int32]], str], special: Sequence[str] = ()) -> FinishedGroup:
+    """Returns the group in a body of JSON. Raises TurnRefused, which names the field.
+
+    Args:
+        decode: tokens to text, special tokens left out. special: the texts of these, which a producer's texts may have.
+    """
     asked, _ = read_body(GroupBody, body)
     _check_columns(asked)
     tokens = [np.asarray(row, np.int32) for row in asked.tokens]
@@ -92,7 +97,7 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
     environment = _environment(asked, limits.config)
     _check_scores(asked, limits.config)
 
-    samples = [_sample(asked, index, *arrays, decode) for index, arrays in enumerate(zip(tokens, masks, versions, strict=True))]
+    samples = [_sample(asked, index, *arrays, decode, special) for index, arrays in enumerate(zip(tokens, masks, versions, strict=True))]
     try:
         for sample in samples:
             sample.check(SampleLimits(limits.vocabulary, limits.live))
@@ -201,12 +206,13 @@ def _sample(
     mask: NDArray[np.uint8],
     versions: NDArray[np.int32],
     decode: Callable[[NDArray[np.int32]], str],
+    special: Sequence[str],
 ) -> Sample:
     """Returns a sample: what comes before the first trained token is its prompt."""
     begin = int(mask.argmax())
     own, decoded = mask != 0 if asked.sampled is None else np.asarray(asked.sampled[index], np.bool_), decode(tokens[begin:])
     text = asked.texts[index] if asked.texts else decoded
-    stated = asked.sampled is None and text.split() != decoded.split()  # what is scored is the producer's statement
+    stated = asked.sampled is None and _bare(text, special) != _bare(decoded, special)  # what is scored is the producer's statement
     return Sample(
         group=asked.id,
         index=index,
@@ -225,6 +231,11 @@ def _sample(
         given_reward=None if asked.scores is None else asked.scores[index],
         turns=[] if stated else turns_of(own[begin:], tokens[begin:], decode),
     )
+
+
+def _bare(text: str, special: Sequence[str]) -> str:
+    """Returns a text without white space and special tokens."""
+    return re.sub("|".join([r"\s", *map(re.escape, special)]), "", text)
 
 
 def _wrong(field: str, message: str) -> TurnRefused:

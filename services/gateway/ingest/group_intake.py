@@ -101,7 +101,7 @@ class GroupIntake:
         self._taking += 1
         try:
             body = await read()
-            group = await asyncio.to_thread(parse_group, body, await self._limits(), self._decoded)
+            group = await asyncio.to_thread(parse_group, body, await self._limits(), self._decoded, self._special)
             await asyncio.to_thread(self._doubt, group)
             async with self._held(group.id):
                 return await self._handed_in(group, blake3(body).hexdigest(16))

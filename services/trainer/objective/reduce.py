@@ -52,7 +52,7 @@ def denominator(trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], 
     """
     if reducer == "token_mean":  # slime counts one token for a sample without any, which makes the mean smaller than that of the tokens
         return float(max(sum(trained_tokens), 1))
-    return float(len(set(rollout_ids)))
+    return float(max(len(set(rollout_ids)), 1))  # of a rejection that nothing passes there is none
 
 
 def passing(config: AlgorithmSection, rewards: Sequence[float]) -> npt.NDArray[np.bool_]:

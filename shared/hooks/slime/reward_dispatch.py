@@ -79,16 +79,20 @@ def _response(args: Any, sample: HookSample) -> str:
     """Returns what ``args.scored_text`` has scored; all of a response of which it is not known which tokens the model sampled."""
     which: ScoredText = getattr(args, "scored_text", "full")
     mask, turns = sample.loss_mask, getattr(sample, "turns", [])
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):  # a function's own attribute
+        turns = []
     if which != "full" and not turns and mask is not None and len(mask) == sample.response_length:
-        log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs)
+        log_probs = None if sample.rollout_log_probs is None else np.asarray(sample.rollout_log_probs, np.float64)
         response = np.asarray(sample.tokens[len(sample.tokens) - len(mask) :])
-        turns = turns_of(sampled(np.asarray(mask), log_probs), response, lambda ids: _decoded(args, ids))
+        turns = turns_of(sampled(np.asarray(mask), log_probs), response, lambda ids: _decoded(args, ids, sample.response))
     return scored_text(sample.response, turns, which)
 
 
-def _decoded(args: Any, ids: Any) -> str:
-    skip = bool(args.rollout_skip_special_tokens)
-    return str(_tokenizer(args.hf_checkpoint).decode(ids.tolist(), skip_special_tokens=skip))
+def _decoded(args: Any, ids: Any, text: str) -> str:
+    """Returns the text of tokens of a response, without special tokens where ``text``, the whole response's, has none."""
+    tokenizer = _tokenizer(args.hf_checkpoint)
+    skip = bool(args.rollout_skip_special_tokens) or not any(token in text for token in tokenizer.all_special_tokens)
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=skip))
 
 
 @functools.cache

@@ -56,6 +56,9 @@ def test_what_is_scored_is_the_text_of_the_tokens_that_were_sampled(config: RunC
     assert (one.turns, other.turns) == (["[3 4]", "[6]"], ["[2 6]", "[8 9]"])
     stated = ["[3 4  5 6]", "what the producer says"]  # the first is the text of its tokens, and a part of it is a tool's
     assert [one.turns for one in read(SMALL | {"texts": stated}, config).samples] == [["[3]", "[6]"], []]
+    ended = json.dumps(SMALL | {"texts": ["[3<|end|> 4 5 6]<|end|>", "?"]}).encode()  # of the first, special tokens are there
+    group = parse_group(ended, GroupLimits(config, VOCABULARY, LIVE), str, ["<|end|>"])
+    assert [one.turns for one in group.samples] == [["[3]", "[6]"], []]
     with pytest.raises(TurnRefused, match="3 entries for 6 tokens"):
         read(SMALL | {"sampled": [[0, 0, 1], [1] * 6]}, config)
 

@@ -60,6 +60,7 @@ def test_what_the_model_lacks_for_an_engines_flag_is_named(tmp_path: Path, model
         {"speculative-algorithm": "NGRAM"},
         {"quantization": "unquant", "kv-cache-dtype": "auto", "dtype": "bfloat16"},
         {"quantization": None},
+        {"speculative-algorithm": "none"},
     ],
 )
 def test_what_every_model_has_is_taken(tmp_path: Path, model: Path, flags: dict[str, Any]) -> None:
@@ -80,6 +81,19 @@ def test_layers_that_draft_have_to_have_weights(tmp_path: Path, model: Path) -> 
     assert "note: rollout.sglang.speculative-algorithm: the layers that draft are not trained" in checked(
         tmp_path, {"speculative-algorithm": "EAGLE"}
     )
+
+
+def test_layers_that_draft_are_found_behind_a_prefix(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"text_config": {"num_nextn_predict_layers": 1}, "num_hidden_layers": 61}))
+    monkeypatch.setattr(Inspection, "weight_headers", {"language_model.model.layers.61.eh_proj.weight": ("BF16", [1, 1])})
+    assert checked(tmp_path, {"speculative-algorithm": "EAGLE"}).startswith("note: ")
+
+
+def test_a_quantized_checkpoint_is_not_said_to_have_no_quantization(tmp_path: Path, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    assert checked(tmp_path, {"quantization": "awq"}) == ""  # another check refuses the checkpoint
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ NEVER = "57 % of prompts were never trained"
         ({"reward-0: eval.sets.a.custom_rm_path = my:score: x": 4}, f"{NEVER}: your reward failed"),
         ({"rollout-0: rollout.custom_generate_function_path = m:f: x": 3, "long": 1}, f"{NEVER}: your generate function failed for 3 of 4"),
         ({"reward-0: rollout.dynamic_sampling_filter_path = my:f: x": 4}, f"{NEVER}: your filter failed"),
+        ({"rollout-0: rollout.agent_command = ./play: it ended with 1": 4}, f"{NEVER}: your agent failed"),
         ({"buffer: too long": 4}, NEVER),
+        ({"buffer: too long": 4000}, "99 % of prompts were never trained"),
     ],
 )
 def test_the_share_of_prompts_that_were_never_trained_names_what_failed(dead: dict[str, int], said: str) -> None:

@@ -1,13 +1,21 @@
 """What is remembered of the engine's answers."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import structlog
 
 from services.rollout import sample_check
+from services.rollout.custom_generate import _gone_on
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, parse_request
-from services.rollout.sample_check import EngineAnswers
+from services.rollout.sample_check import EngineAnswers, SampleCheck
+from shared.data.tokenizer import Tokenizer
+from shared.schema.messages import Sampling
+from shared.schema.sample import Sample
+from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 
 
 def request(ids: list[int], **fields: object) -> GenerateRequest:
@@ -60,3 +68,34 @@ def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
         answers.add(request([prompt]), body(5))
     assert [found(answers, prompt, 5) for prompt in (1, 2, 4)] == [[], [(1, [5])], [(1, [5])]]
     assert answers.whole
+
+
+def two_turns(tokenizer: Tokenizer, text: str, log_prob_of_tool: float | None = None, answered: bool = False) -> list[str]:
+    """Returns the turns of a sample with a tool's answer between two turns; ``answered``: the engine's answers are known."""
+    parts = [tokenizer.encode(part).tolist() for part in ("look<|im_end|>", "\n7\n", "42<|im_end|>")]
+    mask, prompt = [int(turn != 1) for turn, part in enumerate(parts) for _ in part], tokenizer.encode("Q")
+    log_probs = None if log_prob_of_tool is None else np.where(mask, -0.5, log_prob_of_tool).astype(np.float32)
+    response = np.array([token for part in parts for token in part], np.int32)
+    sample = Sample("g1", 0, prompt, response, log_probs, np.array(mask, np.uint8), [(0, len(mask), 0)], "stop", text)
+    task = SimpleNamespace(sampling=Sampling(temperature=1, max_new_tokens=9), partial=None, group="g1", prompt_tokens=prompt)
+    check = SampleCheck(SimpleNamespace(log=structlog.get_logger()), tokenizer)  # type: ignore[arg-type]
+    if answered:
+        check.answers.add(request(prompt.tolist()), body(*parts[0]))
+        check.answers.add(request([*prompt.tolist(), *parts[0], *parts[1]]), body(*parts[2]))
+    return check.checked(sample, task, "", "f").turns  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "end"), [("look\n7\n42", ""), ("look<|im_end|>\n7\n42<|im_end|>", "<|im_end|>")])
+def test_turns_have_special_tokens_only_where_the_functions_text_has_them(text: str, end: str, tmp_path: Path) -> None:
+    assert two_turns(Tokenizer(write_qwen3_tokenizer(tmp_path)), text) == [f"look{end}", f"42{end}"]
+
+
+@pytest.mark.parametrize(("log_prob", "answered"), [(float("nan"), False), (float("-inf"), False), (-1.0, True), (-100.0, True)])
+def test_a_tools_text_is_not_scored_for_log_probs_of_its_masked_tokens(log_prob: float, answered: bool, tmp_path: Path) -> None:
+    assert two_turns(Tokenizer(write_qwen3_tokenizer(tmp_path)), "look\n7\n42", log_prob, answered) == ["look", "42"]
+
+
+def test_a_sample_that_a_function_gets_again_keeps_no_turns_of_its_beginning() -> None:
+    one = np.array([1], np.int32)
+    partial = Sample("g1", 0, one, one, None, np.ones(1, np.uint8), [(0, 1, 0)], "abort", "the beginning", turns=["the beginning"])
+    assert not hasattr(_gone_on(partial), "turns")

@@ -54,6 +54,15 @@ def silent(args, sample):
 class Scorer:
     def __call__(self, args, sample):
         return None
+
+
+def together():
+    raise ExceptionGroup("all", [ExceptionGroup("some", [ValueError("inner")])])
+
+
+def through_a_package():
+    import their_package
+    their_package.call(their_package.fail)
 """
 
 
@@ -104,3 +113,25 @@ def test_a_function_is_named_by_where_it_is_defined(mine: ModuleType) -> None:
     assert defined_at(mine.Scorer()) == " (my_reward.py:40, __call__)"
     assert defined_at(len) == defined_at(None) == ""
     assert error_text(ValueError("gave nothing"), mine.score) == "ValueError: gave nothing (my_reward.py:8, score)"
+
+
+def test_a_group_of_errors_that_were_never_raised_is_where_the_group_was(mine: ModuleType) -> None:
+    assert raised(lambda: mine.together()) == "my_reward.py:45, in together: ValueError: inner"
+
+
+def test_a_file_that_cannot_be_read_is_named_itself_and_not_who_imports_it(mine: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "broken_reward.py").write_text("\ndef score(:\n")
+    assert raised(lambda: __import__("broken_reward")) == "broken_reward.py:2: SyntaxError: invalid syntax"
+
+
+@pytest.mark.parametrize("packages", ["home/.local/lib/python3.11/site-packages", "usr/lib/python3/dist-packages"])
+def test_packages_of_the_user_and_of_the_system_are_not_the_users_own(
+    packages: str, mine: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / packages).mkdir(parents=True)
+    (tmp_path / packages / "their_package.py").write_text(
+        "def call(function):\n    return function(1)\n\ndef fail(x):\n    raise ValueError('no')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / packages)
+    sys.modules.pop("their_package", None)
+    assert raised(lambda: mine.through_a_package()) == "my_reward.py:50, in through_a_package: ValueError: no"

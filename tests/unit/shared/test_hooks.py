@@ -64,6 +64,14 @@ def test_what_cannot_be_used_is_refused_by_field(path: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize(("name", "at"), [("broken", ":1; "), ("raising", ":1, in <module>; "), ("lacking", ":1, in <module>; ")])
+def test_what_fails_while_it_is_imported_names_its_file_and_line(name: str, at: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("reward.custom_rm_path", f"some_{name}_hooks:f")
+    assert f"; at {tmp_path / f'some_{name}_hooks.py'}{at}" in caught.value.expected
+
+
 def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) -> None:
     owners = field_sections()
     files = {"custom_config_path", "megatron_config_path", "memory_snapshot_path"}

@@ -60,7 +60,6 @@ TWO_TURNS = [*PROMPT, *DRAWN, *TOOL, 15, 16]
         (sample([*PROMPT, *DRAWN], 2, LOG_PROBS[2:]), [FIRST]),  # of one answer the end is trained
         (sample([*PROMPT, *DRAWN], 4, [0.0, 0.0, 0.0, -2.0]), [answer(3, DRAWN, [0.0, 0.0, 0.0, -2.0])]),  # a model that is sure
         (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [answer(3, [11, 12], [-9.0, -9.0]), FIRST]),  # another rollout's answer, of older weights
-        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [answer(3, [11, 12, 50], [-9.0, -9.0, -9.0])]),  # one that began alike
         (sample([*PROMPT, *DRAWN], 5, [0.0, *LOG_PROBS], [0, 1, 1, 1, 1]), []),  # the prompt ends with the beginning of an answer
         (sample([*PROMPT, *DRAWN, 99], 5, [*LOG_PROBS, -0.1], text=f" {decode(DRAWN, True)}\n"), []),  # special tokens, white space
         (sample([*PROMPT, *DRAWN, 99], 5, [*LOG_PROBS, -0.1], text=decode(DRAWN, True) + SPECIAL), []),
@@ -88,6 +87,12 @@ def test_what_agrees_is_taken_without_a_word(one: Sample, answers: list[Answer])
         # log-probs of other tokens, and none at all
         (sample([*PROMPT, *DRAWN], 4, [*LOG_PROBS[1:], -0.1]), [FIRST], "rollout_log_probs is -0.1 at 3"),
         (sample([*PROMPT, *DRAWN], 4, [0.0] * 4), [FIRST], "rollout_log_probs is 0 at 3"),
+        # none for the second turn, short beside the first
+        (
+            sample([*PROMPT, *[11] * 900, 15, 16], 902, [*[-0.5] * 900, 0.0, 0.0]),
+            [answer(3, [11] * 900, [-0.5] * 900), answer(903, [15, 16], [-0.75, -1.0])],
+            "rollout_log_probs is 0 at 901",
+        ),
     ],
 )
 def test_what_contradicts_the_engine_or_itself_is_refused_by_its_field(one: Sample, answers: list[Answer], reason: str) -> None:
@@ -102,6 +107,12 @@ def test_what_contradicts_the_engine_or_itself_is_refused_by_its_field(one: Samp
         (sample([*PROMPT, *DRAWN, *TOOL], 6, [*LOG_PROBS, 0, 0]), [], "rollout_log_probs"),
         (sample([*PROMPT, *DRAWN, *TOOL], 6, None), [FIRST], "loss_mask"),
         (sample([*PROMPT, *DRAWN, *TOOL], 6, [*LOG_PROBS, -1, -1]), [FIRST], "loss_mask"),  # perhaps another server's
+        (sample([*PROMPT, *DRAWN], 4, [0.0] * 4), [answer(3, DRAWN)], "rollout_log_probs"),  # the engine was asked for none
+        # other tokens than any answer's: one that began alike, the first one left out, one before it, another in place of the last
+        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [answer(3, [11, 12, 50], [-9.0, -9.0, -9.0])], "tokens"),
+        (sample([*PROMPT, *DRAWN[1:]], 3, LOG_PROBS[1:]), [FIRST], "tokens"),
+        (sample([*PROMPT, 8, *DRAWN], 5, [-0.1, *LOG_PROBS]), [FIRST], "tokens"),
+        (sample([*PROMPT, *DRAWN[:2], 99], 3, [*LOG_PROBS[:2], 0.0]), [FIRST], "tokens"),
     ],
 )
 def test_what_may_have_a_reason_is_a_doubt_by_its_field(one: Sample, answers: list[Answer], field: str) -> None:

@@ -129,6 +129,13 @@ async def test_rewards_by_name(name: str, response: str, label: str, reward: flo
     assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="none"), named) == reward
 
 
+async def test_a_functions_own_attribute_of_the_name_turns_is_not_scored() -> None:
+    args = SimpleNamespace(custom_rm_path=None, rm_type="exact", rm_url=None, scored_text="own")
+    sample = HookSample(response="42", label="42")
+    setattr(sample, "turns", 2)  # noqa: B010
+    assert await reward_dispatch.async_rm(args, sample) == 1.0
+
+
 async def test_rewards_with_weights_are_their_sum_and_each_by_its_name() -> None:
     weights = {"math": 0.5, "dapo": 2.0, "exact": 1.0}
     args = SimpleNamespace(custom_rm_path=None, rm_type="weighted", rm_url=None, reward_weights=weights, environments={}, reward_key=None)

@@ -88,7 +88,16 @@ CHECKOUT = {
 """A checkout of slime, whose types and rewards want Ray."""
 
 
-@pytest.mark.parametrize("place", ["", ".."], ids=["inside", "beside"])
+EDITED = """import sys
+from importlib.util import spec_from_file_location
+class Edited:
+    find_spec = staticmethod(lambda name, *_: spec_from_file_location(name, FILE) if name == "slime" else None)
+sys.meta_path.append(Edited)
+"""
+"""How setuptools finds a package that is installed to be edited."""
+
+
+@pytest.mark.parametrize("place", ["", "..", "../.."], ids=["inside", "beside", "installed to be edited"])
 def test_from_a_checkout_of_slime_our_names_win_and_its_helpers_load(place: str, tmp_path: Path) -> None:
     for name, text in CHECKOUT.items():
         file = tmp_path / "slime" / name
@@ -103,6 +112,8 @@ def test_from_a_checkout_of_slime_our_names_win_and_its_helpers_load(place: str,
         "    try: importlib.import_module(name)\n"
         "    except ModuleNotFoundError as error: print(error)\n"
     )
+    if place == "../..":
+        program = EDITED.replace("FILE", repr(str(tmp_path / "slime" / "slime" / "__init__.py"))) + program
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path / "slime" / place, env={"PYTHONPATH": str(ROOT)}
     )

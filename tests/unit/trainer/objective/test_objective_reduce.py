@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective.reduce import sample_weights
+from services.trainer.objective.reduce import denominator, sample_weights
 
 from . import reference
 
@@ -63,3 +63,9 @@ def test_the_mean_of_a_constant_is_the_constant(tokens):
     for reducer in ("rollout_mean", "token_mean"):
         weights = sample_weights(tokens, range(len(tokens)), reducer)
         assert np.dot(weights, tokens) == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("reducer", ["rollout_mean", "token_mean", "fixed_length"])
+def test_a_batch_of_which_nothing_passes_the_rejection_has_no_weights(reducer):
+    assert sample_weights([], [], reducer, 10).tolist() == []
+    assert denominator([], [], reducer) == 1
