@@ -42,6 +42,18 @@ class Tokenizer:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray([*self._lacks(encoding.ids, begin), *encoding.ids], dtype=np.int32)
 
+    def encode_behind(self, before: str, text: str) -> NDArray[np.int32]:
+        """Returns the token ids of a text that stands behind another: some tokenizers put a space before what begins (Llama 2's)."""
+        for context in (before, "\n") if before and self._adds_space else ():
+            begun, both = self.encode(context), self.encode(context + text)
+            if np.array_equal(both[: len(begun)], begun):
+                return both[len(begun) :]
+        return self.encode(text)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return not np.array_equal(self.encode("\na"), [*self.encode("\n"), *self.encode("a")])
+
     def lengths(self, texts: Sequence[str], begin: Sequence[bool] = ()) -> list[int]:
         """Returns how many tokens `encode` makes of each text; all processor cores share the work."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
