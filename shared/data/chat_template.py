@@ -55,7 +55,8 @@ class ChatTemplates:
         called tool_use. Raises ConfigError where it does not take these messages, BrokenTemplate where it takes none.
         """
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
-        asked = given.pop("chat_template", None)
+        if not isinstance(asked := given.pop("chat_template", None) or None, str | None):
+            raise BrokenTemplate("data.apply_chat_template_kwargs.chat_template", asked, "the text or the name of a template")
         name = asked or ("tool_use" if given["tools"] is not None and "tool_use" in self.named else DEFAULT)
         if (text := self.named.get(name, asked)) is None:
             expected = f"one called {DEFAULT}, or apply_chat_template_kwargs.chat_template to name one"
