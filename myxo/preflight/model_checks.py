@@ -1,12 +1,15 @@
 """Checks of the models that a config names: their files, their weights, and whether ranks, engines and flags fit them."""
 
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
+from shared.config.eval_views import eval_views
 from shared.config.learning_rate import LearningRateSchedule
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
@@ -56,6 +59,18 @@ def check_tokenizer(inspection: Inspection) -> Findings:
         yield ConfigError("data.apply_chat_template", True, expected)
     if not data.apply_chat_template or inspection.config.sft.sft_data is not None:
         yield from _around_text(tokenizer, data.add_special_tokens)
+    own = {view.field: view.config.data.apply_chat_template_kwargs for view in eval_views(inspection.config)}
+    shared = data.apply_chat_template_kwargs
+    for field, given in {"data": shared, **{field: given for field, given in own.items() if given != shared}}.items():
+        yield from _unread_variables(tokenizer, f"{field}.apply_chat_template_kwargs", given)
+
+
+def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]) -> Iterator[Note]:
+    """Yields the variables of a config that no chat template has."""
+    words = set(re.findall(r"\w+", " ".join([*tokenizer.templates.values(), str(given.get("chat_template"))])))
+    for name in given:
+        if name == "messages" or (name != "chat_template" and name not in words):
+            yield Note(f"{field}.{name} changes nothing: the model's chat template reads no such variable")
 
 
 def _around_text(tokenizer: Tokenizer, added: bool) -> Iterator[Note]:

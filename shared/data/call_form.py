@@ -77,17 +77,20 @@ def in_call_form(
 def _form(tokenizer: Tokenizer, variables: str) -> CallForm:
     """Returns the form in which the template shows a call; objects where it shows or takes none. ``variables``: as JSON."""
 
-    def shown(arguments: Any, content: str | None, id: str) -> str:
+    def shown(arguments: Any, first: list[Any], is_answered: bool, content: str | None, id: str) -> str:
         function = {"name": "tried", "arguments": arguments}
         call = {"id": id, "type": "function", "function": function, **function}  # some templates know calls without a function in them
-        said: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        said = [*first, {"role": "user", "content": "?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        result = {"role": "tool", "content": "!", "name": "tried", "tool_call_id": id}
         try:
-            return tokenizer.render(said, json.loads(variables))
+            return tokenizer.render([*said, result] if is_answered else said, json.loads(variables))
         except ConfigError:
             return ""
 
-    for content, id in itertools.product(("", None), ("call_0", "call00000")):
-        as_object, as_text = shown(_TRIED, content, id), shown(_dumped(_TRIED), content, id)
+    system = {"role": "system", "content": "?"}  # some refuse a chat without it, or that ends in a call
+    chats = itertools.product(([], [system]), (False, True))
+    for (first, is_answered), content, id in itertools.product(chats, ("", None), ("call_0", "call00000")):
+        as_object, as_text = (shown(given, first, is_answered, content, id) for given in (_TRIED, _dumped(_TRIED)))
         objects = _TRIED["place"] in as_object and str(_TRIED) not in as_object  # no model was trained on Python's own form
         if objects or _TRIED["place"] in as_text:
             return CallForm(objects, _TRIED["place"] in as_text, _dumped(_TRIED) in as_text, content is None, id != "call_0")

@@ -20,7 +20,8 @@ FIELD, DEFAULT = "data.apply_chat_template", "default"
 _USER, _SYSTEM, _ANSWER = ({"role": role, "content": "?"} for role in ("user", "system", "assistant"))
 _PLAIN_CHATS = ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
 _PLAIN_TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}, "required": []}}
-_RAISED = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_OF_PYTHON = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
+_RAISED = (jinja2.TemplateError, *_OF_PYTHON)
 """The errors that a template can raise."""
 
 
@@ -54,7 +55,8 @@ class ChatTemplates:
         called tool_use. Raises ConfigError where it does not take these messages, BrokenTemplate where it takes none.
         """
         given = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
-        asked = given.pop("chat_template", None)
+        if not isinstance(asked := given.pop("chat_template", None) or None, str | None):
+            raise BrokenTemplate("data.apply_chat_template_kwargs.chat_template", asked, "the text or the name of a template")
         name = asked or ("tool_use" if given["tools"] is not None and "tool_use" in self.named else DEFAULT)
         if (text := self.named.get(name, asked)) is None:
             expected = f"one called {DEFAULT}, or apply_chat_template_kwargs.chat_template to name one"
@@ -75,7 +77,11 @@ def _is_broken(text: str, error: Exception, given: Mapping[str, Any]) -> bool:
 
     Its own ``raise_exception`` refuses a chat, and says nothing of others.
     """
-    if isinstance(error, jinja2.TemplateSyntaxError) or type(error) is jinja2.TemplateError:
+    syntax = isinstance(error, jinja2.TemplateSyntaxError | SyntaxError)
+    if syntax or type(error) in (
+        jinja2.TemplateError,
+        jinja2.TemplateRuntimeError,
+    ):  # the latter for a filter or test that there is none of
         return type(error) is not jinja2.TemplateError
     tools = None if given["tools"] is None else [{"type": "function", "function": _PLAIN_TOOL}]
     failures = set[type]()

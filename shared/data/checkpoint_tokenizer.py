@@ -26,8 +26,12 @@ _BUILT = ("LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer")
 """Classes that take tokenizer.json as it is, and those that build what is around its vocabulary."""
 
 _FAMILIES = {
-    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "phi3", "mistral", "mixtral"), _AS_FILED[0]),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "deepseek_v2", "deepseek_v3"), _AS_FILED[0]),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "phi3", "phimoe", "mistral", "mistral3", "mixtral", "ministral"), _AS_FILED[0]),
+    **dict.fromkeys(("ministral3", "granite", "granitemoe", "olmo3", "internlm2", "minimax_m2", "nemotron", "step3p5"), _AS_FILED[0]),
+    **dict.fromkeys(("gpt2", "phi", "starcoder2", "gpt_bigcode"), "GPT2Tokenizer"),
+    **dict.fromkeys(("olmo", "olmo2", "olmoe", "gpt_neox"), "GPTNeoXTokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
 }
 """``model_type`` → the class of the family. It goes before the class that a checkpoint names where it is the first of `_AS_FILED`, and for
@@ -80,6 +84,10 @@ class CheckpointTokenizer:
             raise self.refusal(f"{_CONFIG}: {entry}", "none: it is not read here, and changes what tokenizer.json holds")
         name, kind = self._built_class(filed, *self._class(config)), type(filed.model).__name__
         self.backend, tokens = _built(name, filed, settings) if name else (filed, {})
+        if (held := filed.pre_tokenizer) is not None and type(held) is not type(self.backend.pre_tokenizer):
+            passed = f"tokenizer.json's ({type(held).__name__}) is passed over, which SGLang takes"
+            way = "tokenizer_class = PreTrainedTokenizerFast has it read"
+            self.notes.append(f"{_CONFIG}: {name} splits text in a way of its own, as in transformers; {passed}; {way}")
         if filed.padding is not None:
             tokens.setdefault("pad_token", filed.padding["pad_token"])
         self._add_tokens(filed, tokens, name == "Qwen2Tokenizer")
@@ -142,7 +150,8 @@ class CheckpointTokenizer:
         """Returns the tokens that are added, by id, and those that have names of the model's own, which it takes out of ``given``."""
         if _ADDITIONAL in given:
             given.setdefault(_EXTRA, given.pop(_ADDITIONAL))
-        own = {key: given.pop(key) for key in [*given] if _is_own(key) and isinstance(given[key], str)} | _by_name(given)
+        saved = given.pop("model_specific_special_tokens", None) or {}
+        own = {key: given.pop(key) for key in [*given] if _is_own(key) and isinstance(given[key], str)} | _by_name(given) or saved
         self._at = f"{_CONFIG}: {_DECODER}"
         if _DECODER in given:
             return {int(index): AddedToken(**token) for index, token in given[_DECODER].items()}, own
@@ -153,6 +162,8 @@ class CheckpointTokenizer:
         """Puts what special_tokens_map.json says into ``given``; returns the tokens of added_tokens.json by id."""
         self._at = "special_tokens_map.json"
         for key, value in self.read(self._at).items():
+            if not key.endswith("_token") and key not in (_EXTRA, _ADDITIONAL):
+                raise self.refusal(f"{self._at}: {key}", "special tokens alone; anything else belongs in tokenizer_config.json")
             if isinstance(value, list) and key == _EXTRA:
                 known = given.get(_EXTRA) or []
                 given[key] = [*known, *(token for token in map(_as_special, value) if token not in known)]

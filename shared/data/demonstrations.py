@@ -1,6 +1,7 @@
 """Demonstrations from rows of a file: text with a response, or a chat of which the assistant's turns are trained."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,7 +176,8 @@ class DemonstrationFile:
     def _tokens(self, pieces: Sequence[Piece], chat: Chat | None) -> list[NDArray[np.int32]]:
         """Returns the ids of each piece; a text's prompt begins as the checkpoint begins a text."""
         begins = self._data.add_special_tokens and chat is None
-        return [self._tokenizer.encode(piece.text, begins and not piece.trained) for piece in pieces]
+        first = self._tokenizer.encode(pieces[0].text, begins)
+        return [first, *(self._tokenizer.encode_behind(before.text, piece.text) for before, piece in pairwise(pieces))]
 
     def _chat(self, entry: RowEntry) -> Chat | None:
         key = self._sft.sft_messages_key

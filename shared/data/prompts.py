@@ -225,7 +225,8 @@ def _allows_null(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     kinds, values, choices = schema.get("type"), schema.get("enum") or (), [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-    return kinds == "null" or (isinstance(kinds, list) and "null" in kinds) or None in values or any(map(_allows_null, choices))
+    nullable = schema.get("nullable") is True or kinds == "null" or (isinstance(kinds, list) and "null" in kinds)  # the first is OpenAPI's
+    return nullable or None in values or any(map(_allows_null, choices))
 
 
 def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ class Tokenizer:
     """Text ↔ token ids, chat messages → text. ``model``: an HF checkpoint directory with tokenizer.json (and the other side files).
 
     Attributes:
+        templates: the chat templates by name. template: the one that is used without a name, or the first.
         text_prefix, text_suffix: ids that the checkpoint asks to put around a text. The suffix is never added: a prompt is continued.
         notes: what of the side files is passed over.
     """
@@ -27,7 +28,8 @@ class Tokenizer:
         self._tokenizer, self._special, self.notes = self._files.backend, self._files.named, self._files.notes
         self.text_prefix, self.text_suffix = self._files.prefix, self._files.suffix
         self._templates = ChatTemplates(Path(model), self._files.settings.get("chat_template"))
-        self.template: str | None = self._templates.named.get(DEFAULT, next(iter(self._templates.named.values()), None))
+        self.templates = self._templates.named
+        self.template: str | None = self.templates.get(DEFAULT, next(iter(self.templates.values()), None))
         self.has_chat_template = self.template is not None
         self.vocabulary_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.stop_ids = self._stop_ids()
@@ -41,6 +43,18 @@ class Tokenizer:
         # the call for several leaves out what nobody here asks for: where in the text each token lies
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray([*self._lacks(encoding.ids, begin), *encoding.ids], dtype=np.int32)
+
+    def encode_behind(self, before: str, text: str) -> NDArray[np.int32]:
+        """Returns the token ids of a text that stands behind another: some tokenizers put a space before what begins (Llama 2's)."""
+        for context in (before, "\n") if before and self._adds_space else ():
+            begun, both = self.encode(context), self.encode(context + text)
+            if np.array_equal(both[: len(begun)], begun):
+                return both[len(begun) :]
+        return self.encode(text)
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        return not np.array_equal(self.encode("\na"), [*self.encode("\n"), *self.encode("a")])
 
     def lengths(self, texts: Sequence[str], begin: Sequence[bool] = ()) -> list[int]:
         """Returns how many tokens `encode` makes of each text; all processor cores share the work."""

@@ -9,6 +9,7 @@ import pytest
 from shared.data.call_form import in_call_form
 from shared.data.tokenizer import Tokenizer
 from tests.support import call_templates as templates
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 
 TEXT = '{"city":"Z\\u00fcrich","days":[1,2]}'
@@ -106,3 +107,14 @@ def test_calls_without_a_function_of_their_own_and_empty_lists_are_taken(tmp_pat
     for nothing in (None, []):
         text = rendered(tmp_path / str(nothing), templates.DEEPSEEK_V3, content="Hi", tool_calls=nothing)
         assert "<｜Assistant｜>Hi<｜end▁of▁sentence｜>" in text
+
+
+@pytest.mark.parametrize("refused", ["messages[0].role != 'system'", "messages[-1].tool_calls", "messages[-1].role != 'tool'"])
+def test_a_template_is_tried_with_a_chat_that_it_takes(refused: str, tmp_path: Path) -> None:
+    template = f"{{% if {refused} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{{% for m in messages %}}"
+    template += "{{ 'args ' ~ m.tool_calls[0].function.arguments if m.tool_calls else m.content }}{% endfor %}"
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, template))
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": True}}}]
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, called, {"role": "tool", "content": "t"}]
+    assert 'args {"a": true}' in tokenizer.render(in_call_form(tokenizer, said, {}), {})

@@ -8,6 +8,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
+from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend, Replace, Sequence
 
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.tokenizer import Tokenizer
@@ -152,6 +155,31 @@ def test_the_tokens_are_those_of_a_rollout(tmp_path: Path, tiny_model: Path) -> 
     rendered = tokenizer.render(CHAT[:5], {"add_generation_prompt": False})
     whole = [*one.prompt.tolist(), *one.response.tolist()]
     assert whole == tokenizer.encode(rendered).tolist()[: len(whole)]
+
+
+@pytest.mark.parametrize("settings", [{"tokenizer_class": "PreTrainedTokenizerFast"}, {"legacy": True}, {"legacy": False}])
+def test_the_tokens_are_those_of_a_rollout_where_a_text_begins_with_a_space_of_the_tokenizers(
+    tmp_path: Path, tiny_model: Path, settings: dict[str, Any]
+) -> None:
+    answered = [{**message, "content": "x 1"} for message in CHAT]
+    chat, bare = CHATML.replace("<", "").replace(">", "|"), {"prompt": "1+1=", "response": "2 1"}
+    demonstrations, tokenizer = opened(tmp_path, tiny_model, chat, {"messages": answered}, bare)
+    bytewise = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocabulary = {text: 256 + at for at, text in enumerate(["<unk>", "<s>", "</s>", "▁", *"x12+=sua", "▁x"])}
+    pieces = tokenizers.Tokenizer(BPE({**bytewise, **vocabulary}, [("▁", "x")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    pieces.normalizer = Sequence([Prepend("▁"), Replace(" ", "▁")])  # as of Llama 2
+    pieces.add_special_tokens(["<s>", "</s>"])
+    pieces.save(str(tmp_path / "model" / "tokenizer.json"))
+    stated = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", **settings}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(stated))
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": vocabulary["</s>"]}))
+    demonstrations, tokenizer = opened(tmp_path, tiny_model, chat, {"messages": answered}, bare)
+    one, text = demonstrations.samples(0)[0], demonstrations.samples(1)[0]
+    whole = tokenizer.encode(tokenizer.render(answered[:5], {"add_generation_prompt": False})).tolist()
+    ids = [*one.prompt.tolist(), *one.response.tolist()]
+    assert one.prompt.tolist() == tokenizer.encode(tokenizer.render(answered[:2], {})).tolist()
+    assert ids == whole[: len(ids)] and len(whole) - len(ids) < 3
+    assert [*text.prompt.tolist(), *text.response.tolist()][:-1] == tokenizer.encode("1+1=2 1").tolist()
 
 
 def test_a_template_without_ends_gets_one(tmp_path: Path, tiny_model: Path) -> None:

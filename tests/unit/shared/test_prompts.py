@@ -19,7 +19,7 @@ from services.reward.scorer import VerifierScorer
 from shared.config.eval_views import eval_views
 from shared.data.chat_template import BrokenTemplate
 from shared.data.filter_cache import fingerprint
-from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
+from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts, present
 from shared.data.tokenizer import Tokenizer
 from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.rewards.reference import Reference, label_text
@@ -451,3 +451,24 @@ def test_a_dry_run_says_what_text_prompts_begin_with(tmp_path: Path, base_model:
     [note] = check_tokenizer(Inspection(config))
     begin = "begin with" if added else "do not begin with"
     assert isinstance(note, Note) and f"{begin} <|im_start|> (id 2)" in note.text and "data.add_special_tokens" in note.text
+
+
+def test_a_dry_run_says_which_variables_no_template_reads(tmp_path: Path, base_model: Path) -> None:
+    (base_model / "chat_template.jinja").write_text("{{ 'a' if enable_thinking }}{{ messages[0].content }}")
+    given = {"enable_thinking": False, "enable_thinkng": False, "continue_final_message": True, "messages": []}
+    data = {"apply_chat_template": True, "apply_chat_template_kwargs": given}
+    found = check_tokenizer(Inspection(run_config(tmp_path, model={"hf_checkpoint": str(base_model)}, data=data)))
+    silent = ["enable_thinkng", "continue_final_message", "messages"]
+    fields = [f"data.apply_chat_template_kwargs.{name}" for name in silent]
+    assert [note.text.partition(" changes nothing")[0] for note in found if isinstance(note, Note)] == fields
+
+
+@pytest.mark.parametrize("asked", [{"a": 1}, [1], 3])
+def test_a_template_that_is_asked_for_is_text(base_model: Path, asked: object) -> None:
+    with pytest.raises(BrokenTemplate, match="chat_template_kwargs.chat_template"):
+        Tokenizer(base_model).render([{"role": "user", "content": "?"}], {"chat_template": asked})
+
+
+def test_a_default_of_null_stays_where_openapi_allows_it() -> None:
+    schema = {"a": {"type": "string", "nullable": True, "default": None}, "b": {"type": "string", "nullable": False, "default": None}}
+    assert present(schema) == {"a": schema["a"], "b": {"type": "string", "nullable": False}}

@@ -134,6 +134,8 @@ CHANGES: dict[str, Change] = {
         stated("special_tokens_map.json", extra_special_tokens=[{"content": "<tool>", "rstrip": True}, "<x>"]),
     ),
     "special_tokens_map.json with named ones": stated("special_tokens_map.json", extra_special_tokens={"tool_token": "<tool>"}),
+    "special_tokens_map.json with a setting": stated("special_tokens_map.json", split_special_tokens=True),
+    "a token of the model's own as it is saved": stated(model_specific_special_tokens={"image_token": "<|img|>"}),
     "special_tokens_map.json that is passed over": both(added("<tool>"), stated("special_tokens_map.json", eos_token="<x>")),
     "extra_special_tokens": stated(extra_special_tokens=["<tool>", "<x>", "word"]),
     "extra_special_tokens that is text": stated(extra_special_tokens="<tool>"),
@@ -180,7 +182,20 @@ CHANGES: dict[str, Change] = {
     "a class in config.json": both(stated(tokenizer_class="absent"), stated("config.json", tokenizer_class="Qwen2Tokenizer")),
     **{
         f"{name or 'no class'} of {family}": both(stated(tokenizer_class=name or "absent"), stated("config.json", model_type=family))
-        for family in ("qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "mistral", "phi3", "gemma")
+        for family in (
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "glm4",
+            "glm4_moe",
+            "deepseek_v3",
+            "mistral",
+            "phi3",
+            "gemma",
+            "olmo3",
+            "granite",
+            "gpt2",
+        )
         for name in ("", "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer")
     },
     "code of its own of DeepSeek": both(
@@ -317,6 +332,21 @@ def test_code_of_its_own_is_passed_over_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "splits", "noted"),
+    [
+        ("LlamaTokenizerFast", pre_tokenizers.ByteLevel(False), True),  # DeepSeek's distillation of Llama 3
+        ("GPT2Tokenizer", pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]), True),  # SmolLM2
+        ("GPT2Tokenizer", pre_tokenizers.ByteLevel(False), False),
+        ("PreTrainedTokenizerFast", pre_tokenizers.ByteLevel(False), False),
+    ],
+)
+def test_a_class_that_splits_text_otherwise_than_tokenizer_json_is_said(tmp_path: Path, name: str, splits: Any, noted: bool) -> None:
+    path = write(tmp_path / "model")
+    both(part("pre_tokenizer", splits), stated(tokenizer_class=name))(path)
+    assert [f"{name.removesuffix('Fast')} splits" in note and type(splits).__name__ in note for note in Ours(path).notes] == [True] * noted
+
+
+@pytest.mark.parametrize(
     ("change", "prefix"),
     [
         (part("post_processor", processors.Sequence([processors.ByteLevel(), BOS])), [265]),
@@ -371,6 +401,10 @@ def test_stop_tokens_are_those_of_the_first_file_that_has_some(tmp_path: Path, f
         ("\n\n{{ tools | tojson(color=1) }}", "line 3"),
         ([{"name": "tool_use", "template": "{{ 1 + 'a' }}"}], "line 1"),
         ([{"name": "rag", "template": "R"}], "called rag"),
+        ("\n{% if messages[1].content == 'é <tool> hi' %}\n{{ messages[1].content | unheard }}{% endif %}", "line 3"),
+        ("{% if messages[1].content == 'é <tool> hi' %}{{ 1 if messages is unheard }}{% endif %}", "line 1"),
+        ("{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}", "line"),
+        ("{{ 'a' * 100000000000000 }}", "line 1"),
     ],
 )
 def test_an_error_of_the_template_is_the_templates_own(tmp_path: Path, content: Any, place: str) -> None:
