@@ -24,7 +24,7 @@ PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name
 
 AIM_LINES = 33_000
 """What all packages together should come to."""
-MOST_LINES = 92_500
+MOST_LINES = 92_600
 """What they may not exceed: lowered with every simplification, raised on purpose where features come in."""
 MOST_COMPLEXITY = 15
 MEDIAN_FUNCTION = 8

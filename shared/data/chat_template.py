@@ -78,10 +78,7 @@ def _is_broken(text: str, error: Exception, given: Mapping[str, Any]) -> bool:
     Its own ``raise_exception`` refuses a chat, and says nothing of others.
     """
     syntax = isinstance(error, jinja2.TemplateSyntaxError | SyntaxError)
-    if syntax or type(error) in (
-        jinja2.TemplateError,
-        jinja2.TemplateRuntimeError,
-    ):  # the latter for a filter or test that there is none of
+    if syntax or type(error) in (jinja2.TemplateError, jinja2.TemplateRuntimeError):  # the latter: an unknown filter or test
         return type(error) is not jinja2.TemplateError
     tools = None if given["tools"] is None else [{"type": "function", "function": _PLAIN_TOOL}]
     failures = set[type]()

@@ -37,6 +37,9 @@ _FAMILIES = {
 """``model_type`` → the class of the family. It goes before the class that a checkpoint names where it is the first of `_AS_FILED`, and for
 qwen2; else behind it."""
 
+_PROBE = "a b\n\tc  12"
+"""A text with white space of several kinds."""
+
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How Qwen's tokenizers split a text."""
 
@@ -85,9 +88,7 @@ class CheckpointTokenizer:
         name, kind = self._built_class(filed, *self._class(config)), type(filed.model).__name__
         self.backend, tokens = _built(name, filed, settings) if name else (filed, {})
         if (held := filed.pre_tokenizer) is not None and type(held) is not type(self.backend.pre_tokenizer):
-            passed = f"tokenizer.json's ({type(held).__name__}) is passed over, which SGLang takes"
-            way = "tokenizer_class = PreTrainedTokenizerFast has it read"
-            self.notes.append(f"{_CONFIG}: {name} splits text in a way of its own, as in transformers; {passed}; {way}")
+            self._compare(filed, name, type(held).__name__)
         if filed.padding is not None:
             tokens.setdefault("pad_token", filed.padding["pad_token"])
         self._add_tokens(filed, tokens, name == "Qwen2Tokenizer")
@@ -99,6 +100,17 @@ class CheckpointTokenizer:
         self.cleans_spaces = bool(settings.get(cleans) and forced)
         self._at = "tokenizer.json: model"
         self.prefix, self.suffix = self._around()
+
+    def _compare(self, filed: tokenizers.Tokenizer, name: str, passed_over: str) -> None:
+        """Notes a class that splits text otherwise than tokenizer.json; refuses one that loses what the file's own way keeps, as that of
+        DeepSeek's distilled Llamas does in transformers 5.12, with their byte-level vocabulary."""
+        way = "tokenizer_class = PreTrainedTokenizerFast has it read"
+        kept = [each.decode(each.encode(_PROBE, add_special_tokens=False).ids) == _PROBE for each in (filed, self.backend)]
+        if kept == [True, False]:
+            lost = f"not {name}, which loses white space: it passes over tokenizer.json's {passed_over}, by which SGLang reads text; {way}"
+            raise self.refusal(f"{_CONFIG}: tokenizer_class", lost)
+        passed = f"tokenizer.json's ({passed_over}) is passed over, which SGLang takes"
+        self.notes.append(f"{_CONFIG}: {name} splits text in a way of its own, as in transformers; {passed}; {way}")
 
     def _class(self, config: Mapping[str, Any]) -> tuple[str, bool]:
         """Returns the name of the class that transformers takes, and whether the checkpoint names it."""

@@ -334,7 +334,6 @@ def test_code_of_its_own_is_passed_over_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "splits", "noted"),
     [
-        ("LlamaTokenizerFast", pre_tokenizers.ByteLevel(False), True),  # DeepSeek's distillation of Llama 3
         ("GPT2Tokenizer", pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]), True),  # SmolLM2
         ("GPT2Tokenizer", pre_tokenizers.ByteLevel(False), False),
         ("PreTrainedTokenizerFast", pre_tokenizers.ByteLevel(False), False),
@@ -346,13 +345,32 @@ def test_a_class_that_splits_text_otherwise_than_tokenizer_json_is_said(tmp_path
     assert [f"{name.removesuffix('Fast')} splits" in note and type(splits).__name__ in note for note in Ours(path).notes] == [True] * noted
 
 
+def test_a_class_that_loses_white_space_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """DeepSeek's distillation of Llama 3: transformers 5.12 reads its byte-level vocabulary as if it were SentencePiece's."""
+    path = write(tmp_path / "model")
+    both(part("pre_tokenizer", pre_tokenizers.ByteLevel(False)), stated(tokenizer_class="LlamaTokenizerFast"))(path)
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_config.json: tokenizer_class.*loses white space.*PreTrainedTokenizerFast has it read"
+    ):
+        Ours(path)
+    stated(tokenizer_class="PreTrainedTokenizerFast")(path)
+    assert Ours(path).decode(Ours(path).encode("a b\n\tc")) == "a b\n\tc"
+
+
 @pytest.mark.parametrize(
     ("change", "prefix"),
     [
         (part("post_processor", processors.Sequence([processors.ByteLevel(), BOS])), [265]),
         (stated(add_bos_token=True), [265]),
         (both(part("post_processor", BOS), stated(add_bos_token=True)), [265]),
-        (both(part("post_processor", AROUND), stated(tokenizer_class="LlamaTokenizer", add_bos_token=False)), [267]),
+        (
+            both(
+                part("post_processor", AROUND),
+                part("pre_tokenizer", pre_tokenizers.Metaspace("▁", "never")),
+                stated(tokenizer_class="LlamaTokenizer", add_bos_token=False),
+            ),
+            [267],
+        ),
         (both(part("post_processor", AROUND), stated(add_bos_token=False)), [265, 267]),
         (stated(add_bos_token=True, bos_token=None), []),
         (stated(add_bos_token=False, add_eos_token=True), []),
