@@ -349,9 +349,7 @@ def test_a_class_that_loses_white_space_is_refused_with_the_way_out(tmp_path: Pa
     """DeepSeek's distillation of Llama 3: transformers 5.12 reads its byte-level vocabulary as if it were SentencePiece's."""
     path = write(tmp_path / "model")
     both(part("pre_tokenizer", pre_tokenizers.ByteLevel(False)), stated(tokenizer_class="LlamaTokenizerFast"))(path)
-    with pytest.raises(
-        ConfigError, match=r"tokenizer_class'.*loses white space.*PreTrainedTokenizerFast has it read"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer_class'.*loses white space.*PreTrainedTokenizerFast has it read"):
         Ours(path)
     stated(tokenizer_class="PreTrainedTokenizerFast")(path)
     assert Ours(path).decode(Ours(path).encode("a b\n\tc")) == "a b\n\tc"
