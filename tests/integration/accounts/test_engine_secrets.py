@@ -16,6 +16,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.nodes.attempt_commands import OwnRanks
 from shared.nodes.node_agent import NodeAgent
+from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage
 from shared.runtime.service_base import Service
 from tests.support import intended_rights as intended
@@ -65,9 +66,7 @@ async def engine(guarded: GuardedServers, tmp_path: Path) -> AsyncIterator[list[
             work.append(asyncio.create_task(agents[-1].run()))
         await until(lambda: _begun(operator), "an attempt", 30)
         yield agents
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+        await cancelled(work)
     await erase_from_bus(operator, RUN)
     await operator.close()
 

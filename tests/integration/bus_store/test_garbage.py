@@ -2,7 +2,6 @@
 another error."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.nodes.node_presence import NodeObserver
+from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import LeaseStatus
 from shared.schema.weight_messages import WeightsLive
@@ -127,9 +127,7 @@ async def test_a_lease_that_is_none_ends_neither_its_holder_nor_who_waits_and_on
         assert not keeping.done()
         assert (await read_lease(bus, run.run.name, "job", 5.0))[1].term == holder.term  # type: ignore[union-attr]
     finally:
-        keeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
+        await cancelled([keeping])
 
 
 def test_a_node_whose_lease_cannot_be_read_is_as_it_was_until_its_lease_has_run_out() -> None:
