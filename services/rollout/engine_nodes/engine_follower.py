@@ -7,12 +7,16 @@ from services.rollout.engine_nodes.rank_door import RankDoor
 from services.rollout.replica_command import engine_log, engine_name, replica_command
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
+from shared.bus.leader_lease import AWAY_SECONDS
 from shared.bus.registry import ENGINE_NODE
 from shared.nodes.node_agent import NodeAgent
 from shared.runtime.errors import MyxoError
 from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
+
+SECRET_SECONDS = AWAY_SECONDS + 10.0
+"""The time for which the ranks' thread waits for the first node's secret: beyond the deadline of reading it, should the loop be gone."""
 
 PHASE_SECONDS = 5.0
 """The interval at which a follower asks whether the run has ended."""
@@ -35,7 +39,7 @@ async def follow(service: Service) -> None:
     ranks = EngineRanks(
         rank,
         nodes,
-        lambda: asyncio.run_coroutine_threadsafe(agent.secret_of(0), loop).result(),
+        lambda: asyncio.run_coroutine_threadsafe(agent.secret_of(0), loop).result(SECRET_SECONDS),
         lambda meeting: replica_command(service, name, meeting),
         engine_log(service),
     )

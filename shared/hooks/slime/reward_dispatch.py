@@ -90,14 +90,14 @@ def _response(args: Any, sample: HookSample) -> str:
 
 def _decoded(args: Any, ids: Any, text: str) -> str:
     """Returns the text of tokens of a response, without special tokens where ``text``, the whole response's, has none."""
-    tokenizer = _tokenizer(args.hf_checkpoint)
+    tokenizer = _tokenizer(args.hf_checkpoint, bool(getattr(args, "trust_remote_code", False)))
     skip = bool(args.rollout_skip_special_tokens) or not any(token in text for token in tokenizer.all_special_tokens)
     return str(tokenizer.decode(ids.tolist(), skip_special_tokens=skip))
 
 
 @functools.cache
-def _tokenizer(model: str) -> Any:
-    return model_processors.load_tokenizer(model)
+def _tokenizer(model: str, trusted: bool) -> Any:
+    return model_processors.load_tokenizer(model, trust_remote_code=trusted)
 
 
 async def _named(args: Any, sample: HookSample, name: str) -> Any:
