@@ -88,9 +88,11 @@ agents: $(READY)
 		--num-rollout 24 --rollout-batch-size 16 --rollout-concurrency 128 --eval-interval 6 \
 		--eval-prompt-data 'runs/quickstart/data/heldout.jsonl@[0:64]'
 
-# four at a time: two begin with whole runs and two with light tests, by tests/support/work_order.py, since whole runs wait for each other
+# Four at a time: two begin with whole runs and two with light tests, by tests/support/work_order.py, since whole runs wait for each other.
+# SHARE=3/10 adds a tenth of the tests marked extra, as CI does.
 test: $(READY)
-	@$(BIN)/python -m pytest $(or $(AGAIN),-n 4 --dist loadfile --no-loadscope-reorder) -m "not gpu and not docker and not extra"
+	@$(BIN)/python -m pytest $(or $(AGAIN),-n 4 --dist loadfile --no-loadscope-reorder) --durations 10 $(if $(SHARE),--extra-share $(SHARE)) \
+		-m "not gpu and not docker$(if $(SHARE),, and not extra)"
 
 test-extra: $(READY)
 	@$(BIN)/python -m pytest -m extra

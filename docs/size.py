@@ -1,11 +1,12 @@
-"""Measures the code: lines a folder, functions, complexity, names that exist twice, circles of imports. ``make size``.
+"""Measures the code: lines and files of each room, walks, functions, complexity, names that exist twice, circles of imports. ``make size``.
 
 With ``--check`` exits 1 where a bound is broken. Complexity is McCabe's as radon counts it (each boolean operator and comprehension is a
-branch); circles are of modules, imports under ``TYPE_CHECKING`` and inside functions among them (grimp).
+branch); circles are of modules, imports under ``TYPE_CHECKING`` and inside functions among them (grimp). Walks: docs/reading.md.
 """
 
 import argparse
 import ast
+import re
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -22,13 +23,11 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name).is_dir())
 
-AIM_LINES = 33_000
-"""What all packages together should come to."""
+# CONTRIBUTING.md says how these two may move
 MOST_LINES = 92_600
-"""What they may not exceed: lowered with every simplification, raised on purpose where features come in."""
+MOST_FILES = 771
 MOST_COMPLEXITY = 15
-MEDIAN_FUNCTION = 8
-"""Lines of the median function, docstring included."""
+MEDIAN_FUNCTION = 8  # lines, docstring included
 
 SHOWN = 8
 
@@ -74,35 +73,49 @@ def circles() -> list[list[str]]:
     return [sorted(found) for found in networkx.strongly_connected_components(imports) if len(found) > 1]
 
 
+def walks() -> list[tuple[str, list[str]]]:
+    """Returns docs/reading.md's walks: title, files in their order."""
+    sections = (ROOT / "docs" / "reading.md").read_text().split("\n## ")[1:]
+    return [(section.split("\n", 1)[0], re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)) for section in sections]
+
+
 def main() -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 where a bound is broken")
     check = parser.parse_args().check
-    folders: Counter[str] = Counter()
+    rooms: Counter[str] = Counter()
+    files: Counter[str] = Counter()
     found: list[Function] = []
     names: defaultdict[str, set[str]] = defaultdict(set)
     for path, text in sources():
-        folders["/".join(path.parts[:2]) if len(path.parts) > 2 else f"{path.parts[0]}/*.py"] += text.count("\n")
+        room = "/".join(path.parts[:-1][:3]) if path.parts[:3] == ("services", "trainer", "megatron") else "/".join(path.parts[:-1][:2])
+        rooms[room] += text.count("\n")
+        files[room] += 1
         found += functions(path, text)
         for name, place in public_names(path, text):
             names[name].add(place)
     twice = {name: places for name, places in names.items() if len(places) > 1}
-    broken = report(folders, found, twice, circles())
+    broken = report(rooms, files, found, twice, circles())
     return 1 if broken and check else 0
 
 
-def report(folders: Counter[str], found: list[Function], twice: dict[str, set[str]], rings: list[list[str]]) -> list[str]:
+def report(
+    rooms: Counter[str], files: Counter[str], found: list[Function], twice: dict[str, set[str]], rings: list[list[str]]
+) -> list[str]:
     """Prints all of it. Returns the bounds that are broken."""
-    console, total, broken = Console(width=140, highlight=False), sum(folders.values()), list[str]()
-    table = Table("folder", "lines", box=None)
-    for folder, lines in sorted(folders.items()):
-        table.add_row(folder, str(lines))
+    console, total, broken = Console(width=140, highlight=False), sum(rooms.values()), list[str]()
+    table = Table("room", "lines", "files", box=None)
+    for room, lines in sorted(rooms.items()):
+        table.add_row(room, str(lines), str(files[room]))
     console.print(table)
+    for title, stations in walks():
+        console.print(f"walk: {title}: {len(stations)} files, {sum((ROOT / path).read_text().count(chr(10)) for path in stations)} lines")
     median = statistics.median(function.lines for function in found)
     complex_ones = sorted((f for f in found if f.complexity > MOST_COMPLEXITY), key=lambda f: -f.complexity)
     for name, value, bound, details in (
-        (f"lines in all (the aim is {AIM_LINES})", total, MOST_LINES, []),
+        ("lines in all", total, MOST_LINES, []),
+        ("files", files.total(), MOST_FILES, []),
         ("median function, lines", median, MEDIAN_FUNCTION, []),
         ("functions over the complexity bound", len(complex_ones), 0, [f"{f.complexity:3} {f.place}" for f in complex_ones]),
         ("public names that exist twice", len(twice), 0, [f"{name}: {', '.join(sorted(at))}" for name, at in sorted(twice.items())]),

@@ -4,6 +4,8 @@ import gc
 import itertools
 import os
 import sys
+import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,30 @@ _numbers = itertools.count(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declares the suites' own options."""
     parser.addoption("--pictures", action="store_true", help="take the documentation's pictures of the console anew, into docs/pictures")
+    parser.addoption("--extra-share", metavar="K/N", help="of the tests marked extra, only those of files whose hash modulo N is K")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests marked extra whose file is not in the share that ``--extra-share`` names."""
+    if not (share := config.getoption("extra_share")):
+        return
+    index, count = map(int, share.split("/"))
+    left_out = [item for item in items if item.get_closest_marker("extra") and zlib.crc32(item.location[0].encode()) % count != index % count]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the seconds that the tests of each tier took in all, set-up and teardown included."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds["/".join(report.nodeid.split("/")[:2])] += report.duration  # type: ignore[assignment]
+    if seconds.total() > 60:
+        terminalreporter.section("seconds of each tier, workers added up")
+        for tier, spent in seconds.most_common():
+            terminalreporter.line(f"{spent:7.0f} {tier}")
 
 
 @pytest.hookimpl(optionalhook=True)
