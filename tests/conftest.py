@@ -37,9 +37,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (share := config.getoption("extra_share")):
         return
     index, count = map(int, share.split("/"))
-    left_out = [item for item in items if item.get_closest_marker("extra") and zlib.crc32(item.location[0].encode()) % count != index % count]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    extra = [item for item in items if item.get_closest_marker("extra")]
+    left_out = {item for item in extra if zlib.crc32(item.location[0].encode()) % count != index % count}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
