@@ -90,4 +90,4 @@ def test_the_description_has_no_links_into_the_repository(layout: ModuleType) ->
         == "see [there](https://a.example/b) and here"
     )
     assert layout.without_relative_links("a\n\n[![picture](docs/p.png)](docs/c.md)\n\nb\n") == "a\n\nb\n"
-    assert "without a checkout (the package)" in description
+    assert "do the same (the package)" in description

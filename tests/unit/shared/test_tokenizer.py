@@ -80,7 +80,7 @@ def test_chat_templates_render_as_in_transformers(model: Path, name: str) -> Non
 
 
 def test_a_template_of_real_size_is_compiled_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model / "chat_template.jinja").write_text(QWEN3.read_text())
+    (model / "chat_template.jinja").write_text(QWEN3.read_text() + "{# which no other test has compiled #}")
     compiled = []
     from_string = jinja2.Environment.from_string
     monkeypatch.setattr(jinja2.Environment, "from_string", lambda *words: compiled.append(1) or from_string(*words))
