@@ -95,7 +95,7 @@ def table(figures: dict[str, Any]) -> str:
         image = of["image_bytes"]
         sizes = "– | –" if image is None else f"{image / 1e6:.0f} | {(image - base) / 1e6:.0f}"
         lines.append(f"| {service} | {of['memory_bytes'] / 2**20:.0f} | {sizes} | {of['stop_seconds']:.1f} |")
-    lines += ["", f"The base image here ({BASE_IMAGE}) has {base / 1e6:.0f} MB; memory is what `docker stats` says of the container."]
+    lines += ["", f"The base image here ({BASE_IMAGE}) has {base / 1e6:.0f} MB; memory is what `docker stats` reports for the container."]
     return "\n".join(lines)
 
 
