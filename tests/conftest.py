@@ -23,6 +23,9 @@ from shared.store.payload_store import Store
 settings.register_profile("myxo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("myxo")
 
+EXTRA_FOLDERS = ("tests/integration/benchmarks/", "tests/integration/nodes/")
+"""All tests of these are marked extra: they take minutes each, and what they cover is tested at a smaller scale as well."""
+
 _numbers = itertools.count(1)
 
 
@@ -32,8 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--extra-share", metavar="K/N", help="of the tests marked extra, only those of files whose hash modulo N is K")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests marked extra whose file is not in the share that ``--extra-share`` names."""
+    """Marks the tests of `EXTRA_FOLDERS`, and leaves out those marked extra whose file is not in the share that ``--extra-share`` names."""
+    for item in items:
+        if item.location[0].startswith(EXTRA_FOLDERS):
+            item.add_marker(pytest.mark.extra)
     if not (share := config.getoption("extra_share")):
         return
     index, count = map(int, share.split("/"))
