@@ -19,8 +19,7 @@ from typing import Any
 import math_verify
 
 from benchmarks.command_line import machine, parsed, write
-from services.reward.scorer import IN_HAND
-from services.reward.scoring_pools import Verification, VerifierPool
+from services.reward.scorer import IN_HAND, Verification, VerifierPool
 from shared.rewards.names import queue_of
 from shared.rewards.reference import Reference
 from shared.runtime.errors import MyxoError

@@ -18,15 +18,14 @@ import time
 from collections.abc import Callable
 
 from benchmarks.command_line import machine, parsed, write
-from services.reward.scoring_pools import Verification, VerifierPool
+from services.reward.scorer import Verification, VerifierPool
 from shared.config.sandbox_section import SandboxSection
 from shared.rewards.names import queue_of
 from shared.rewards.reference import Reference
 from shared.runtime.errors import MyxoError
-from shared.sandbox.bwrap_command import interpreter
 from shared.sandbox.program import Program, SandboxLimits, SandboxSettings
-from shared.sandbox.sandbox import Sandbox
-from shared.sandbox.sandbox_pool import SandboxPool
+from shared.sandbox.sandbox import Sandbox, SandboxPool
+from shared.sandbox.sandbox_command import interpreter
 
 STARTS, CHECKS, WORKERS, ROUNDS = 60, 300, 2, 3
 MOST_MS, LEAST = 10.0, 50.0

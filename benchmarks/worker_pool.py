@@ -1,4 +1,4 @@
-"""Calls of verifiers in processes that can be killed: `services.reward.scoring_pools` beside the library Pebble.
+"""Calls of verifiers in processes that can be killed: `services.reward.scorer` beside the library Pebble.
 
 ``python -m benchmarks.worker_pool [--calls N] [--workers N] [--rounds N] [--json FILE]`` scores groups of eight responses through both,
 first with a verifier that costs next to nothing, then with math-verify. Then it has calls hang, and measures how long after their deadline
@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.reward.scoring_pools import Verification, VerifierPool
+from services.reward.scorer import Verification, VerifierPool
 from shared.rewards import verifiers
 from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded

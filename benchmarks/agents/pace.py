@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.agents.site import Site, median_of, used_between
 from benchmarks.agents.speakers import FORMATS, Said, Speaker, TokenSpeaker, asked
-from services.gateway.draw_client import DrawClient
+from services.gateway.replicas import DrawClient
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from shared.schema.messages import Sampling

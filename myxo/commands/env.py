@@ -25,9 +25,9 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import RUN_ID
 from shared.environment import environment_url
 from shared.environment.conformance import Check, Conformance, Example
-from shared.environment.environment import Environment
 from shared.environment.environment_client import open_environment
 from shared.environment.environment_url import without_credentials
+from shared.environment.protocol import Environment
 from shared.live.text import json_text
 from shared.runtime import exit_codes, server_urls
 from shared.runtime.command_line import Parser

@@ -16,10 +16,8 @@ from myxo.commands.env_skeletons import SKELETONS
 from myxo.preflight.server_checks import connect
 from shared.bus.subjects import RUN_ID
 from shared.environment import environment_url
-from shared.environment.bus_serving import serve_on_bus
-from shared.environment.protocol import Description, ScoreRequest
-from shared.environment.serving import SESSION_TTL, ServedEnvironment
-from shared.environment.stepping import CloseRequest, ResetAnswer, ResetRequest, StepAnswer, StepRequest
+from shared.environment.protocol import CloseRequest, Description, ResetAnswer, ResetRequest, ScoreRequest, StepAnswer, StepRequest
+from shared.environment.serving import SESSION_TTL, ServedEnvironment, serve_on_bus
 from shared.hooks.layout_names import import_module
 from shared.runtime import exit_codes, server_urls
 from shared.runtime.errors import ConfigError
@@ -80,7 +78,7 @@ async def run(parsed: argparse.Namespace, console: Console) -> int:
         if parsed.nats is not None:
             where = await _on_bus(served, parsed, stack)
         else:
-            from shared.environment.http_serving import served_over_http  # aiohttp comes with the extra `reward`
+            from shared.environment.http_environment import served_over_http  # aiohttp comes with the extra `reward`
 
             try:
                 where = await stack.enter_async_context(served_over_http(served, parsed.host, parsed.port))

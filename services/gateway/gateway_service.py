@@ -7,10 +7,8 @@ import resource
 from pathlib import Path
 
 from services.gateway.chat_tokens import ChatTokens
-from services.gateway.draw_client import DrawClient
-from services.gateway.ingest.group_intake import GroupIntake
-from services.gateway.ingest.ingest_routes import add_ingest_routes
-from services.gateway.replicas import Replicas
+from services.gateway.group_intake import GroupIntake, add_ingest_routes
+from services.gateway.replicas import DrawClient, Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
 from shared.config.ingest_key import ingest_key

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import functools
+import hashlib
 import math
 import time
+import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
@@ -16,20 +19,26 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from services.gateway.bounded_body import bounded_body
-from services.gateway.live_turn import LiveTurn
 from services.gateway.replicas import Replicas
-from services.gateway.request_ids import request_id
-from services.gateway.streamed_answer import SILENT_SECONDS, StreamedAnswer
-from services.gateway.turn_sampling import kept_by_task
-from services.gateway.turns import Turns
-from services.gateway.wire import anthropic_messages, formats, token_generate
-from services.gateway.wire.formats import CHAT_FORMATS, WireFormat
-from services.gateway.wire.request import ChatTurn, TokenTurn, TurnResult
+from services.gateway.turn_decisions import kept_by_task
+from services.gateway.turn_text import TurnText
+from services.gateway.turns import LiveTurn, Turns
+from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
+from services.gateway.wire.request import (
+    ChatTurn,
+    House,
+    TokenTurn,
+    TurnEvents,
+    TurnRefused,
+    TurnResult,
+    TurnStart,
+    aborted,
+    started,
+    unknown_model,
+)
 from services.gateway.wire.request_body import RequestFields, read_body
-from services.gateway.wire.turn_events import TurnStart
-from services.gateway.wire.turn_refused import House, TurnRefused, unknown_model
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
@@ -37,6 +46,163 @@ from shared.runtime.telemetry import Metrics
 from shared.schema.limits import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore
+
+BODY_SECONDS = 60.0
+"""The time that a body has to come."""
+
+
+async def bounded_body(request: Request, most_bytes: int, seconds: float = BODY_SECONDS) -> bytes:
+    """Returns a request's body. Raises TurnRefused where it is too large, does not come, or its client is gone."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most_bytes:
+                    raise TurnRefused(413, f"expected a body of at most {most_bytes} bytes", code="too_large")
+    except ClientDisconnect:
+        raise TurnRefused(408, "the client is gone") from None
+    except TimeoutError:
+        raise TurnRefused(408, f"the body did not come within {seconds:g} s") from None
+    return bytes(body)
+
+
+NAMES = ("idempotency-key", "x-request-id")
+RETRY_HEADER = "x-stainless-retry-count"
+
+
+def request_id(log: SessionLog, prefix: str, path: str, headers: Mapping[str, str], body: bytes) -> str:
+    """Returns the id of a request's turn. ``prefix``: how the format's ids begin. ``headers``: by names in lower case."""
+    for name in NAMES:
+        if given := headers.get(name):
+            return prefix + _digest(log.session.id, given, path, body)
+    base = f"{prefix}{_digest(path, body)}"
+    if headers.get(RETRY_HEADER, "0") not in ("", "0"):
+        known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]
+        if known:
+            return known[-1]
+    return base + uuid.uuid4().hex[:8]
+
+
+def _digest(*parts: str | bytes) -> str:
+    found = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        found.update((part.encode(errors="replace") if isinstance(part, str) else part) + b"\x00")
+    return found.hexdigest()
+
+
+SILENT_SECONDS = 10.0
+"""The time for which a streamed answer may be silent; also that after which it begins although nothing has been drawn."""
+
+
+class StreamedAnswer:
+    """One answer.
+
+    Args:
+        start: of a turn of which nothing is known yet. events: those of its format. text: makes what tells the turn's text.
+    """
+
+    def __init__(
+        self,
+        turn: "asyncio.Task[TurnResult]",
+        live: LiveTurn,
+        start: TurnStart,
+        events: Callable[[TurnStart], TurnEvents],
+        text: Callable[[], TurnText],
+    ) -> None:
+        self._turn, self._live, self._start, self._events_of, self._text_of = turn, live, start, events, text
+        self._begun: tuple[TurnEvents, TurnText] | None = None
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yields the events, and while there are none what keeps the connection alive."""
+        ended = False
+        while not ended:
+            await self._live.news(SILENT_SECONDS)
+            ended = self._turn.done()
+            if tokens := self._live.taken():
+                if told := self._told(tokens):
+                    yield told
+            elif not ended:
+                yield b": waiting\n\n" if self._begun is None else self._begun[0].ping()
+        yield self._end()
+
+    def _told(self, tokens: list[int]) -> bytes:
+        head = b""
+        if self._begun is None:
+            known = replace(self._start, created=int(time.time()), prompt=len(self._live.prompt), cached=self._live.cached)
+            self._begun = self._events_of(known), self._text_of()
+            head = self._begun[0].begin()
+        events, text = self._begun
+        return head + b"".join(events.delta(piece) for piece in text.add(tokens))
+
+    def _end(self) -> bytes:
+        """Returns the last events: the rest of a turn that has ended, or why it did not."""
+        try:
+            result = self._turn.result()
+            if self._begun is None:
+                return b"".join(self._events_of(started(result)).whole(result))
+            events, text = self._begun
+            if result.finish == "abort":
+                raise aborted()
+            result = replace(result, created=events.start.created)
+            return b"".join([*(events.delta(piece) for piece in text.finish(result)), events.end(result)])
+        except MyxoError as error:
+            events, head = (self._begun[0], b"") if self._begun is not None else (self._events_of(self._start), None)
+            refused = error if isinstance(error, TurnRefused) else TurnRefused(503, str(error))
+            return (events.begin() if head is None else head) + events.refused(refused)
+
+
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """How a house's clients ask for a turn and are answered.
+
+    Attributes:
+        house: whose error shape it has.
+        parse: from a body and the turn's request id; raises TurnRefused.
+        answer: the body of a whole answer; raises TurnRefused where the turn was aborted.
+        events: those of a streamed one, of the content type ``text/event-stream``.
+        id_prefix: how the house's request ids begin.
+    """
+
+    house: House
+    parse: Callable[[bytes, str], ChatTurn]
+    answer: Callable[[ChatTurn, TurnResult], dict[str, Any]]
+    events: Callable[[ChatTurn, TurnStart], TurnEvents]
+    id_prefix: str
+
+
+CHAT_FORMATS = {
+    "/v1/chat/completions": WireFormat("openai", openai_chat.parse, openai_chat.answer, openai_chat.ChatEvents, "chatcmpl-"),
+    "/v1/responses": WireFormat("openai", openai_responses.parse, openai_responses.answer, openai_responses.ResponseEvents, "resp_"),
+    "/v1/messages": WireFormat("anthropic", anthropic_messages.parse, anthropic_messages.answer, anthropic_messages.MessageEvents, "msg_"),
+}
+"""By path."""
+
+
+def answer_headers(turn: ChatTurn | TokenTurn) -> dict[str, str]:
+    """Returns the headers of an answer: nothing of a request is ignored in silence."""
+    return {"X-Myxo-Ignored": ", ".join(turn.ignored)} if turn.ignored else {}
+
+
+def model_entry(model: str, created: int, context_length: int) -> dict[str, Any]:
+    """Returns an entry of ``/v1/models``, and the answer of ``/v1/models/NAME``. ``created``: seconds since the epoch."""
+    openai = {"id": model, "object": "model", "created": created, "owned_by": "myxo", "max_model_len": context_length}
+    since = datetime.fromtimestamp(created, UTC).isoformat()
+    return openai | {
+        "type": "model",
+        "display_name": model,
+        "created_at": since,
+        "lifecycle": "active",
+        "max_input_tokens": context_length,
+        "max_tokens": context_length,
+    }
+
+
+def model_list(model: str, created: int, context_length: int) -> dict[str, Any]:
+    """Returns the answer of ``/v1/models``: clients of either house read their own fields of it."""
+    entry = model_entry(model, created, context_length)
+    return {"object": "list", "data": [entry], "has_more": False, "first_id": model, "last_id": model}
+
 
 declare_metrics(
     MetricSpec("gateway_requests", "requests", "that came in", counter=True),
@@ -196,7 +362,7 @@ class Api:
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
         self._check_model(asked.model)
-        return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=formats.answer_headers(asked))
+        return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=answer_headers(asked))
 
     async def _watched(self, request: Request, turn: "asyncio.Task[Any]", seconds: float) -> None:
         """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine draws for nobody."""
@@ -214,11 +380,11 @@ class Api:
     # --- models and sessions
 
     async def _models(self, request: Request, log: SessionLog, body: bytes) -> Response:
-        return JSONResponse(formats.model_list(self.model, self.started, await self._context()))
+        return JSONResponse(model_list(self.model, self.started, await self._context()))
 
     async def _model(self, request: Request, log: SessionLog, body: bytes) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(formats.model_entry(self.model, self.started, await self._context()))
+        return JSONResponse(model_entry(self.model, self.started, await self._context()))
 
     async def _context(self) -> int:
         await self.replicas.present(SILENT_SECONDS)
@@ -281,4 +447,4 @@ def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:
 def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
     """Returns the headers that name what of a request has no effect, and what stands as the session's task has it."""
     kept = kept_by_task(log.session, asked.sampling)
-    return formats.answer_headers(asked) | ({TASK_HEADER: ", ".join(kept)} if kept else {})
+    return answer_headers(asked) | ({TASK_HEADER: ", ".join(kept)} if kept else {})

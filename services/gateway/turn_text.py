@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from services.gateway.chat_tokens import ChatTokens, Messages
-from services.gateway.wire.request import TurnDelta, TurnResult
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.wire.request import TurnDelta, TurnRefused, TurnResult
 
 MARKER = re.compile(
     r"<[|/]?[^<>\s]{0,60}?(?:tool|think|function|invoke|parameter|channel|message|content|call|dsml|arg_|sep|turn)", re.IGNORECASE

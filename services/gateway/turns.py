@@ -1,14 +1,15 @@
-"""Draws turns: a prompt is made or carried on, tokens are drawn until the turn ends, and what was drawn is recorded before it is answered.
+"""Samples turns: a prompt is made or carried on, tokens are sampled until the turn ends, and what was sampled is recorded before it is
+answered.
 
-A turn goes on from its tokens where the engine aborted it, its replica died, or another gateway did. It is known by its request's id:
-asked for again, here or at another gateway, it is answered with what was drawn, or goes on from what was recorded.
+A turn continues from its tokens where the engine aborted it, its replica died, or another gateway did. It is known by its request's id:
+asked for again, here or at another gateway, it is answered with what was sampled, or continues from what was recorded.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,25 +17,20 @@ import structlog
 from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens
-from services.gateway.conversations import continued, digests
-from services.gateway.draw_client import DrawClient, Hear, ReplicaFailed
-from services.gateway.live_turn import LiveTurn
-from services.gateway.replicas import Replicas
-from services.gateway.session_watch import SessionWatch
-from services.gateway.stop_edge import StopEdge
-from services.gateway.turn_answer import TurnAnswers, stops_of
-from services.gateway.turn_sampling import check_tokens, drawn_sampling
-from services.gateway.turn_spans import traced_turn
+from services.gateway.replicas import DrawClient, Hear, ReplicaFailed, Replicas
+from services.gateway.turn_decisions import StopEdge, TurnAnswers, check_tokens, continued, digests, drawn_sampling, stops_of
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import (
     ChatTurn,
     RequestedSampling,
     TokenTurn,
+    TurnRefused,
     TurnResult,
     assistant_message,
+    overlong_prompt,
 )
-from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt
 from shared.config.gateway_section import GatewaySection
+from shared.runtime.awake_timeout import put_off
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Sampling
 from shared.sessions.draw import Drawn, DrawRequest
@@ -52,7 +48,170 @@ from shared.sessions.session import (
     joined,
 )
 from shared.sessions.session_store import SessionStore
+from shared.tracing.span import TraceSpan
 from shared.tracing.traces import Traces
+
+
+class LiveTurn:
+    """One turn. ``prompt``: its token ids, once it has begun. ``cached``: of them, those that the first draw found in the prefix cache."""
+
+    def __init__(self) -> None:
+        self.prompt: list[int] = []
+        self.cached = 0
+        self._heard: list[int] = []
+        self._news = asyncio.Event()
+
+    def begin(self, pending: PendingTurn) -> None:
+        """Notes the turn's prompt, and what another gateway has drawn of it already."""
+        self.prompt = pending.prompt.tolist()
+        self._note(pending.completion.tolist())
+
+    def hear(self, drawn: Drawn) -> None:
+        """Notes further tokens."""
+        self.cached = self.cached or drawn.cached
+        self._note(drawn.completion.tolist())
+
+    def _note(self, tokens: list[int]) -> None:
+        if tokens:
+            self._heard += tokens
+            self._news.set()
+
+    def end(self) -> None:
+        """Wakes whoever waits: nothing more is heard."""
+        self._news.set()
+
+    async def news(self, seconds: float) -> None:
+        """Waits until there are tokens that were not taken, the turn has ended, or so many seconds have passed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
+    def taken(self) -> list[int]:
+        """Returns the tokens that were heard since the last call."""
+        self._news.clear()
+        heard, self._heard = self._heard, []
+        return heard
+
+
+WATCH_SECONDS = 0.5
+"""The interval at which is seen which sessions have ended: those of all turns in one round trip."""
+
+
+class SessionWatch:
+    """The sessions whose turns this gateway draws.
+
+    Args:
+        asleep: whether replicas sleep now.
+
+    Attributes:
+        stopped: whether it draws no more.
+    """
+
+    def __init__(self, sessions: SessionStore, asleep: Callable[[], bool]) -> None:
+        self._sessions, self._asleep, self.stopped = sessions, asleep, False
+        self._watched: dict[asyncio.Timeout, SessionLog] = {}
+
+    @asynccontextmanager
+    async def turn(self, log: SessionLog, seconds: float) -> AsyncIterator[None]:
+        """Runs the body for so many seconds, and not beyond the session's end. Raises TimeoutError; ``log.ended`` tells which it was,
+        `stopped` whether the gateway stops."""
+        async with asyncio.timeout(0 if self.stopped else seconds) as limit:
+            self._watched[limit] = log
+            try:
+                yield
+            finally:
+                del self._watched[limit]
+
+    async def keep(self) -> None:
+        """Looks at the sessions again and again. Runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            elapsed, before = loop.time() - before, loop.time()
+            for limit in self._watched if self._asleep() else ():
+                put_off(limit, elapsed)
+            with contextlib.suppress(MyxoError):  # the store is away: turns see that where they are recorded
+                await self._sessions.refresh_all(self._watched.values())
+            for limit, log in self._watched.items():
+                if log.ended is not None and not limit.expired():
+                    limit.reschedule(loop.time())
+
+    def stop(self) -> None:
+        """Ends all turns: what was recorded of them is gone on from elsewhere."""
+        self.stopped, now = True, asyncio.get_running_loop().time()
+        for limit in self._watched:
+            if not limit.expired():
+                limit.reschedule(now)
+
+
+TURN = "turn"
+
+
+@dataclass
+class TracedTurn:
+    """A turn that is being drawn. ``turn``: set by who draws it, once it has ended."""
+
+    turn: Turn | None = None
+
+
+@contextmanager
+def traced_turn(traces: Traces, log: SessionLog, begun: PendingTurn) -> Iterator[TracedTurn]:
+    """Adds the turn's span when the body is over, whatever ends it. ``begun``: the turn as it is taken up."""
+    found, started, error = TracedTurn(), time.time(), ""
+    before = len(begun.completion)  # more is added to it as it is drawn
+    try:
+        yield found
+    except BaseException as raised:
+        error = _why(log, raised)
+        raise
+    finally:
+        if traces.on:
+            traces.add(turn_span(log, begun, found.turn, (started, time.time()), before, error))
+
+
+def turn_span(
+    log: SessionLog, begun: PendingTurn, turn: Turn | None, times: tuple[float, float], before: int = 0, error: str = ""
+) -> TraceSpan:
+    """Returns the span of a turn.
+
+    Args:
+        turn: None where it failed. times: of its begin and end, seconds since the epoch. before: tokens that others had drawn of it.
+    """
+    session = log.session
+    completion, versions = begun.completion if turn is None else turn.completion, [] if turn is None else [span[2] for span in turn.spans]
+    return TraceSpan(
+        trace=session.group,
+        name=TURN,
+        started=times[0],
+        ended=times[1],
+        error=error,
+        attributes={
+            "group": session.group,
+            "attempt": session.attempt,
+            "rollout": session.rollout,
+            "session": session.id,
+            "request": begun.request,
+            "continues": begun.parent,
+            "taken_over": before > 0,
+            "prompt_tokens": len(begun.prompt),
+            "tokens": len(completion),
+            "cached_tokens": None if turn is None else turn.cached,
+            "finish": None if turn is None else turn.finish,
+            "replica": (begun.replica if turn is None else turn.replica) or None,
+            "oldest_version": min(versions, default=None),
+            "newest_version": max(versions, default=None),
+        },
+    )
+
+
+def _why(log: SessionLog, raised: BaseException) -> str:
+    if log.ended is not None:
+        return "the session has ended" + (f": {log.ended.reason}" if log.ended.reason else "")
+    if isinstance(raised, asyncio.CancelledError):
+        return "its time was over, or its client is gone"
+    return str(raised) or type(raised).__name__
+
 
 LEASE_SECONDS, RENEWALS = 12.0, 4
 """For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time."""

@@ -1,20 +1,25 @@
-"""Takes groups from a queue, has them scored, and sends the outcome on."""
+"""Takes groups from a queue, reads and checks their samples, has them scored and filtered, and publishes the outcome.
+
+Here a payload enters the run: what is valid says `shared.schema.sample.Sample.problem`; what was read may be scored, batched and trained.
+"""
 
 import asyncio
 import contextlib
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
-from services.reward.group_filter import GroupFilter
-from services.reward.payload_reader import PayloadReader
-from services.reward.reward_router import RewardRouter
-from services.reward.score_spans import score_span
-from services.reward.scorer import Scorer
+from services.reward.custom_functions import FilterResult, is_scoring
+from services.reward.scorer import HooksPool, RewardRouter, Scorer
+from shared import hooks
+from shared.bus import runs
 from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
+from shared.config.run_config import RunConfig
 from shared.environment.protocol import EnvironmentFailed
+from shared.hooks.filters import BUILT_IN
 from shared.runtime.activities import WORK
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import (
@@ -29,10 +34,106 @@ from shared.runtime.errors import (
 )
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
+from shared.schema import sample
+from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
-from shared.schema.sample import Sample, Score
+from shared.schema.sample import Sample, SampleLimits, Score
 from shared.schema.service_messages import Doing
+from shared.schema.versions import newest_possible
+from shared.tracing.span import Attributes, TraceSpan
 from shared.workers.worker_process import WorkerFailed
+
+
+class GroupFilter:
+    """Applies the filters of a run.
+
+    Args:
+        pool: runs the user's own functions; None where the run has none.
+    """
+
+    def __init__(self, config: RunConfig, pool: HooksPool | None) -> None:
+        # a rollout function of the user's calls the run's filters itself, or does not
+        self._functions_own = config.rollout.rollout_function_path is not None
+        self._pool = pool if any(not is_scoring(field) for field in hooks.paths(config, "reward")) else None
+        self._built_in = BUILT_IN.get(config.rollout.dynamic_sampling_filter_path or "")
+        self._args = hooks.Arguments(config)
+
+    async def decide(self, group: str, samples: list[Sample], scores: list[Score]) -> FilterResult:
+        """Returns the filters' outcome for a scored group. Raises DeadlineExceeded, WorkerFailed or BadMessage: the group is given up."""
+        if is_evaluation(group) or self._functions_own:
+            return FilterResult(scores)
+        if self._pool is not None:
+            return await self._pool.select(samples, scores)
+        if self._built_in is None:
+            return FilterResult(scores)
+        # one that comes with Myxo looks at rewards alone and cannot hang: no process, no copy of the samples
+        output = self._built_in(self._args, [hooks.HookSample(reward=score.reward) for score in scores])
+        return FilterResult(scores, None if output.keep else output.reason)
+
+
+class PayloadReader:
+    """Reads groups out of the store. One for all queues of a service.
+
+    Args:
+        vocabulary: that of the run's model (`shared.bus.runs.vocabulary`).
+    """
+
+    def __init__(self, service: Service, vocabulary: int) -> None:
+        self._service, self._limits = service, SampleLimits(vocabulary, log_probs_reader=service.config.log_probs_reader)
+        self._newest = -1
+
+    @classmethod
+    async def open(cls, service: Service) -> "PayloadReader":
+        """Returns the reader of a run's payloads."""
+        return cls(service, await runs.vocabulary(service.bus, service.run))
+
+    async def read(self, group: Generated) -> list[Sample]:
+        """Returns a group's samples, all valid. Raises BadMessage, which names sample and field; PayloadChanged, PayloadMissing."""
+        blobs = await self._service.store.read(group.payload)
+        samples = sample.decode(blobs, self._limits)
+        newest = max((version for item in samples for _, _, version in item.segments), default=0)
+        if newest > self._newest:  # seldom: when a push has ended since
+            live = await runs.live_version(self._service.bus, self._service.run)
+            self._newest = newest_possible(live, self._service.config.rollout.max_staleness)
+        if newest > self._newest:
+            for item in samples:
+                item.check(replace(self._limits, newest=self._newest))
+        _check_reference(group, samples)
+        return samples
+
+
+def _check_reference(group: Generated, samples: list[Sample]) -> None:
+    """Raises BadMessage where the samples are not those that the reference describes, by which batches are formed and divided."""
+    if len(samples) != len(group.samples):
+        raise BadMessage(f"{group.group}: the payload holds {len(samples)} samples, its reference {len(group.samples)}")
+    if not samples:
+        raise BadMessage(f"{group.group}: the payload holds no sample")
+    lengths = tuple(item.length for item in samples)
+    if lengths != group.payload.tokens:
+        raise BadMessage(f"{group.group}: the payload's samples have {_few(lengths)} tokens, by its reference {_few(group.payload.tokens)}")
+    if sample.rollouts(samples) != tuple(group.rollouts):
+        raise BadMessage(f"{group.group}: the payload's samples come from other rollouts than its reference says")
+    for position, (item, meta) in enumerate(zip(samples, group.samples, strict=True)):
+        if (item.group, item.index) != (group.group, position):
+            raise BadMessage(f"{group.group}: the payload holds sample {item.name[:100]} in the place of {group.group}/{position}")
+        if item.meta() != meta:
+            raise BadMessage(f"sample {item.name}: its reference says {meta}, the payload {item.meta()}")
+
+
+def _few(lengths: tuple[int, ...]) -> str:
+    return str(list(lengths[:8])) if len(lengths) <= 8 else f"{list(lengths[:8])} and {len(lengths) - 8} more"
+
+
+def score_span(group: Generated, outcome: Scored | Failed, started: float, ended: float) -> TraceSpan:
+    """Returns the span of scoring that ended with ``outcome``. Times are seconds since the epoch."""
+    known: Attributes = {"group": group.group, "attempt": group.attempt, "environment": group.environment}
+    error = ""
+    if isinstance(outcome, Scored):
+        known |= {"rewards": outcome.rewards, "unread": len(outcome.unread), "filtered": outcome.filtered}
+    else:
+        error = outcome.reason
+    return TraceSpan(trace=group.group, name="score", started=started, ended=ended, error=error, attributes=known)
+
 
 declare_metrics(
     MetricSpec("samples_scored", "samples", "scored since the service started", counter=True),

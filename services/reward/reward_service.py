@@ -3,18 +3,20 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-from services.reward.environment_health import EnvironmentHealthCheck
-from services.reward.group_consumer import GroupConsumer
-from services.reward.group_filter import GroupFilter
-from services.reward.group_judge import GroupJudge
-from services.reward.judge import Judge
-from services.reward.judge_calls import JudgeCalls
-from services.reward.payload_reader import PayloadReader
+from services.reward.group_consumer import GroupConsumer, GroupFilter, PayloadReader
+from services.reward.judge import GroupJudge, Judge, JudgeCalls
 from services.reward.remote_rewards import RemoteScorer, prompt_text
-from services.reward.reward_router import RewardRouter
-from services.reward.scorer import CustomScorer, ExternalScorer, Scorer, VerifierScorer
-from services.reward.scoring_pools import HooksPool, VerifierPool
-from services.reward.weighted_rewards import WeightedScorer
+from services.reward.scorer import (
+    CustomScorer,
+    EnvironmentHealthCheck,
+    ExternalScorer,
+    HooksPool,
+    RewardRouter,
+    Scorer,
+    VerifierPool,
+    VerifierScorer,
+    WeightedScorer,
+)
 from shared import hooks
 from shared.config.reward_section import CUSTOM, JUDGE, REMOTE, WEIGHTED
 from shared.environment.environment_client import open_environment

@@ -1,26 +1,204 @@
-"""Scores the groups of one environment: by a verifier of our own, by the user's function, or by an environment outside of Myxo."""
+"""Scores groups: by verifiers and the user's functions in worker processes, by environments outside of Myxo, or by a weighted sum of
+several.
+"""
 
 import asyncio
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from services.reward.environment_health import EnvironmentHealthCheck
-from services.reward.scoring_pools import HooksPool, Verification, VerifierPool
+from services.reward.custom_functions import FilterResult, is_scoring
+from shared.bus.connection import TRANSIENT
+from shared.bus.registry import ENVIRONMENT
+from shared.config.eval_views import reward_field, reward_key, reward_section
 from shared.config.reward_section import CUSTOM, WEIGHTED, RewardSection
 from shared.config.run_config import RunConfig
-from shared.environment.environment import Environment
-from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
-from shared.hooks import reward_values
-from shared.rewards.names import GIVEN, needs_label
-from shared.rewards.reference import label_problem
-from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
+from shared.config.sandbox_section import SandboxSection
+from shared.environment.protocol import Environment, EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample, first_problem
+from shared.hooks import paths, reward_values
+from shared.rewards.names import GIVEN, needs_label, queue_of, wrong
+from shared.rewards.reference import Reference, label_problem
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError, nearest
+from shared.runtime.service_base import Service
+from shared.schema import sample
+from shared.schema.limits import MAX_PARTS
 from shared.schema.messages import Generated
 from shared.schema.own_turns import scored_text
 from shared.schema.sample import Sample, Score
-from shared.workers.worker_process import WorkerFailed
+from shared.schema.service_messages import ServiceStatus
+from shared.workers.worker_pool import CallLate, WorkerPool
+from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
+
+_MODULE = "services.reward.worker"
+
+_ANSWER = TypeAdapter(FilterResult)
+
+
+class ScoringPool(WorkerPool):
+    """A pool whose workers answer with scores."""
+
+    async def scores(self, request: dict[str, Any], count: int, awaited: str, awaited_from: str, deadline: float) -> FilterResult:
+        """Returns a worker's answer about a group of ``count`` samples, checked. Raises as `ask` does."""
+        answer = await self.ask(request, awaited, awaited_from, deadline)
+        try:
+            result = _ANSWER.validate_python(answer)
+        except ValidationError as error:
+            raise WorkerFailed(f"{self._name} answered with what is no score: {first_problem(error)}") from None
+        if len(result.scores) != count:
+            raise WorkerFailed(f"{self._name} gave {len(result.scores)} scores for {count} samples")
+        return result
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What is asked of a verifier.
+
+    name: the verifier. responses: their texts. references: what each is compared with, or one for all. pattern: takes the answer out of a
+    response. key: the reward that counts of several.
+    """
+
+    name: str
+    responses: Sequence[str]
+    references: Sequence[Reference]
+    pattern: str | None = None
+    key: str | None = None
+
+    def request(self, seconds: float) -> dict[str, Any]:
+        """Returns the request to a worker, which `services.reward.worker.VerifierCalls.answer` reads."""
+        return {**asdict(self), "seconds": seconds}
+
+    def each(self) -> list["Verification"]:
+        """Returns a verification for each response alone."""
+        references = [self.references[index % len(self.references)] for index in range(len(self.responses))]
+        return [replace(self, responses=[one], references=[reference]) for one, reference in zip(self.responses, references, strict=True)]
+
+
+class VerifierPool(ScoringPool):
+    """Runs the verifiers of one queue.
+
+    Args:
+        queue: its name. names: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`. sandbox: for those that run code.
+    """
+
+    def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE, sandbox: SandboxSection | None = None) -> None:
+        fields = sandbox.model_dump(mode="json") if sandbox is not None else None
+        super().__init__(queue, size, {"verifiers": list(names), "sandbox": fields}, module)
+
+    async def score(self, asked: Verification, deadline: float) -> list[Score]:
+        """Returns one score a response; those that could not be verified have that of a wrong answer, and say why in ``unread``.
+
+        The worker gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each
+        alone, within as long again. Raises as `ask` does, but for the errors that a response is the cause of.
+        """
+        count, source = len(asked.responses), f"verifier {asked.name}"
+        try:
+            return (await self.scores(asked.request(deadline), count, "the rewards", source, deadline + LOOP_SECONDS)).scores
+        except (CallLate, WorkerDied) as error:
+            if count == 1:
+                return [Score(reward=wrong(asked.name), unread=str(error))]
+        return [score for alone in asked.each() for score in await self.score(alone, deadline / count)]
+
+
+class HooksPool(ScoringPool):
+    """Runs the user's own functions: ``reward_workers`` processes, each with all of them. Calls raise as `ask` does."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, found = config, paths(config, "reward")
+        self._called = ", ".join(f"{field} = {path}" for field, path in found.items() if not is_scoring(field))
+        name = f"the functions {', '.join(found.values())}"
+        setup, variables = {"config": config.model_dump_json()}, config.reward.worker_environment
+        super().__init__(name, config.reward.reward_workers, setup, _MODULE, variables)
+
+    @property
+    def scores_at_once(self) -> int | None:
+        """Returns how many groups an async ``custom_rm_path`` may have in hand; None where it is plain, or before the start."""
+        return self._config.reward.environment_concurrency if "score" in self._waits else None
+
+    async def score(self, samples: list[Sample], key: str | None) -> list[Score]:
+        """Returns one score a sample, by ``custom_rm_path``; ``key`` names the reward that counts of several."""
+        return (await self._call("score", samples, f"{len(samples)} rewards", key=key)).scores
+
+    async def select(self, samples: list[Sample], scores: list[Score]) -> FilterResult:
+        """Returns the outcome of the filters for a scored group."""
+        return await self._call("select", samples, "a verdict", scores=[asdict(score) for score in scores])
+
+    async def _call(self, verb: str, samples: list[Sample], awaited: str, **more: object) -> FilterResult:
+        field, found = reward_field(self._config, samples[0].group), paths(self._config, "reward")
+        called = f"{field} = {found[field]}" if verb == "score" else self._called
+        request = {"verb": verb, "samples": sample.encode(samples, self._config.store.blob_bytes), **more}
+        return await self.scores(request, len(samples), awaited, called, self._config.reward.reward_timeout)
+
+
+class EnvironmentHealthCheck:
+    """The health check of one environment. Every reward service makes its own; they publish the same status."""
+
+    def __init__(self, service: Service, environment: Environment) -> None:
+        self._service, self._environment = service, environment
+        self._describe_seconds = service.config.bus.registry_ttl / 2  # with a heartbeat between two it stays below the TTL
+        self._log = service.log.bind(environment=environment.name, url=environment.shown)
+        self.state, self.detail = "starting", ""
+        self.reachable = asyncio.Event()
+
+    async def run(self) -> None:
+        """Watches until cancelled."""
+        while True:
+            await self._describe()
+            with contextlib.suppress(MyxoError, *TRANSIENT):  # the next heartbeat is near
+                await self._service.registry.renew(self._status())
+            await asyncio.sleep(self._service.heartbeat)
+
+    async def leave(self) -> None:
+        """Removes the status; where another reward service also watches, it is published again within a heartbeat."""
+        with contextlib.suppress(MyxoError, *TRANSIENT):
+            await self._service.registry.leave(self._status())
+
+    def lost(self, reason: str) -> None:
+        """Stops taking groups until the environment has described itself again, because a caller could not reach it."""
+        self._say("away", reason)
+
+    async def _describe(self) -> None:
+        try:
+            description = await self._environment.describe(self._describe_seconds)
+        except EnvironmentAway as error:
+            self._say("away", error.reason)
+        except EnvironmentFailed as error:
+            self._say("refused", error.reason)
+        except DeadlineExceeded:
+            self._say("late", f"describe was not answered within {self._describe_seconds:g} s")
+        else:
+            if not description.scores:
+                self._say("refused", f"verbs is {', '.join(description.verbs)}; expected 'score' where it is to score")
+                return
+            needs, given = description.timeout, self._service.config.reward.reward_timeout
+            self._say("ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else "")
+
+    def _say(self, state: str, detail: str) -> None:
+        if state != self.state:
+            tell = self._log.info if state == "ready" and not detail else self._log.warning
+            tell("environment_state", state=state, reason=detail, before=self.state)
+        self.state, self.detail = state, detail
+        if state in ("ready", "late"):
+            self.reachable.set()
+        else:
+            self.reachable.clear()
+
+    def _status(self) -> ServiceStatus:
+        return ServiceStatus(
+            service=ENVIRONMENT,
+            instance=self._environment.name,
+            host="",
+            pid=0,
+            http=self._environment.shown,
+            state=self.state,
+            detail=self.detail,
+            at=time.time(),
+        )
+
 
 IN_HAND = 4
 """The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""
@@ -160,3 +338,72 @@ def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:
     except ValidationError as error:
         [where, *_] = (".".join(map(str, problem["loc"])) for problem in error.errors())
         raise BadMessage(f"{group.group}: the payload's {where} does not go into a request for a score") from error
+
+
+class RewardRouter:
+    """Scores groups whose samples may name different environments: a generate function may change a sample's metadata.
+
+    Args:
+        scorers: every scorer of the run, by the name of its queue.
+    """
+
+    def __init__(self, config: RunConfig, scorers: dict[str, Scorer]) -> None:
+        self._config, self._scorers = config, scorers
+
+    async def score(self, group: Generated, samples: list[Sample]) -> list[Score]:
+        """Returns one score a sample, in order. Raises as `Scorer.score` does, WorkerFailed for an unknown environment."""
+        scores, key = dict[int, Score](), reward_key(self._config, group.group)
+        if not self._config.reward.group_rm:  # a function that scores whole groups gets all of their samples, as with slime
+            scores = {position: _given(sample, key) for position, sample in enumerate(samples) if sample.given_reward is not None}
+        names = [None if position in scores else self._environment(group, sample) for position, sample in enumerate(samples)]
+        for name in filter(None, dict.fromkeys(names)):
+            positions = [position for position, other in enumerate(names) if other == name]
+            asked = shown([samples[position] for position in positions], name, self._config.reward)
+            found = await self._scorers[queue_of(name)].score(group, asked, name, key)
+            scores.update(zip(positions, found, strict=True))
+        return [scores[position] for position in range(len(samples))]
+
+    def _environment(self, group: Generated, sample: Sample) -> str:
+        named, reward = sample.metadata.get("rm_type"), reward_section(self._config, group.group)
+        name, names = reward.environment_of(named) if named else group.environment, reward.environment_names()
+        if name not in names:
+            expected = nearest(name, names)
+            raise WorkerFailed(f"sample {sample.name}: metadata.rm_type is {name[:80]!r}; the run has no such environment ({expected})")
+        return name
+
+
+def _given(sample: Sample, key: str | None) -> Score:
+    """Returns the score that a generate function gave. Raises BadMessage."""
+    try:
+        return reward_values.read(sample.given_reward, key)
+    except ValueError as error:
+        raise BadMessage(f"sample {sample.name}: the reward that it was generated with: {error}") from None
+
+
+class WeightedScorer(Scorer):
+    """Scores by all of ``reward_weights``.
+
+    Args:
+        scorers: those of the run, by queue.
+    """
+
+    def __init__(self, config: RewardSection, scorers: Mapping[str, Scorer]) -> None:
+        super().__init__(WEIGHTED, config.environment_concurrency)
+        self._config, self._weights, self._scorers = config, config.reward_weights, scorers
+
+    async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
+        calls = (self._scorers[queue_of(name)].score(group, shown(samples, name, self._config), name, None) for name in self._weights)
+        of_names = dict(zip(self._weights, await asyncio.gather(*calls), strict=True))
+        try:
+            return [self._sum({name: scores[index] for name, scores in of_names.items()}, key) for index in range(len(samples))]
+        except ValueError as error:
+            raise EnvironmentFailed(WEIGHTED, str(error)) from None
+
+    def _sum(self, scores: Mapping[str, Score], key: str | None) -> Score:
+        total = sum(weight * scores[name].reward for name, weight in self._weights.items())
+        parts = {name: score.reward for name, score in scores.items()}
+        inner = {f"{name}.{part}": value for name, score in scores.items() for part, value in score.parts.items()}
+        named = dict(list({**parts, **inner}.items())[:MAX_PARTS])
+        unread = "; ".join(score.unread for score in scores.values() if score.unread)
+        counted = reward_values.counted(Score(reward=total, parts=named), key)
+        return Score(reward=counted.reward, parts=counted.parts, unread=unread[:200])

@@ -16,8 +16,7 @@ from services.reward.time_limit import OutOfTime, within
 from shared.hooks import reward_values
 from shared.rewards.names import RUNS_CODE, base, missing_package, wrong
 from shared.rewards.reference import Reference
-from shared.rewards.unit_tests import open_sandboxes
-from shared.rewards.verifiers import Value, load, pattern_answer, read_label, verify
+from shared.rewards.verifiers import Value, load, open_sandboxes, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.runtime.failures import error_words
 from shared.workers.call_server import Calls, serve_calls

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from shared.data.call_form import in_call_form
 from shared.data.tokenizer import Tokenizer
-from shared.environment.stepping import Reply
+from shared.environment.protocol import Reply
 from shared.runtime.errors import ConfigError
 
 _PLACEHOLDER = "3c6ef372fe94f82b"

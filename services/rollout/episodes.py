@@ -22,10 +22,19 @@ from services.rollout.replica import Replica
 from shared.config.eval_views import eval_view
 from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
-from shared.environment.environment import Environment
 from shared.environment.environment_client import open_environment
-from shared.environment.protocol import Description, EnvironmentAway, EnvironmentFailed
-from shared.environment.stepping import CLOSE, CloseRequest, Reply, ResetRequest, StepRequest, TurnOutcome
+from shared.environment.protocol import (
+    CLOSE,
+    CloseRequest,
+    Description,
+    Environment,
+    EnvironmentAway,
+    EnvironmentFailed,
+    Reply,
+    ResetRequest,
+    StepRequest,
+    TurnOutcome,
+)
 from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks.call_context import CallContext, current_call
 from shared.hooks.slime.http_requests import HTTPStatusError, close_session, post

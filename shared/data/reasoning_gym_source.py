@@ -14,7 +14,7 @@ from shared.config.curriculum_section import CurriculumSection
 from shared.config.run_config import RunConfig
 from shared.data.adaptive_level import LEVEL, AdaptiveLevel
 from shared.rewards.names import REASONING_GYM
-from shared.rewards.reasoning_gym_score import reasoning_gym_factory
+from shared.rewards.text_rewards import reasoning_gym_factory
 from shared.runtime.errors import ConfigError, nearest
 
 FIELD, PARAMETERS = "curriculum.reasoning_gym", "curriculum.reasoning_gym_parameters"

@@ -6,9 +6,8 @@ from nats.errors import NoRespondersError
 
 from shared.bus.connection import Bus, NotPermitted
 from shared.bus.subjects import Subjects
-from shared.environment.environment import Environment
 from shared.environment.environment_url import EnvironmentUrl, parse
-from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, EnvironmentFailed
+from shared.environment.protocol import MAX_ANSWER, Environment, EnvironmentAway, EnvironmentFailed
 from shared.runtime.errors import BadMessage, ConfigError, MessageTooLarge
 from shared.schema import codec
 

@@ -1,23 +1,25 @@
-"""An environment that answers over HTTP, in JSON.
+"""Environments over HTTP, in JSON: the client, and a server: ``GET /describe``, and ``POST`` for each other verb, below one URL.
 
-The environment is not trusted: no redirect is followed, no proxy and no netrc of this process's environment is used, no cookie is kept;
-a name is resolved once for each connection, and only the checked addresses are connected to; an answer is read up to
-a limit.
+The client does not trust the environment: no redirect is followed, no proxy and no netrc of this process's environment is used, no cookie
+is kept; a name is resolved once for each connection, and only the checked addresses are connected to; an answer is read up to a limit.
 """
 
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from aiohttp.abc import ResolveResult
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
-from shared.environment.environment import Environment
 from shared.environment.environment_url import EnvironmentUrl, blocked
-from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, EnvironmentFailed, words
+from shared.environment.protocol import DESCRIBE, MAX_ANSWER, Environment, EnvironmentAway, EnvironmentFailed, words
+from shared.environment.serving import EpisodeRefused, ServedEnvironment
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.untrusted_files import parse_json
 
@@ -143,3 +145,41 @@ def _reason(error: Exception) -> str:
     """Returns the operating system's words rather than the library's."""
     cause: BaseException = getattr(error, "os_error", None) or error
     return words(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
+
+
+MOST_BYTES = 64 << 20
+"""The largest request: a group of long responses."""
+
+
+@asynccontextmanager
+async def served_over_http(environment: ServedEnvironment, host: str, port: int) -> AsyncIterator[str]:
+    """Serves until left; yields the URL. ``port`` 0: any that is free. Raises OSError where it cannot listen."""
+
+    async def on_request(request: web.Request) -> web.Response:
+        verb = request.match_info["verb"]
+        if (request.method == "GET") != (verb == DESCRIBE):
+            return _answer(405, {"error": f"{verb} is asked with {'GET' if verb == DESCRIBE else 'POST'}"})
+        try:
+            question: Any = {} if verb == DESCRIBE else parse_json(await request.read())
+            if not isinstance(question, dict):
+                raise EpisodeRefused("expected an object")
+            return _answer(200, await environment.answer(verb, question))
+        except (EpisodeRefused, ValueError) as error:
+            return _answer(400, {"error": str(error)})
+        except Exception as error:  # of the user's code
+            return _answer(500, {"error": f"{type(error).__name__}: {error}"})
+
+    application = web.Application(client_max_size=MOST_BYTES)
+    application.router.add_route("*", "/{verb}", on_request)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound = runner.addresses[0]
+        yield f"http://{host}:{bound[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def _answer(status: int, value: dict[str, Any]) -> web.Response:
+    return web.Response(status=status, body=json.dumps(value, allow_nan=False, default=str).encode(), content_type="application/json")

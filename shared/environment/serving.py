@@ -1,8 +1,8 @@
 """Serves an environment that is a Python object, over HTTP or on a run's bus: ``myxo env run module:Class``.
 
 The object has ``score(request)``, or ``reset(request)`` and ``step(state, message, request)``, plain or async. What the protocol asks of an
-environment that steps is done here: sessions with a lifetime, a repeated ``reset`` or ``step`` that is answered as the first one was,
-turns in order, no step after the end.
+environment that steps is done here: sessions with a lifetime, a repeated ``reset`` or ``step`` that is answered as the first one was, turns
+in order, no step after the end.
 """
 
 import asyncio
@@ -13,8 +13,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.environment.protocol import DESCRIBE, PROTOCOL, SCORE
-from shared.environment.stepping import CLOSE, RESET, STEP
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from shared.bus.subjects import Subjects
+from shared.environment.protocol import CLOSE, DESCRIBE, PROTOCOL, RESET, SCORE, STEP
+from shared.runtime.errors import BadMessage
+from shared.schema import codec
 
 SESSION_TTL, MOST_SESSIONS = 3600.0, 10_000
 """Seconds after which a session that nobody steps is forgotten, and the most sessions at once; of more, the oldest go."""
@@ -141,3 +146,28 @@ async def _called(function: Any, *arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     return await asyncio.to_thread(function, *arguments)
+
+
+async def serve_on_bus(environment: ServedEnvironment, connection: Client, run: str, name: str) -> None:
+    """Subscribes to the environment's subjects, in a queue group of its name: instances share the work."""
+    running: set[asyncio.Task[None]] = set()
+    for verb in (DESCRIBE, *environment.verbs):
+
+        async def on_request(message: Msg, verb: str = verb) -> None:  # a long call must not hold up the next one
+            task = asyncio.create_task(_respond(environment, verb, message))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+        await connection.subscribe(Subjects(run).environment(name, verb), queue=name, cb=on_request)
+
+
+async def _respond(environment: ServedEnvironment, verb: str, message: Msg) -> None:
+    answer: dict[str, Any]
+    try:
+        question = codec.unpack(message.data)
+        if not isinstance(question, dict):
+            raise BadMessage("expected a map")
+        answer = await environment.answer(verb, question)
+    except Exception as error:  # of the user's code, too
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    await message.respond(codec.pack(answer))

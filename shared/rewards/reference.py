@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from shared.rewards.gpqa import ANSWERS
-from shared.rewards.ifbench import instructions
 from shared.rewards.names import REASONING_GYM, RUNS_CODE, VERIFIERS, base, needs_label
-from shared.rewards.reasoning_gym_score import task_problem
+from shared.rewards.text_rewards import ANSWERS, instructions, task_problem
 from shared.rewards.unit_test_cases import cases_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared.agents.tool_calls import arguments_of, shortened
 from shared.rewards.unit_test_cases import Case
-from shared.rewards.unit_tests import CaseOutcome, run_tests
+from shared.rewards.verifiers import CaseOutcome, run_tests
 from shared.sandbox.program import Program, ProgramResult, SandboxSettings
 from shared.sandbox.sandbox import Sandbox
 

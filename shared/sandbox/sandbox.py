@@ -1,4 +1,4 @@
-"""A sandbox, as the process sees it that starts it: programs in, results out.
+"""A sandbox, as the process sees it that starts it: programs in, results out; and a pool of started ones.
 
 The sandbox ends with the process that holds it, however that ends: its supervisor reads requests from a pipe that the kernel then closes.
 """
@@ -16,28 +16,75 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from shared.runtime.container_runtime import client_environment, remove_container
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.sandbox import process_usage, program_supervisor
-from shared.sandbox.bwrap_command import (
+from shared.sandbox import program_supervisor
+from shared.sandbox.program import STATUSES, Program, ProgramResult, SandboxLimits, SandboxSettings, status_of
+from shared.sandbox.sandbox_command import (
+    FIRST_USER,
     OUTSIDE,
     PASSWD,
     USER,
+    USERS,
     SandboxDescriptors,
     bwrap_command,
     bwrap_program,
+    container_command,
     environment,
     interpreter,
     supervisor_command,
+    syscall_filter,
 )
-from shared.sandbox.container_command import FIRST_USER, USERS, container_command
-from shared.sandbox.program import STATUSES, Program, ProgramResult, SandboxLimits, SandboxSettings, status_of
-from shared.sandbox.sandbox_remedy import remedy
-from shared.sandbox.syscall_filter import syscall_filter
+
+APPARMOR = "kernel.apparmor_restrict_unprivileged_userns"
+CLONE = "kernel.unprivileged_userns_clone"
+NAMESPACES = "user.max_user_namespaces"
+
+_CONTAINER = (
+    "in a container, start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
+    "systempaths=unconfined (docs/sandbox.md)"
+)
+
+Setting = Callable[[str], str | None]
+"""Name of a kernel setting → its value; None where the kernel has no such."""
+
+
+def kernel_setting(name: str) -> str | None:
+    """Returns the value of a setting as sysctl shows it."""
+    try:
+        return Path("/proc/sys", *name.split(".")).read_text().strip()
+    except OSError:
+        return None
+
+
+def remedy(words: str, setting: Setting = kernel_setting, program: str | None = None) -> str:
+    """Returns why there is no sandbox, and what helps.
+
+    Args:
+        words: what bubblewrap said. setting: reads the kernel's settings. program: the path of bubblewrap.
+    """
+    program = program or bwrap_program()
+    if program is None:
+        return "bubblewrap is not installed: pip install 'myxo[reward]', or the system's package bubblewrap"
+    for name, forbidding, allowed in ((CLONE, "0", "1"), (NAMESPACES, "0", "10000")):
+        if setting(name) == forbidding:
+            return f"{words}; this kernel forbids user namespaces: sysctl -w {name}={allowed}"
+    if setting(APPARMOR) == "1":
+        profile = f"profile myxo-bwrap {program} flags=(unconfined) {{ userns, }}"
+        return (
+            f"{words}; AppArmor restricts user namespaces here (Ubuntu from 23.10 on): load a profile that allows them to bubblewrap, "
+            f"/etc/apparmor.d/myxo-bwrap: 'abi <abi/4.0>, {profile}', or for all programs: sysctl -w {APPARMOR}=0"
+        )
+    if any(part in words for part in ("ermission denied", "ermitted", "No permissions", "mount proc")):
+        return f"{words}; {_CONTAINER}"
+    return words
+
 
 START_S = 30.0
 """The deadline for the start of a sandbox, which takes some 20 ms."""
@@ -339,26 +386,15 @@ def may_not_separate() -> None:
 
 @cache
 def supervisor_code() -> bytes:
-    """Returns the supervisor and the module that it imports as one ``.pyc``, which is there sooner than sources. Both interpreters are the
-    same."""
-    modules = (process_usage, program_supervisor)
-    usage, main = (compile(Path(str(module.__file__)).read_text(), module.__name__, "exec") for module in modules)
-    both = f"""
-import marshal, sys, types
-usage, main = marshal.loads({marshal.dumps((usage, main))!r})
-sys.modules[{process_usage.__name__!r}] = module = types.ModuleType({process_usage.__name__!r})
-exec(usage, module.__dict__)
-exec(main)
-"""
-    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(both, "supervisor", "exec", dont_inherit=True))
+    """Returns the supervisor as a ``.pyc``, which is there sooner than its source. Both interpreters are the same."""
+    code = compile(_supervisor_source(), program_supervisor.__name__, "exec", dont_inherit=True)
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
 
 
 @cache
 def _supervisor_source() -> str:
-    """Returns the same as source, for the interpreter of an image, which may be another."""
-    usage, main = (Path(str(module.__file__)).read_text() for module in (process_usage, program_supervisor))
-    name = process_usage.__name__
-    return f"import sys, types\nsys.modules[{name!r}] = types.ModuleType({name!r})\nexec({usage!r}, sys.modules[{name!r}].__dict__)\n{main}"
+    """Returns the supervisor's source, for the interpreter of an image, which may be another."""
+    return Path(program_supervisor.__file__).read_text()
 
 
 def _readable(descriptor: int, seconds: float, event: int = select.POLLIN) -> bool:
@@ -382,3 +418,47 @@ def _started(command: list[str], variables: dict[str, str] | None, descriptors: 
         return subprocess.Popen(command, env=variables or {}, pass_fds=descriptors, start_new_session=True, bufsize=0, **pipes)
     except OSError as error:
         raise SandboxUnavailable(f"{command[0]}: {error.strerror}") from None
+
+
+class SandboxPool:
+    """Keeps sandboxes that nobody has used yet. For one thread.
+
+    Args:
+        warm: how many.
+    """
+
+    def __init__(self, settings: SandboxSettings, warm: int = 1) -> None:
+        self._settings, self._warm = settings, warm
+        self._waiting, self._ending = deque[Sandbox](), deque[Sandbox]()
+
+    def fill(self) -> None:
+        """Starts as many as are missing, and does not wait for them. Raises SandboxUnavailable."""
+        while len(self._waiting) < self._warm:
+            self._waiting.append(Sandbox(self._settings))
+
+    @contextlib.contextmanager
+    def sandbox(self) -> Iterator[Sandbox]:
+        """Opens a sandbox that nobody has used; it is ended with the body. Raises SandboxUnavailable."""
+        found = self._unused()
+        try:
+            yield found
+        finally:
+            found.kill()
+            self._ending.append(found)
+            self.fill()  # the next one starts while its caller looks at the results
+            while len(self._ending) > self._warm:
+                self._ending.popleft().close()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for group in (self._waiting, self._ending):
+            while group:
+                group.popleft().close()
+
+    def _unused(self) -> Sandbox:
+        while self._waiting:
+            found = self._waiting.popleft()
+            if found.alive:
+                return found
+            found.close()  # its lease ran out
+        return Sandbox(self._settings)

@@ -24,7 +24,7 @@ PREPARE = "python examples/arithmetic/prepare.py --if-missing --train 256 --held
 
 TESTED = """
 from shared.rewards.reference import Reference
-from shared.rewards.unit_tests import close_sandboxes, unit_tests
+from shared.rewards.verifiers import close_sandboxes, unit_tests
 for body in ("a + b", "a * b"):
     code = f"```python\\ndef add(a, b):\\n    return {body}\\n```"
     print(unit_tests(code, Reference('["assert add(1, 2) == 3", "assert add(0, 0) == 0"]')))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.rewards import unit_tests
+from shared.rewards import verifiers
 from shared.rewards.reference import Reference
 from shared.runtime.errors import ConfigError
 from shared.sandbox.program import Program, SandboxLimits, SandboxSettings
@@ -117,21 +117,21 @@ def test_a_container_over_its_limit_is_told_as_out_of_memory(settings: SandboxSe
 
 
 def test_tests_of_generated_code_are_run_in_it(settings: SandboxSettings) -> None:
-    unit_tests.open_sandboxes(settings)
+    verifiers.open_sandboxes(settings)
     try:
         label = Reference('["assert add(1, 2) == 3", "assert add(0, 0) == 0"]')
         for body, passed in (("a + b", 1.0), ("a * b", 0.5)):
             code = f"```python\ndef add(a, b):\n    return {body}\n```"
-            assert unit_tests.unit_tests(code, label) == {"score": float(passed == 1.0), "passed": passed}
+            assert verifiers.unit_tests(code, label) == {"score": float(passed == 1.0), "passed": passed}
     finally:
-        unit_tests.close_sandboxes()
+        verifiers.close_sandboxes()
 
 
 def test_an_image_that_is_not_there_is_named(settings: SandboxSettings) -> None:
     with pytest.raises(SandboxUnavailable, match=r"docker: .*[Nn]o such image"):
         Sandbox(SandboxSettings("docker", "myxo-test-no-such-image:1")).wait_ready()
     with pytest.raises(ConfigError, match=r"sandbox\.sandbox = 'docker'"):
-        unit_tests.open_sandboxes(SandboxSettings("docker", "myxo-test-no-such-image:1"))
+        verifiers.open_sandboxes(SandboxSettings("docker", "myxo-test-no-such-image:1"))
 
 
 OWNER = """

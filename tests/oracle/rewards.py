@@ -21,7 +21,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.rewards import boxed_math, dapo, f1, gpqa
+from shared.rewards import boxed_math, text_rewards
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference, label_text
 from shared.rewards.verifiers import verify
@@ -41,10 +41,10 @@ def by_service(name: str) -> Reward:
 
 
 OURS: dict[str, Reward] = {
-    "dapo": lambda response, label, metadata: dapo.compute_score(response, label),
+    "dapo": lambda response, label, metadata: text_rewards.compute_score(response, label),
     "deepscaler": lambda response, label, metadata: boxed_math.get_deepscaler_rule_based_reward(response, label),
-    "f1": lambda response, label, metadata: f1.f1_score(response, label),
-    "gpqa": lambda response, label, metadata: gpqa.compute_gpqa_reward(response, label, metadata),
+    "f1": lambda response, label, metadata: text_rewards.f1_score(response, label),
+    "gpqa": lambda response, label, metadata: text_rewards.compute_gpqa_reward(response, label, metadata),
     "math": lambda response, label, metadata: boxed_math.grade_answer_verl(response, label),
     **{BOXED + name: by_service(BOXED + name) for name in ("dapo", "deepscaler", "f1", "gpqa", "math")},
 }

@@ -3,7 +3,10 @@
 import sys
 from types import ModuleType
 
-from shared.rewards import boxed, boxed_math, dapo, f1, gpqa, hendrycks, symbolic
+from shared.rewards import boxed_math, text_rewards
+from shared.rewards import boxed_math as boxed
+from shared.rewards import boxed_math as hendrycks
+from shared.rewards import boxed_math as symbolic
 
 _MATH = {
     **{name: getattr(boxed, name) for name in ("extract_answer", "extract_boxed_answer", "last_boxed_only_string", "remove_boxed")},
@@ -15,10 +18,14 @@ _MATH = {
 }
 _HUB = {
     "math_utils": _MATH,
-    "math_dapo_utils": vars(dapo),
+    "math_dapo_utils": vars(text_rewards),
     "deepscaler": vars(boxed_math),
-    "f1": vars(f1),
-    "gpqa": {**vars(gpqa), "DEFAULT_VALID_LETTERS": gpqa.LETTERS, "_extract_letter_from_response": gpqa.extract_letter},
+    "f1": vars(text_rewards),
+    "gpqa": {
+        **vars(text_rewards),
+        "DEFAULT_VALID_LETTERS": text_rewards.LETTERS,
+        "_extract_letter_from_response": text_rewards.extract_letter,
+    },
 }
 
 for package in ("slime", "slime.rollout", "slime.rollout.rm_hub"):

@@ -8,11 +8,10 @@ import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from services.gateway.wire import anthropic_messages, formats, token_generate
-from services.gateway.wire.formats import CHAT_FORMATS, WireFormat
-from services.gateway.wire.request import CalledTool, ChatTurn, TokenTurn, TurnResult, TurnTokens, TurnUsage
-from services.gateway.wire.turn_events import started
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway import routes
+from services.gateway.routes import CHAT_FORMATS, WireFormat
+from services.gateway.wire import anthropic_messages, token_generate
+from services.gateway.wire.request import CalledTool, ChatTurn, TokenTurn, TurnRefused, TurnResult, TurnTokens, TurnUsage, started
 from shared.runtime.http_address import HttpAddress
 from shared.runtime.http_endpoints import serving
 
@@ -83,7 +82,7 @@ async def wire_server() -> AsyncIterator[WireServer]:
             return JSONResponse(error.body("openai"), error.status, headers=dict(error.headers))
 
     async def models() -> Response:
-        return JSONResponse(formats.model_list("tiny", PLAIN.created, 512))
+        return JSONResponse(routes.model_list("tiny", PLAIN.created, 512))
 
     app.add_api_route("/v1/messages/count_tokens", count, methods=["POST"])
     app.add_api_route("/inference/v1/generate", generate, methods=["POST"])
@@ -100,7 +99,7 @@ def _chat_route(server: WireServer, wire: WireFormat):
             result = server.answer(turn)
             if turn.stream:
                 return StreamingResponse(wire.events(turn, started(result)).whole(result), media_type="text/event-stream")
-            return JSONResponse(wire.answer(turn, result), headers=formats.answer_headers(turn))
+            return JSONResponse(wire.answer(turn, result), headers=routes.answer_headers(turn))
         except TurnRefused as error:
             return JSONResponse(error.body(wire.house), error.status, headers=dict(error.headers))
 

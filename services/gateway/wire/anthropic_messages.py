@@ -11,9 +11,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from services.gateway.wire.conversation import check_tool_results
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling
-from services.gateway.wire.request import CalledTool, ChatTurn, TurnDelta, TurnResult, TurnUsage, assistant, chat_call, function_tool
+from services.gateway.wire.request import (
+    CalledTool,
+    ChatTurn,
+    TurnDelta,
+    TurnEvents,
+    TurnRefused,
+    TurnResult,
+    TurnStart,
+    TurnUsage,
+    aborted,
+    assistant,
+    chat_call,
+    event,
+    function_tool,
+)
 from services.gateway.wire.request_body import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -30,11 +43,10 @@ from services.gateway.wire.request_body import (
     Texts,
     ToolName,
     TopP,
+    check_tool_results,
     joined,
     read_body,
 )
-from services.gateway.wire.turn_events import TurnEvents, TurnStart, aborted, event
-from services.gateway.wire.turn_refused import TurnRefused
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -9,17 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from services.gateway.wire.conversation import check_tool_results
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
     RequestedSampling,
     TurnDelta,
+    TurnEvents,
+    TurnRefused,
     TurnResult,
     TurnTokens,
     TurnUsage,
+    aborted,
     assistant,
     chat_call,
+    event,
     function_tool,
 )
 from services.gateway.wire.request_body import (
@@ -37,11 +40,10 @@ from services.gateway.wire.request_body import (
     Texts,
     ToolName,
     TopP,
+    check_tool_results,
     joined,
     read_body,
 )
-from services.gateway.wire.turn_events import TurnEvents, aborted, event
-from services.gateway.wire.turn_refused import TurnRefused
 
 UNCONSTRAINED = "what is drawn is the policy's own: nothing constrains it, or its log-probs would be another's"
 """Why whatever would have tokens drawn under a constraint is refused."""

@@ -9,9 +9,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from services.gateway.wire.conversation import check_tool_results
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_logprobs, tool_choice
-from services.gateway.wire.request import CalledTool, ChatTurn, TurnDelta, TurnResult, TurnUsage, assistant, chat_call, function_tool
+from services.gateway.wire.request import (
+    CalledTool,
+    ChatTurn,
+    TurnDelta,
+    TurnEvents,
+    TurnRefused,
+    TurnResult,
+    TurnStart,
+    TurnUsage,
+    aborted,
+    assistant,
+    chat_call,
+    event,
+    function_tool,
+)
 from services.gateway.wire.request_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -25,11 +38,10 @@ from services.gateway.wire.request_body import (
     Texts,
     ToolName,
     TopP,
+    check_tool_results,
     joined,
     read_body,
 )
-from services.gateway.wire.turn_events import TurnEvents, TurnStart, aborted, event
-from services.gateway.wire.turn_refused import TurnRefused
 
 LOGPROBS = "message.output_text.logprobs"
 """The entry of ``include`` that asks for log-probs."""

@@ -1,4 +1,4 @@
-"""A turn as the gateway knows it, whatever the format that it came in, and what became of it.
+"""A turn as the gateway knows it, whatever the format that it came in, what became of it, its streamed events, and the one refusal.
 
 A *conversation* is a list of messages in OpenAI's chat form with nothing left open: ``role`` is system, user, assistant or tool;
 ``content`` is a string; an assistant's ``reasoning_content`` and ``tool_calls`` are there where they are not empty, and the arguments of a
@@ -6,12 +6,82 @@ call are JSON text. What a client sends back of an answer parses to `assistant_m
 with the reasoning where the client keeps it; in Anthropic's with the arguments written anew, since they travel as an object.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
+
+from shared.runtime.errors import MyxoError
+
+House = Literal["openai", "anthropic"]
+"""Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's."""
+
+Status = Literal[400, 401, 403, 404, 405, 408, 409, 410, 413, 422, 429, 500, 503]
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+class TurnRefused(MyxoError):
+    """A request is not served. Its text is for the client's author.
+
+    Args:
+        status: of HTTP. 400: the request; 401: the key; 404: the model, or what the path names; 409: the replicas are behind the version
+            that was asked for; 410: the session has ended; 413: too long; 429: too much at once; 503: no replica serves.
+        field: the dotted place in the body that it is about; OpenAI's ``param``.
+        code: a word that programs may compare; OpenAI's ``code``.
+        retry_after_s: after how many seconds the same request may be served; None where it never will.
+    """
+
+    def __init__(
+        self, status: Status, message: str, *, field: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        self.status, self.message, self.field, self.code, self.retry_after_s = status, message, field, code, retry_after_s
+        super().__init__(f"{field}: {message}" if field else message)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Returns the answer's headers. Clients would try 409 and 503 again by themselves, also where that is in vain."""
+        if self.retry_after_s is None:
+            return {"X-Should-Retry": "false"}
+        exact = str(ceil(1000 * self.retry_after_s))
+        return {"Retry-After": str(ceil(self.retry_after_s)), "Retry-After-Ms": exact, "X-Should-Retry": "true"}
+
+    def body(self, house: House) -> dict[str, Any]:
+        """Returns the answer's body."""
+        if house == "anthropic":
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": str(self)}, "request_id": None}
+        kind = "server_error" if self.status >= 500 else _OPENAI_TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
+
+
+def unknown_model(model: str, served: str) -> TurnRefused:
+    """Returns the refusal of a request for a model that is not served."""
+    return TurnRefused(404, f"the model {model[:200]!r} does not exist here; served is {served!r}", code="model_not_found")
+
+
+def overlong_prompt(length: int, most: int, place: str = "messages", unit: str = "tokens") -> TurnRefused:
+    """Returns the refusal of a prompt of a ``length`` where ``most`` tokens fit. ``place``: its field in the body."""
+    message = f"the prompt has {length} {unit}, more than the model's maximum context length of {most} leaves for it"
+    return TurnRefused(400, message, field=place, code="context_length_exceeded")
+
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 """``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn."""
@@ -182,3 +252,67 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
     """Returns a function as `ChatTurn.tools` hold it."""
     described = {"description": description, "parameters": parameters}
     return {"type": "function", "function": {"name": name, **{key: value for key, value in described.items() if value is not None}}}
+
+
+def aborted() -> TurnRefused:
+    """Returns the refusal of a turn that was aborted: nothing that was drawn of it is an answer."""
+    return TurnRefused(410, "the session ended before the turn did", code="session_ended")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnStart:
+    """What is known of a turn when it begins. ``created``: seconds since the epoch. ``prompt``, ``cached``: tokens."""
+
+    request_id: str
+    model: str
+    created: int
+    prompt: int
+    cached: int = 0
+
+
+class TurnEvents(ABC):
+    """The events of one answer: `begin`, a `delta` for each piece, then `end`, or `refused` where the turn fails."""
+
+    def __init__(self, turn: ChatTurn, start: TurnStart) -> None:
+        self.turn, self.start = turn, start
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Returns the events before the first piece."""
+
+    @abstractmethod
+    def delta(self, piece: TurnDelta) -> bytes:
+        """Returns the events of a piece."""
+
+    @abstractmethod
+    def end(self, result: TurnResult) -> bytes:
+        """Returns the last events. ``result``: the whole turn, all of whose text was in deltas."""
+
+    @abstractmethod
+    def refused(self, error: TurnRefused) -> bytes:
+        """Returns the event that tells why the turn failed: the status of the answer has been sent."""
+
+    def ping(self) -> bytes:
+        """Returns what keeps the connection alive while there is nothing to tell."""
+        return b": waiting\n\n"
+
+    def whole(self, result: TurnResult) -> Iterator[bytes]:
+        """Yields the events of a turn that has ended."""
+        yield self.begin()
+        if result.finish == "abort":
+            yield self.refused(aborted())
+            return
+        for piece in deltas_of(result):
+            yield self.delta(piece)
+        yield self.end(result)
+
+
+def started(result: TurnResult) -> TurnStart:
+    """Returns the start of a turn that has ended."""
+    usage = result.usage
+    return TurnStart(request_id=result.request_id, model=result.model, created=result.created, prompt=usage.prompt, cached=usage.cached)
+
+
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
+    """Returns a server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + orjson.dumps(data) + b"\n\n"

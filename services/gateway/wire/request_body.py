@@ -1,17 +1,17 @@
 """Bodies of requests, read strictly: each field is known and of its type, or the request is refused by the field's name.
 
 A field that is null counts as not given. Fields that a house's own servers take and that have no effect here are in a model's
-``WITHOUT_EFFECT``, and the answer tells which of them were given. Those that clients send back of an answer are in ``ECHOED``.
+``WITHOUT_EFFECT``, and the answer names which of them were given. Those that clients send back of an answer are in ``ECHOED``.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.wire.request import TurnRefused
 from shared.runtime.errors import near
 from shared.schema.limits import LARGEST
 
@@ -167,3 +167,32 @@ def _place(steps: Sequence[str | int], body: Any, named: bool) -> str:
         if inside or (named and index == len(steps) - 1):
             place += f"[{step}]" if isinstance(step, int) else f".{step}" if place else str(step)
     return place[:LONGEST_VALUE]
+
+
+def check_tool_results(messages: Iterable[Mapping[str, Any]], field: str) -> None:
+    """Raises TurnRefused where a result follows no call of its id, or a call is followed by something other than the calls' results.
+
+    Args:
+        field: the body's field that holds the conversation.
+    """
+    open_calls: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            if message["tool_call_id"] not in open_calls:
+                raise _misplaced(field, f"a tool's result for {message['tool_call_id']!r} follows no call of that id")
+            open_calls.remove(message["tool_call_id"])
+        else:
+            _check_all_answered(open_calls, field)
+            open_calls = [call["id"] for call in message.get("tool_calls", ())]
+            if len(set(open_calls)) < len(open_calls):
+                raise _misplaced(field, "two tool calls of one message have the same id")
+    _check_all_answered(open_calls, field)
+
+
+def _check_all_answered(open_calls: list[str], field: str) -> None:
+    if open_calls:
+        raise _misplaced(field, f"the tool call {open_calls[0]!r} is not followed by its result")
+
+
+def _misplaced(field: str, message: str) -> TurnRefused:
+    return TurnRefused(400, message[:500], field=field, code="invalid_value")

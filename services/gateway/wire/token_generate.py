@@ -11,10 +11,8 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from services.gateway.wire.openai_chat import UNCONSTRAINED
-from services.gateway.wire.request import RequestedSampling, TokenTurn, TurnResult
+from services.gateway.wire.request import RequestedSampling, TokenTurn, TurnRefused, TurnResult, aborted
 from services.gateway.wire.request_body import Positive, RequestFields, StopIds, StopTexts, TopK, TopP, Version, read_body
-from services.gateway.wire.turn_events import aborted
-from services.gateway.wire.turn_refused import TurnRefused
 from shared.schema.limits import LARGEST
 
 LONGEST_PROMPT = 1 << 22

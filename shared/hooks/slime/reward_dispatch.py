@@ -11,14 +11,12 @@ import numpy as np
 from shared.hooks.hook_sample import HookSample
 from shared.hooks.slime import http_requests, model_processors
 from shared.hooks.slime.function_loading import load_function
-from shared.rewards.boxed import extract_answer as extract_boxed_answer
+from shared.rewards.boxed_math import extract_answer as extract_boxed_answer
 from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
-from shared.rewards.dapo import compute_score as compute_score_dapo
-from shared.rewards.f1 import f1_score
-from shared.rewards.gpqa import compute_gpqa_reward
-from shared.rewards.ifbench import compute_ifbench_reward
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference, label_text
+from shared.rewards.text_rewards import compute_gpqa_reward, compute_ifbench_reward, f1_score
+from shared.rewards.text_rewards import compute_score as compute_score_dapo
 from shared.rewards.verifiers import exact, math_verify, pattern_answer
 from shared.schema.own_turns import ScoredText, sampled, scored_text, turns_of
 

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.sandbox import GROUP, checks_per_second, starts, table
-from shared.sandbox.bwrap_command import bwrap_program
 from shared.sandbox.program import SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
+from shared.sandbox.sandbox_command import bwrap_program
 
 
 async def test_the_figures_are_there() -> None:

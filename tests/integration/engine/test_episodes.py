@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples.environments.guessing.guessing import GuessingGame
-from shared.environment.http_serving import served_over_http
+from shared.environment.http_environment import served_over_http
 from shared.environment.serving import ServedEnvironment
 from shared.schema.messages import Failed, Interrupted, Sampling
 from tests.integration.engine.bench import PROMPT, Bench, NewBench

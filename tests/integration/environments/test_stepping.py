@@ -17,13 +17,11 @@ from aiohttp import web
 
 from examples.environments.guessing.guessing import GuessingGame
 from shared.bus.connection import Bus
-from shared.environment.bus_serving import serve_on_bus
 from shared.environment.conformance import Check, Conformance, Example
 from shared.environment.environment_client import open_environment
-from shared.environment.http_serving import served_over_http
-from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
-from shared.environment.serving import EpisodeRefused, ServedEnvironment
-from shared.environment.stepping import ResetRequest, StepRequest
+from shared.environment.http_environment import served_over_http
+from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ResetRequest, StepRequest
+from shared.environment.serving import EpisodeRefused, ServedEnvironment, serve_on_bus
 from shared.runtime.embedded_servers import free_port
 from tests.integration.environments.live import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 
 from shared.runtime.child_process import ChildProcess
 from shared.runtime.embedded_servers import free_port, nats_binary, valkey_binary
-from shared.sandbox.bwrap_command import bwrap_program
+from shared.sandbox.sandbox_command import bwrap_program
 from tests.integration.myxo.command import ROOT, Myxo
 
 Found = list[dict[str, str]]

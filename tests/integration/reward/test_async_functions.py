@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.reward.scoring_pools import HooksPool
+from services.reward.scorer import HooksPool
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.sample import Sample
 from shared.workers.worker_process import WorkerFailed

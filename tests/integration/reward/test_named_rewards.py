@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.reward.judge_calls import JudgeCalls
+from services.reward.judge import JudgeCalls
 from shared.config.reward_section import RewardSection
 from shared.runtime.errors import ConfigError
 from shared.schema.messages import Scored

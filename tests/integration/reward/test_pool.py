@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.reward.scoring_pools import Verification, VerifierPool
+from services.reward.scorer import Verification, VerifierPool
 from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.sample import Score

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.scoring_pools import Verification, VerifierPool
+from services.reward.scorer import Verification, VerifierPool
 from shared.config.sandbox_section import SandboxSection
 from shared.rewards.names import queue_of
 from shared.rewards.reference import Reference
 from shared.runtime.errors import ConfigError
-from shared.sandbox.bwrap_command import bwrap_program
 from shared.sandbox.program import SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
+from shared.sandbox.sandbox_command import bwrap_program
 from shared.schema.sample import Score
 
 NAME = "unit_tests"

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.sandbox.bwrap_command import bwrap_program
 from shared.sandbox.program import SandboxLimits, SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
+from shared.sandbox.sandbox_command import bwrap_program
 
 LIMITS = SandboxLimits(wall_s=30.0, cpu_s=0.4, memory_bytes=128 << 20, processes=24, output_bytes=64 << 10, disk_bytes=16 << 20)
 """Little of everything but of the clock's time, of which a busy machine takes more than the program."""

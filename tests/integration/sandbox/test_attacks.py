@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.sandbox.process_usage import ENTRY_BYTES
 from shared.sandbox.program import Program, ProgramResult, SandboxSettings, Status
+from shared.sandbox.program_supervisor import ENTRY_BYTES
 from shared.sandbox.sandbox import Sandbox
 from tests.integration.sandbox.conftest import LIMITS
 from tests.support.waiting import until

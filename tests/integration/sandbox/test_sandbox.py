@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.sandbox import bwrap_command, sandbox_remedy
+from shared.sandbox import sandbox as sandbox_remedy
+from shared.sandbox import sandbox_command
 from shared.sandbox.program import Program, SandboxSettings
-from shared.sandbox.sandbox import Sandbox, SandboxGone, SandboxUnavailable, may_separate
-from shared.sandbox.sandbox_pool import SandboxPool
-from shared.sandbox.syscall_filter import syscall_filter
+from shared.sandbox.sandbox import Sandbox, SandboxGone, SandboxPool, SandboxUnavailable, may_separate
+from shared.sandbox.sandbox_command import syscall_filter
 from tests.integration.sandbox.conftest import LIMITS
 
 ROOT = Path(__file__).parents[3]
@@ -145,7 +145,7 @@ def test_a_user_without_rights_can_use_it(box: Sandbox) -> None:
     if version != "True\n" or not ROOT.stat().st_mode & 0o001:
         pytest.skip("nobody can read this checkout, or has a Python for it")
     code = f"""
-import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(bwrap_command.bwrap_program() or "/").parents[2])!r}]
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(sandbox_command.bwrap_program() or "/").parents[2])!r}]
 from shared.sandbox.program import *
 from shared.sandbox.sandbox import Sandbox
 limits = SandboxLimits(processes=20)
@@ -242,7 +242,7 @@ def bytes_of(lines: bytes, index: int) -> tuple[int, int, int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux" or not Path("/usr/include/asm-generic/unistd.h").is_file(), reason="needs the kernel's headers")
 def test_the_numbers_of_system_calls_are_the_kernels() -> None:
-    from shared.sandbox.syscall_filter import REFUSED
+    from shared.sandbox.sandbox_command import REFUSED
 
     generic = dict(
         (name, int(number))

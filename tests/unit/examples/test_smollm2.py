@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from examples.smollm2.gguf_checkpoint import convert
 from examples.smollm2.prepare import TASKS
 from shared.config.config_reading import load
-from shared.rewards.reasoning_gym_score import compute_reasoning_gym_reward
+from shared.rewards.text_rewards import compute_reasoning_gym_reward
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOKENS = [*SPECIAL, *bytes_to_unicode().values(), "Ġ1", "Ġ2"]

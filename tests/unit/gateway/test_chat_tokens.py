@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.gateway.chat_tokens import CALL, TOOL, ChatTokens, call_status
-from services.gateway.renderer_tokenizer import EncodedTexts
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.chat_tokens import CALL, TOOL, ChatTokens, EncodedTexts, call_status
+from services.gateway.wire.request import TurnRefused
 from shared.data.tokenizer import Tokenizer
 from shared.sessions.session import Turn
 from tests.support import call_templates

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.chat_tokens import TOOL, ChatTokens
-from services.gateway.conversations import digests
+from services.gateway.turn_decisions import digests
 from services.gateway.turns import Turns
 from services.gateway.wire import openai_chat
 from services.gateway.wire.request import assistant_message

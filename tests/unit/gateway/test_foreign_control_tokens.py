@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.wire.request import TurnRefused
 from shared.data.call_form import in_call_form
 from shared.sessions.session import Turn
 from tests.support import call_templates

@@ -9,8 +9,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.gateway.wire.request import MalformedCall, RequestedSampling, assistant_message
-from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt, unknown_model
+from services.gateway.wire.request import MalformedCall, RequestedSampling, TurnRefused, assistant_message, overlong_prompt, unknown_model
 from tests.support.wire_server import CALLS, PLAIN, TOKENS, WireServer
 
 ASK: Any = [{"role": "user", "content": "What is 2 + 2?"}]

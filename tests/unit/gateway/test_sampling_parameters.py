@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.turn_sampling import drawn_sampling, kept_by_task
+from services.gateway.turn_decisions import drawn_sampling, kept_by_task
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.wire.request import TurnRefused
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session
 

@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.gateway.conversations import continued, digests
-from services.gateway.request_ids import request_id
-from services.gateway.turn_sampling import check_tokens, drawn_sampling, kept_by_task
-from services.gateway.wire.request import RequestedSampling, chat_call
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.routes import request_id
+from services.gateway.turn_decisions import check_tokens, continued, digests, drawn_sampling, kept_by_task
+from services.gateway.wire.request import RequestedSampling, TurnRefused, chat_call
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, TurnBegun, TurnEnded
 

@@ -13,11 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
+from services.gateway.routes import CHAT_FORMATS
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
-from services.gateway.wire.formats import CHAT_FORMATS
-from services.gateway.wire.request import CalledTool, ChatTurn, MalformedCall, TurnResult, TurnTokens, TurnUsage, assistant_message
-from services.gateway.wire.turn_events import started
-from services.gateway.wire.turn_refused import TurnRefused
+from services.gateway.wire.request import (
+    CalledTool,
+    ChatTurn,
+    MalformedCall,
+    TurnRefused,
+    TurnResult,
+    TurnTokens,
+    TurnUsage,
+    assistant_message,
+    started,
+)
 
 WORDS = st.sampled_from(
     re.findall(

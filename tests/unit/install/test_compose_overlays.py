@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shared.sandbox.syscall_filter import REFUSED
+from shared.sandbox.sandbox_command import REFUSED
 
 COMPOSE = Path(__file__).resolve().parents[3] / "deploy" / "compose"
 

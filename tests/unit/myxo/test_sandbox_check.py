@@ -20,7 +20,7 @@ def test_a_run_without_code_needs_no_sandbox(tmp_path: Path, monkeypatch: pytest
 )
 def test_a_machine_without_sandboxes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: dict[str, object]) -> None:
     monkeypatch.setattr("shared.sandbox.sandbox.bwrap_program", lambda: None)
-    monkeypatch.setattr("shared.sandbox.sandbox_remedy.bwrap_program", lambda: None)
+    monkeypatch.setattr("shared.sandbox.sandbox.bwrap_program", lambda: None)
     [problem] = check_sandbox(Inspection(run_config(tmp_path, reward=reward)))
     assert isinstance(problem, ConfigError) and problem.field == "sandbox.sandbox"
     assert "pip install 'myxo[reward]'" in str(problem)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shared.rewards.ifbench import compute_ifbench_reward, instructions
 from shared.rewards.reference import Reference, label_problem
+from shared.rewards.text_rewards import compute_ifbench_reward, instructions
 from shared.rewards.verifiers import read_label
 
 

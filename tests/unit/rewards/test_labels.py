@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.rewards.labels import integer_label, math_labels
+from shared.rewards.math_verify import integer_label, math_labels
 from shared.rewards.reference import Reference
 from shared.rewards.verifiers import verify
 

@@ -7,8 +7,8 @@ import pytest
 
 from services.rollout.agents.agent_containers import AgentContainers
 from services.rollout.agents.agent_program import environment_of
-from shared.sandbox.container_command import container_command
 from shared.sandbox.program import SandboxLimits, SandboxSettings
+from shared.sandbox.sandbox_command import container_command
 from tests.support.run_config import run_config
 
 TAKEN_AWAY = (("--cap-drop", "ALL"), ("--security-opt", "no-new-privileges"), ("--pull", "never"), ("--log-driver", "none"))

@@ -11,8 +11,8 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.data.reasoning_gym_source import ReasoningGymSource, make
 from shared.rewards.names import REASONING_GYM
-from shared.rewards.reasoning_gym_score import answer_of
 from shared.rewards.reference import Reference, label_problem
+from shared.rewards.text_rewards import answer_of
 from shared.rewards.verifiers import verify
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config

@@ -1,0 +1,225 @@
+"""Pure decisions about a turn: which turn a conversation continues, how tokens are sampled, where a stop string ends it, what its client is
+answered.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
+from services.gateway.replicas import Hear
+from services.gateway.wire.request import (
+    CalledTool,
+    ChatTurn,
+    MalformedCall,
+    RequestedSampling,
+    TurnRefused,
+    TurnResult,
+    TurnTokens,
+    TurnUsage,
+    overlong_prompt,
+)
+from services.gateway.wire.request_body import shallow
+from shared.data.stop_strings import end_across, written
+from shared.schema.messages import Sampling
+from shared.sessions.draw import Drawn
+from shared.sessions.session import Session, Turn
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def digests(messages: Messages, tools: Messages) -> list[str]:
+    """Returns the digest of each beginning of a conversation, by its number of messages: the first is that of none."""
+    running = hashlib.sha256(_canonical(list(tools)))
+    found = [running.hexdigest()]
+    for message in messages:
+        running.update(b"\n" + _canonical(_told(message)))
+        found.append(running.hexdigest())
+    return found
+
+
+def continued(turns: Iterable[Turn], messages: Messages, tools: Messages, reasoning: Callable[[Turn], str]) -> tuple[Turn, Messages] | None:
+    """Returns the turn that a conversation continues, with the messages that are new; None where there is no such turn.
+
+    Args:
+        reasoning: of a turn. Of several that say the same, the one counts whose reasoning the client has sent back, else the newest.
+    """
+    known: dict[str, list[Turn]] = {}
+    for turn in turns:
+        if turn.conversation:
+            known.setdefault(turn.conversation, []).append(turn)
+    found = digests(messages, tools)
+    for count in range(len(messages) - 1, 0, -1):
+        if alike := known.get(found[count]):
+            thought = messages[count - 1].get("reasoning_content") if len(alike) > 1 else None
+            fitting = [turn for turn in alike if thought and reasoning(turn) == thought]
+            return (fitting or alike)[-1], messages[count:]
+    return None
+
+
+def _told(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what of a message tells it from others. Reasoning is none of it: many clients do not send it back."""
+    told = {key: value for key, value in message.items() if key in ("role", "content", "name", "tool_call_id")}
+    if message.get("role") == "assistant":
+        told.pop("name", None)
+        told["calls"] = [[call["function"]["name"], _object(call["function"]["arguments"])] for call in message.get("tool_calls") or ()]
+    return told
+
+
+def _object(arguments: Any) -> Any:
+    """Returns the arguments of a call as an object where they are one: some clients write their text anew."""
+    try:
+        return shallow(json.loads(arguments)) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+_DISTRIBUTION = {name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")} | {"min_tokens": "min_new_tokens"}
+"""A request's fields that change which tokens are likely, with the task's: until ``min_new_tokens`` the engine forbids what ends a turn."""
+
+
+def kept_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:
+    """Returns the names of the fields that a client asked otherwise, and that stand as the task has them."""
+    given = [name for name, field in _DISTRIBUTION.items() if getattr(asked, name) not in (None, getattr(session.sampling, field))]
+    stops = ["stop_token_ids"] if asked.stop_token_ids != _further_stops(session, asked) else []
+    return (*([] if session.evaluation else given), *stops, *(["seed"] if asked.seed is not None else []))
+
+
+def _further_stops(session: Session, asked: RequestedSampling) -> tuple[int, ...]:
+    """Returns the ids that end a turn by its client: none where the engine would forbid them for the task's ``min_new_tokens``."""
+    return () if session.sampling.min_new_tokens and not session.evaluation else asked.stop_token_ids
+
+
+def drawn_sampling(
+    session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int], place: str = "messages"
+) -> Sampling:
+    """Returns how a turn is drawn.
+
+    Args:
+        prompt: tokens of the prompt. context: the most tokens of prompt and completion. stop_ids: tokens that end a turn of this model.
+        place: the body's field with the prompt.
+
+    Raises TurnRefused where the prompt leaves no room for a token.
+    """
+    task = session.sampling
+    if prompt >= context:
+        raise overlong_prompt(prompt, context - 1, place)
+    given = {field: value for name, field in _DISTRIBUTION.items() if (value := getattr(asked, name)) is not None}
+    fields = given if session.evaluation else {}
+    most = min(asked.max_tokens or task.max_new_tokens, task.max_new_tokens, context - prompt)
+    return task.model_copy(
+        update=fields
+        | {
+            "max_new_tokens": most,
+            "min_new_tokens": min(fields.get("min_new_tokens", task.min_new_tokens), most),
+            "stop": list(dict.fromkeys([*task.stop, *asked.stop])),
+            "stop_token_ids": list(dict.fromkeys([*task.stop_token_ids, *stop_ids, *_further_stops(session, asked)])),
+        }
+    )
+
+
+def check_tokens(largest: int, vocabulary: int, field: str) -> None:
+    """Raises TurnRefused where of ids from 0 to ``largest`` not all are tokens of the model's. ``field``: where they stand."""
+    if largest >= vocabulary:
+        raise TurnRefused(400, f"token id {largest} is not in [0, {vocabulary})", field=field, code="invalid_token")
+
+
+class TurnAnswers:
+    """The answers of one model. ``model``: its name."""
+
+    def __init__(self, chat: ChatTokens, model: str) -> None:
+        self._chat, self._model = chat, model
+
+    def chat(self, turn: Turn, session: Session, asked: ChatTurn) -> TurnResult:
+        """Returns the next message of a conversation."""
+        parsed = self._chat.parse(turn, asked.tools)
+        if asked.tool_choice == "none" or not asked.tools:
+            parsed = replace(parsed, content=parsed.content + "".join(call.text for call in parsed.calls), calls=())
+        return self._answer(turn, parsed, stops_of(session, asked), spelled=asked.logprobs)
+
+    def tokens(self, turn: Turn) -> TurnResult:
+        """Returns the tokens that follow a prompt."""
+        return self._answer(turn, ParsedTurn("", "", ()), (), spelled=False)
+
+    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> TurnResult:
+        """Returns an answer; ``spelled``: with the text of each token."""
+        called = [call for call in parsed.calls if call.ok]
+        malformed = [call for call in parsed.calls if not call.ok]
+        ends = written(turn.completion, stops if turn.finish == "stop" else (), self._chat.text)
+        content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), ends)
+        versions = [version for _, _, version in turn.spans] or [0]
+        return TurnResult(
+            request_id=turn.request,
+            model=self._model,
+            created=int(time.time()),
+            content=content,
+            finish="tool_calls" if called and turn.finish == "stop" else turn.finish,
+            usage=TurnUsage(prompt=len(turn.prompt), completion=len(turn.completion), cached=min(turn.cached, len(turn.prompt))),
+            versions=(min(versions), max(versions)),
+            reasoning=parsed.reasoning,
+            tool_calls=[_called(call, turn.request, index) for index, call in enumerate(called)],
+            malformed_calls=[MalformedCall(text=call.text, status=call.status) for call in malformed],
+            stop_text=stopped,
+            tokens=TurnTokens(
+                prompt=turn.prompt,
+                completion=turn.completion,
+                logprobs=turn.log_probs,
+                texts=self._chat.tokenizer.pieces(turn.completion) if spelled else (),
+            ),
+        )
+
+
+def stops_of(session: Session, asked: ChatTurn) -> list[str]:
+    """Returns the strings that end a turn: the task's, and the request's own."""
+    return [*session.sampling.stop, *asked.sampling.stop]
+
+
+def _cut(content: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Returns a content without the stop string that ended it, and that string."""
+    found = max(((content.rfind(stop), stop) for stop in stops if stop in content), default=None)
+    return (content, None) if found is None else (content[: found[0]], found[1])
+
+
+def _called(call: ParsedCall, request: str, index: int) -> CalledTool:
+    arguments: Mapping[str, Any] | Any = call.arguments
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
+    return CalledTool(id=call.id or f"call_{request[-24:]}_{index}", name=call.name, arguments=text)
+
+
+class StopEdge:
+    """The edge between what a turn has, int32 [T], and what is drawn next. ``stops``: strings that end it; ``text``: of tokens."""
+
+    def __init__(self, before: NDArray[np.int32], stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> None:
+        self._before, self._stops, self._text = before, stops, text
+
+    def whole(self, drawn: Drawn) -> Drawn:
+        """Returns what was drawn, up to the turn's end if that is in it."""
+        count = end_across(self._before, drawn.completion, self._stops, self._text)
+        return drawn if count is None else drawn.stopped_at(count)
+
+    def hearing(self, hear: Hear) -> Hear:
+        """Returns what hears the pieces of one draw, and tells ``hear`` of them up to the turn's end."""
+        heard: list[int] = []
+        over = False
+
+        def listen(piece: Drawn) -> None:
+            nonlocal over
+            if over:
+                return
+            known = len(heard)
+            heard.extend(piece.completion.tolist())
+            count = end_across(self._before, heard, self._stops, self._text, since=known)
+            over = count is not None
+            hear(piece if count is None else piece.stopped_at(count - known))
+
+        return listen
