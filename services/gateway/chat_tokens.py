@@ -26,8 +26,8 @@ from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.sessions.session import Turn
 
+# Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message
 KEPT_CHARACTERS = 16 << 20
-"""Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message."""
 
 
 class EncodedTexts:
@@ -100,6 +100,7 @@ TOOL = {
     },
 }
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+# Conversations, with tools, that a family's renderer and the model's template must render alike
 PROBES: tuple[tuple[Messages, Messages], ...] = (
     ([{"role": "user", "content": "What is 1 + 2?"}], ()),
     (
@@ -121,8 +122,7 @@ PROBES: tuple[tuple[Messages, Messages], ...] = (
         (TOOL,),
     ),
 )
-"""Conversations, with tools, that a family's renderer and the model's template must render alike."""
-
+# A conversation with two calls in a message, which a few renderers (DeepSeek's) separate otherwise than their template
 PARALLEL: tuple[Messages, Messages] = (
     [
         {"role": "user", "content": "What is 1 + 2?"},
@@ -131,13 +131,10 @@ PARALLEL: tuple[Messages, Messages] = (
     ],
     (TOOL,),
 )
-"""A conversation with two calls in a message, which a few renderers (DeepSeek's) separate otherwise than their template."""
-
+# What a renderer raises for what it cannot read
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
-"""What a renderer raises for what it cannot read."""
-
+# Parsers of tool calls for templates of no known family, by what stands in them
 PARSERS = {"<function=": "qwen3.5", "<tool_call>": "qwen3"}
-"""Parsers of tool calls for templates of no known family, by what stands in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +161,7 @@ class ParsedTurn:
     calls: tuple[ParsedCall, ...]
 
 
-THOUGHT = "<think>\n a \n</think>\n\nb"
-"""A completion by which is seen whether a family strips reasoning."""
+THOUGHT = "<think>\n a \n</think>\n\nb"  # A completion by which is seen whether a family strips reasoning
 
 
 class ChatTokens:

@@ -25,14 +25,10 @@ declare_metrics(
     MetricSpec("gateway_draws_most", "requests", "that engines may draw for at once, [by their memory](gateway.md#which-replica-draws)"),
 )
 
+# The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network
 URL_VARIABLE = "MYXO_GATEWAY_URL"
-"""The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network."""
-
-STOP_SECONDS = 5.0
-"""The time in which clients are still answered when the gateway stops: that they ask again."""
-
-COUNT_SECONDS = 1.0
-"""The interval at which the gauges are set."""
+STOP_SECONDS = 5.0  # The time in which clients are still answered when the gateway stops: that they ask again
+COUNT_SECONDS = 1.0  # The interval at which the gauges are set
 
 
 async def serve(service: Service) -> None:

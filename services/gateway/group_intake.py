@@ -50,17 +50,14 @@ from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, segments_of
 from shared.schema.versions import is_lost
 from shared.store.payload_store import StoreFull
 
-LONGEST = 1 << 22
-"""Tokens of a sample."""
-
+LONGEST = 1 << 22  # Tokens of a sample
 Integer = Annotated[int, Field(ge=0, le=LARGEST)]
 Integers = Annotated[list[Integer], Field(max_length=LONGEST, fail_fast=True)]
 Score = Reward | Annotated[dict[PartName, Reward], Field(max_length=MAX_PARTS)]
 
 
 Entry = TypeVar("Entry")
-Column = Annotated[list[Entry], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
-"""One entry for each sample."""
+Column = Annotated[list[Entry], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]  # One entry for each sample
 
 
 class GroupBody(RequestFields):
@@ -273,13 +270,10 @@ declare_metrics(
     MetricSpec("groups_ingested", "groups", "[made elsewhere](ingest.md) and taken in", counter=True),
 )
 
-BINDING_SECONDS = 7 * 24 * 3600
-"""For as long the producer's id of a group is known."""
-
+BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0
 
-RETRY_S = 2.0
-"""After how many seconds a producer may try again that finds no room."""
+RETRY_S = 2.0  # After how many seconds a producer may try again that finds no room
 
 
 @dataclass(frozen=True)

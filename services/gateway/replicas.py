@@ -26,18 +26,10 @@ from shared.schema.service_messages import ServiceStatus
 from shared.sessions.draw import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, KEY_HEADER, LENGTH_BYTES, VOCABULARY_GAUGE, Drawn, DrawRequest
 from shared.sessions.session_store import SessionStore
 
-REFRESH_SECONDS = 0.5
-"""The interval at which the registry is read."""
-
-AVOIDED_SECONDS = 2.0
-"""How long a replica that failed a draw gets no other, while there are others."""
-
-BACKED_OFF = 0.75
-"""The share of its draws that a replica keeps when its engine had to take requests back."""
-
-FEWEST = 4
-"""The least number of draws at once that a replica is given."""
-
+REFRESH_SECONDS = 0.5  # The interval at which the registry is read
+AVOIDED_SECONDS = 2.0  # How long a replica that failed a draw gets no other, while there are others
+BACKED_OFF = 0.75  # The share of its draws that a replica keeps when its engine had to take requests back
+FEWEST = 4  # The least number of draws at once that a replica is given
 RETRY_AFTER_S = 2.0
 
 
@@ -216,11 +208,8 @@ class Replicas:
         self._changed = asyncio.Event()
 
 
-Hear = Callable[[Drawn], None]
-"""Is told each piece of a turn as it is drawn."""
-
-SPARE_SECONDS = 5.0
-"""What an answer may take beyond the time that its draw has."""
+Hear = Callable[[Drawn], None]  # Is told each piece of a turn as it is drawn
+SPARE_SECONDS = 5.0  # What an answer may take beyond the time that its draw has
 
 
 class ReplicaFailed(MyxoError):

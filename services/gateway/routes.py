@@ -47,8 +47,7 @@ from shared.schema.limits import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore
 
-BODY_SECONDS = 60.0
-"""The time that a body has to come."""
+BODY_SECONDS = 60.0  # The time that a body has to come
 
 
 async def bounded_body(request: Request, most_bytes: int, seconds: float = BODY_SECONDS) -> bytes:
@@ -91,8 +90,7 @@ def _digest(*parts: str | bytes) -> str:
     return found.hexdigest()
 
 
-SILENT_SECONDS = 10.0
-"""The time for which a streamed answer may be silent; also that after which it begins although nothing has been drawn."""
+SILENT_SECONDS = 10.0  # The time for which a streamed answer may be silent; also that after which it begins although nothing has been drawn
 
 
 class StreamedAnswer:
@@ -171,12 +169,12 @@ class WireFormat:
     id_prefix: str
 
 
+# By path
 CHAT_FORMATS = {
     "/v1/chat/completions": WireFormat("openai", openai_chat.parse, openai_chat.answer, openai_chat.ChatEvents, "chatcmpl-"),
     "/v1/responses": WireFormat("openai", openai_responses.parse, openai_responses.answer, openai_responses.ResponseEvents, "resp_"),
     "/v1/messages": WireFormat("anthropic", anthropic_messages.parse, anthropic_messages.answer, anthropic_messages.MessageEvents, "msg_"),
 }
-"""By path."""
 
 
 def answer_headers(turn: ChatTurn | TokenTurn) -> dict[str, str]:
@@ -210,21 +208,14 @@ declare_metrics(
     MetricSpec("gateway_clients_gone", "requests", "whose client had gone before its answer", counter=True),
 )
 
-BODY_BYTES = 32 << 20
-"""The largest body of a request."""
-
-SESSION_REQUESTS = 64
-"""The most requests of one session that are read or answered at once."""
-
-GONE_SECONDS = 0.5
-"""The interval at which is seen whether a client is still there."""
-
+BODY_BYTES = 32 << 20  # The largest body of a request
+SESSION_REQUESTS = 64  # The most requests of one session that are read or answered at once
+GONE_SECONDS = 0.5  # The interval at which is seen whether a client is still there
 RETRY_AFTER_S = 1.0
 
 TASK_HEADER = "X-Myxo-Sampling-Of-Task"
 
-Route = Callable[[Request, SessionLog, bytes], Awaitable[Response]]
-"""Answers a request of a session, by its body."""
+Route = Callable[[Request, SessionLog, bytes], Awaitable[Response]]  # Answers a request of a session, by its body
 
 
 class _EndFields(RequestFields):

@@ -84,8 +84,8 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+# A request's fields that change which tokens are likely, with the task's: until ``min_new_tokens`` the engine forbids what ends a turn
 _DISTRIBUTION = {name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")} | {"min_tokens": "min_new_tokens"}
-"""A request's fields that change which tokens are likely, with the task's: until ``min_new_tokens`` the engine forbids what ends a turn."""
 
 
 def kept_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:

@@ -13,19 +13,14 @@ from typing import Literal
 from services.gateway.chat_tokens import ChatTokens, Messages
 from services.gateway.wire.request import TurnDelta, TurnRefused, TurnResult
 
+# The beginning of what some family's parser reads otherwise than as text
 MARKER = re.compile(
     r"<[|/]?[^<>\s]{0,60}?(?:tool|think|function|invoke|parameter|channel|message|content|call|dsml|arg_|sep|turn)", re.IGNORECASE
 )
-"""The beginning of what some family's parser reads otherwise than as text."""
-
-MARKER_BEGUN = re.compile(r"<[^<>\s]{0,70}$")
-"""What may become one."""
-
-CONTEXT = 8
-"""Tokens before new ones that are decoded with them: the text of a token may depend on its neighbours."""
-
+MARKER_BEGUN = re.compile(r"<[^<>\s]{0,70}$")  # What may become one
+CONTEXT = 8  # Tokens before new ones that are decoded with them: the text of a token may depend on its neighbours
+# By how much a completion has to grow until the parser is asked again for the channel that is open: so often is never too often
 PATIENCE = 1.1
-"""By how much a completion has to grow until the parser is asked again for the channel that is open: so often is never too often."""
 
 
 class TurnText:

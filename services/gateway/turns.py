@@ -93,8 +93,7 @@ class LiveTurn:
         return heard
 
 
-WATCH_SECONDS = 0.5
-"""The interval at which is seen which sessions have ended: those of all turns in one round trip."""
+WATCH_SECONDS = 0.5  # The interval at which is seen which sessions have ended: those of all turns in one round trip
 
 
 class SessionWatch:
@@ -213,18 +212,13 @@ def _why(log: SessionLog, raised: BaseException) -> str:
     return str(raised) or type(raised).__name__
 
 
+# For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time
 LEASE_SECONDS, RENEWALS = 12.0, 4
-"""For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time."""
-
-HELD_SECONDS = 0.2
-"""The interval at which a turn that another gateway draws is looked at."""
-
-PAUSE_SECONDS = 0.2
-"""The pause after a replica failed, or an engine aborted a draw: the push that caused it is still in progress."""
+HELD_SECONDS = 0.2  # The interval at which a turn that another gateway draws is looked at
+PAUSE_SECONDS = 0.2  # The pause after a replica failed, or an engine aborted a draw: the push that caused it is still in progress
 
 
-LONG_BYTES = 1 << 15
-"""The text from which on a prompt is made in another thread: a millisecond and more of work."""
+LONG_BYTES = 1 << 15  # The text from which on a prompt is made in another thread: a millisecond and more of work
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ KEEP = "rollout.dynamic_sampling_filter_path"
 REMOVE = "rollout.rollout_sample_filter_path"
 SEE = "rollout.rollout_all_samples_process_path"
 
-LONGEST_REASON = 100
-"""The most characters of the reason for which a group is dropped."""
+LONGEST_REASON = 100  # The most characters of the reason for which a group is dropped
 
 
 def is_scoring(field: str) -> bool:

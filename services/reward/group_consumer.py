@@ -155,11 +155,8 @@ _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError
 among them."""
 
 
-SLOW_SECONDS = 30.0
-"""Scoring that takes so long, and longer than its time limit, does not go on."""
-
-HAND_BACK_SECONDS = 1.0
-"""The time after which a group goes to another service, or to this one again, where no other is."""
+SLOW_SECONDS = 30.0  # Scoring that takes so long, and longer than its time limit, does not go on
+HAND_BACK_SECONDS = 1.0  # The time after which a group goes to another service, or to this one again, where no other is
 
 
 class TryElsewhere(MyxoError):

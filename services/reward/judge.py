@@ -33,9 +33,7 @@ from shared.runtime.errors import ConfigError
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 
-KEPT = 100_000
-"""The most verdicts that a reward service keeps in memory."""
-
+KEPT = 100_000  # The most verdicts that a reward service keeps in memory
 _BUSY_SECONDS = 30.0
 
 
@@ -288,10 +286,10 @@ def swiss(count: int, draw: random.Random) -> Form:
     return placed([(points[one], sum(points[other] for other in met[one])) for one in range(count)])
 
 
+# By their names in the config
 FORMS: dict[str, Callable[[int, random.Random], Form]] = {
     form.__name__: form for form in (round_robin, anchor, single_elimination, double_elimination, swiss)
 }
-"""By their names in the config."""
 
 
 def placed(keys: Sequence[Any]) -> list[float]:

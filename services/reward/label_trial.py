@@ -16,11 +16,8 @@ from shared.rewards.names import QUEUES, RUNS_CODE, TEXT, base, needs_label
 from shared.rewards.reference import Reference
 from shared.rewards.verifiers import Value, load, read_label, verify
 
-LABEL_SECONDS = 5.0
-"""The time for a label. One that needs more would take it from every response that is compared with it."""
-
-MISSING = 3
-"""Exit code where a verifier's package is not installed."""
+LABEL_SECONDS = 5.0  # The time for a label. One that needs more would take it from every response that is compared with it.
+MISSING = 3  # Exit code where a verifier's package is not installed
 
 
 def answers(verifier: str, label: str) -> list[str]:

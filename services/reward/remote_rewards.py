@@ -25,8 +25,7 @@ from shared.runtime.untrusted_files import parse_json
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 
-LONGEST_PAUSE = 30.0
-"""The most seconds between two tries; the first pause is one second, and each is twice the one before."""
+LONGEST_PAUSE = 30.0  # The most seconds between two tries; the first pause is one second, and each is twice the one before
 
 
 class HttpCalls:
@@ -112,8 +111,7 @@ def from_environment(field: str, variable: str) -> str:
     return value
 
 
-CONNECTIONS = 64
-"""The most connections of a reward service to the server, as in slime."""
+CONNECTIONS = 64  # The most connections of a reward service to the server, as in slime
 
 
 class RemoteScorer(Scorer):

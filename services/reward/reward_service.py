@@ -28,8 +28,7 @@ declare_metrics(
     MetricSpec("scoring", "groups", "what is being scored"),
 )
 
-POLL_INTERVAL_S = 0.5
-"""The interval at which the gauge of groups in progress is updated."""
+POLL_INTERVAL_S = 0.5  # The interval at which the gauge of groups in progress is updated
 
 
 async def serve(service: Service) -> None:

@@ -200,11 +200,8 @@ class EnvironmentHealthCheck:
         )
 
 
-IN_HAND = 4
-"""The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
-"""Seconds between tries while an environment cannot be reached."""
+IN_HAND = 4  # The number of groups in progress for each verifier process: the next one's payload is read while this one is scored
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # Seconds between tries while an environment cannot be reached
 
 
 class Scorer(ABC):

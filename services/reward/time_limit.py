@@ -10,8 +10,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-REPEAT_SECONDS = 0.2
-"""The pause between the alarms of a computation that goes on after its deadline."""
+REPEAT_SECONDS = 0.2  # The pause between the alarms of a computation that goes on after its deadline
 
 
 class OutOfTime(BaseException):

@@ -21,15 +21,12 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.failures import error_words
 from shared.workers.call_server import Calls, serve_calls
 
+# The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours.
 MEMORY_BYTES = 4 << 30
-"""The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""
 
 
-NAMED = {"dapo": "score", "unit_tests": "score"}
-"""The reward that counts of verifiers that give several, where the run names none."""
-
-LONGEST_PROBLEM = 200
-"""The most characters of why a response or a label was not read: a library's error may repeat it whole."""
+NAMED = {"dapo": "score", "unit_tests": "score"}  # The reward that counts of verifiers that give several, where the run names none
+LONGEST_PROBLEM = 200  # The most characters of why a response or a label was not read: a library's error may repeat it whole
 
 
 class VerifierCalls:

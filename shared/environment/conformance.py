@@ -30,9 +30,7 @@ from shared.environment.protocol import (
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.sample import Score
 
-MOST_TURNS = 64
-"""Turns after which an episode that goes on is left."""
-
+MOST_TURNS = 64  # Turns after which an episode that goes on is left
 SIDE_BY_SIDE = 8
 
 ODD_MESSAGES = ("", "答えは42です \U0001f9ee one\u2028two", "7 " * 50_000)
@@ -212,20 +210,15 @@ def _told(outcome: TurnOutcome) -> str:
 
 
 DESCRIBE_SECONDS = 5.0
-SCORE_SECONDS = 30.0
-"""Deadline of a score where neither the environment nor the caller names one: the default of `reward_timeout`."""
-
+SCORE_SECONDS = 30.0  # Deadline of a score where neither the environment nor the caller names one: the default of `reward_timeout`
 CONCURRENT = 8
-LONG = 100_000
-"""The characters of the long response."""
-
+LONG = 100_000  # The characters of the long response
 BEYOND_ASCII = ("答えは42です", "\U0001f9ee ∑ = 42", "one\u2028two\x00three", "\u202e24")
 
+# Patterns of errors that a program raises by accident on an unexpected null, instead of an answer of its own
 _CRASH = re.compile(
     r"NoneType|Traceback|\b(Attribute|Type|Key|Index|Name)Error\b|of (null|undefined)\b|null ?pointer|nil pointer", re.IGNORECASE
 )
-"""Patterns of errors that a program raises by accident on an unexpected null, instead of an answer of its own."""
-
 Result = Literal["ok", "warning", "FAILED"]
 
 

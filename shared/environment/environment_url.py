@@ -8,9 +8,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,63}\Z")
-"""The form of an environment's name, which becomes part of subject and key names."""
-
+NAME = re.compile(r"[A-Za-z0-9_-]{1,63}\Z")  # The form of an environment's name, which becomes part of subject and key names
 NATS = "nats:"
 EXPECTED = "http://host:port, https://host:port or nats:NAME"
 

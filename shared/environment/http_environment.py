@@ -23,11 +23,9 @@ from shared.environment.serving import EpisodeRefused, ServedEnvironment
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.untrusted_files import parse_json
 
-CONNECT_SECONDS = 3.0
-"""The seconds that resolving and connecting may take before the environment counts as unreachable."""
-
+CONNECT_SECONDS = 3.0  # The seconds that resolving and connecting may take before the environment counts as unreachable
+# Idle connections are closed after this: the usual servers close theirs after 5 s, and a request sent into that moment would be lost
 IDLE_SECONDS = 3.0
-"""Idle connections are closed after this: the usual servers close theirs after 5 s, and a request sent into that moment would be lost."""
 
 
 class BlockedAddress(Exception):
@@ -147,8 +145,7 @@ def _reason(error: Exception) -> str:
     return words(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
 
 
-MOST_BYTES = 64 << 20
-"""The largest request: a group of long responses."""
+MOST_BYTES = 64 << 20  # The largest request: a group of long responses
 
 
 @asynccontextmanager

@@ -22,9 +22,7 @@ from shared.schema.sample import Score
 PROTOCOL = 1
 DESCRIBE, SCORE = "describe", "score"
 
-MAX_ANSWER = 4 << 20
-"""The most bytes of an answer."""
-
+MAX_ANSWER = 4 << 20  # The most bytes of an answer
 _SHOWN = 80
 
 
@@ -200,17 +198,10 @@ def shown(value: object) -> str:
 
 RESET, STEP, CLOSE = "reset", "step", "close"
 
-MAX_MESSAGES, MAX_TOOLS = 64, 128
-"""The most messages, and tools, of one answer."""
-
-MAX_SESSION = 128
-"""The most characters of a session's id."""
-
-ROLES = ("system", "user", "tool")
-"""Who an environment may speak as: what the model says is the model's."""
-
-Reply = dict[str, Any]
-"""A chat message: ``role``, ``content`` and what else a chat template reads of it, such as ``tool_call_id``."""
+MAX_MESSAGES, MAX_TOOLS = 64, 128  # The most messages, and tools, of one answer
+MAX_SESSION = 128  # The most characters of a session's id
+ROLES = ("system", "user", "tool")  # Who an environment may speak as: what the model says is the model's
+Reply = dict[str, Any]  # A chat message: ``role``, ``content`` and what else a chat template reads of it, such as ``tool_call_id``
 
 
 class ResetRequest(BaseModel):

@@ -21,11 +21,9 @@ from shared.environment.protocol import CLOSE, DESCRIBE, PROTOCOL, RESET, SCORE,
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
+# Seconds after which a session that nobody steps is forgotten, and the most sessions at once; of more, the oldest go
 SESSION_TTL, MOST_SESSIONS = 3600.0, 10_000
-"""Seconds after which a session that nobody steps is forgotten, and the most sessions at once; of more, the oldest go."""
-
-MOST_OPENING = 256
-"""Episodes whose resets are remembered beyond twice the sessions that are open."""
+MOST_OPENING = 256  # Episodes whose resets are remembered beyond twice the sessions that are open
 
 
 class EpisodeRefused(Exception):

@@ -50,6 +50,7 @@ def extract_answer(passage: str) -> str | None:
 
 _TEXT = re.compile(r"^\\text\{(.+?)\}$")
 
+# What is replaced first, one after the other, and by what
 _REWRITTEN = (
     ("\n", ""),
     ("\\!", ""),
@@ -62,8 +63,6 @@ _REWRITTEN = (
     ("^\\circ", ""),
     ("\\$", ""),
 )
-"""What is replaced first, one after the other, and by what."""
-
 _UNIT = "\\text{ "
 _HALF = "\\frac{1}{2}"
 
@@ -146,6 +145,7 @@ def _built_fraction(text: str) -> str:
 
 _ENCLOSED = re.compile(r"^\\text\{(.+?)\}$")
 
+# What is replaced first, one after the other, and by what
 _REPLACED = (
     ("\\%", "%"),
     ("\\$", "$"),
@@ -157,12 +157,8 @@ _REPLACED = (
     ("billion", "*10^9"),
     ("trillion", "*10^12"),
 )
-"""What is replaced first, one after the other, and by what."""
-
 _NAMES = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
-_UNITS = [re.compile(rf"{unit}(?:es)?s? *(?:\^[0-9]+)?") for unit in _NAMES.split()]
-"""Units that are left out, one after the other."""
-
+_UNITS = [re.compile(rf"{unit}(?:es)?s? *(?:\^[0-9]+)?") for unit in _NAMES.split()]  # Units that are left out, one after the other
 _CIRCLE = re.compile(r"\^ *\\circ")
 _SPACED_COMMA = re.compile(r",\\! *")
 _MINUS = re.compile("- *")
@@ -172,12 +168,8 @@ _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _SYMBOLS = str.maketrans({"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"})
 _BRACKETS = "()[]"
 
-MOST_LETTERS = 2
-"""The most different letters of an expression that is computed, those of ``sqrt`` and ``frac`` aside."""
-
-_ENDLESS = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
-"""Powers that sympy might compute on for ever."""
-
+MOST_LETTERS = 2  # The most different letters of an expression that is computed, those of ``sqrt`` and ``frac`` aside
+_ENDLESS = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")  # Powers that sympy might compute on for ever
 _WHOLE = 1e-7
 
 
@@ -324,9 +316,7 @@ def _simplified(expression: str) -> Any:
     return sympy.simplify(read)
 
 
-REMEMBERED = 200
-"""The most characters of an answer that is compared once for all responses that give it: those of a group often agree."""
-
+REMEMBERED = 200  # The most characters of an answer that is compared once for all responses that give it: those of a group often agree
 _THOUGHT, _RESPONSE = "</think>", "###Response"
 
 

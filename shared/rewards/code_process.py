@@ -26,26 +26,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-PASSED = b"passed"
-"""What the tests' process reports when they have come to their end."""
-
+PASSED = b"passed"  # What the tests' process reports when they have come to their end
 _REPORT, _PR_SET_DUMPABLE = 3, 4
 _CHUNK = 1 << 16
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _KINDS: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes, *_CONTAINERS)
 _SCALARS = {type(None), bool, int, float, str}
+# The least integer that is sent in hexadecimal: Python reads decimals of any length on request only, and in quadratic time
 _LONG = 1 << 4096
-"""The least integer that is sent in hexadecimal: Python reads decimals of any length on request only, and in quadratic time."""
 _TYPES: tuple[type[Any], ...] = (*_KINDS, bytearray, range)
 _MADE: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _CONTAINERS}
+# Scalars that JSON does not have
 _TEXTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "int": (hex, lambda text: int(text, 16)),
     "complex": (lambda sent: [sent.real, sent.imag], lambda parts: complex(*parts)),
     "bytes": (lambda sent: sent.decode("latin-1"), lambda text: text.encode("latin-1")),
     "ellipsis": (lambda _: None, lambda _: ...),
 }
-"""Scalars that JSON does not have."""
+# Other types that cross by value: what is sent of them, and how they are made of it
 _WRITTEN: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {
     ("builtins", "bytearray"): (bytes, lambda kind, held: kind(held)),
     ("builtins", "range"): (lambda sent: (sent.start, sent.stop, sent.step), lambda kind, held: kind(*held)),
@@ -56,10 +55,8 @@ _WRITTEN: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] =
     },
     **{key: (str, lambda kind, held: kind(held)) for key in (("decimal", "Decimal"), ("fractions", "Fraction"))},
 }
-"""Other types that cross by value: what is sent of them, and how they are made of it."""
-_OPEN = ("tests", "collections", "types")
-"""The modules of which the code may ask attributes of objects that the tests gave it."""
-
+_OPEN = ("tests", "collections", "types")  # The modules of which the code may ask attributes of objects that the tests gave it
+# What the owner of an object does with it
 _OWNERS: dict[str, Callable[..., Any]] = {
     "__call__": lambda owned, *given, **named: owned(*given, **named),
     "__getattr__": getattr,
@@ -71,14 +68,11 @@ _OWNERS: dict[str, Callable[..., Any]] = {
     **{f"__{function.__name__}__": function for function in (len, iter, next, str, repr, bool, hash, reversed)},
     **{f"__{name}__": getattr(_operator, name) for name in ("getitem", "setitem", "delitem", "contains")},
 }
-"""What the owner of an object does with it."""
-
+# What the owner does with two of its objects; with one of them, its plain value is taken
 _BETWEEN = {
     f"__{name.rstrip('_')}__": getattr(_operator, name)
     for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
 }
-"""What the owner does with two of its objects; with one of them, its plain value is taken."""
-
 _REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _OF_VALUES = {
     **{f"__{function.__name__}__": function for function in (abs, int, float, round)},

@@ -14,16 +14,10 @@ from shared.rewards.boxed_math import BOX, last_boxed
 from shared.rewards.names import REASONING_GYM
 from shared.runtime.errors import nearest
 
-LAST_CHARACTERS = 300
-"""The characters at a response's end that are looked at."""
-
-LAST_OF_BOX = 100
-"""The same where the answer has to stand in a box."""
-
+LAST_CHARACTERS = 300  # The characters at a response's end that are looked at
+LAST_OF_BOX = 100  # The same where the answer has to stand in a box
 ANSWER = r"(?i)Answer\s*:\s*([^\n]+)"
-INVALID = "[INVALID]"
-"""The prediction of a response that names no answer."""
-
+INVALID = "[INVALID]"  # The prediction of a response that names no answer
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -38,6 +32,7 @@ _REPLACED = (
 )
 
 # fmt: off
+# What is left out, one after the other
 _REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet", "minutes",
     "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
@@ -45,8 +40,7 @@ _REMOVED = (
     "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>",
 )
 # fmt: on
-"""What is left out, one after the other."""
-
+# Enclosing commands, and arguments without braces
 _REWRITTEN = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -59,7 +53,6 @@ _REWRITTEN = tuple(
         (r"sqrt([^{])", r"sqrt{\1}"),
     )
 )
-"""Enclosing commands, and arguments without braces."""
 
 
 def compute_score(
@@ -132,8 +125,7 @@ def normalize_final_answer(answer: Any) -> str:
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_WHOLE = ("yes", "no", "noanswer")
-"""Answers that are right as a whole or wrong."""
+_WHOLE = ("yes", "no", "noanswer")  # Answers that are right as a whole or wrong
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
@@ -156,12 +148,9 @@ def normalize_answer(s: str) -> str:
     return " ".join(_ARTICLE.sub(" ", s.lower().translate(_PUNCTUATION)).split())
 
 
-LETTERS = list(string.ascii_uppercase[:10])
-"""The letters of a question that says neither its letters nor its choices."""
-
-ANSWERS = ("correct_letter", "correct_answer", "answer_text")
-"""The fields of a question's metadata that say what is right."""
-
+LETTERS = list(string.ascii_uppercase[:10])  # The letters of a question that says neither its letters nor its choices
+ANSWERS = ("correct_letter", "correct_answer", "answer_text")  # The fields of a question's metadata that say what is right
+# How a response names its letter, tried one after the other
 _NAMED = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -170,8 +159,6 @@ _NAMED = [
         r"final\s*(?:answer|option)\s*(?:is|:)?\s*([A-Z])",
     )
 ]
-"""How a response names its letter, tried one after the other."""
-
 _LONE = re.compile(r"\b([A-Z])\b")
 _OTHER = re.compile(r"[^a-z0-9]+")
 _THOUGHT = "</think>"

@@ -27,12 +27,9 @@ from shared.runtime.errors import ConfigError
 from shared.sandbox.program import ProgramResult, SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxPool, SandboxUnavailable
 
-WARM = 2
-"""Sandboxes that have started before a response needs them, in each process."""
-
+WARM = 2  # Sandboxes that have started before a response needs them, in each process
+# After a test that reached one of these limits the others are not run: they would most likely reach it, too, each after its time
 _OVER = ("wall_time", "cpu_time", "memory", "processes")
-"""After a test that reached one of these limits the others are not run: they would most likely reach it, too, each after its time."""
-
 _pool: SandboxPool | None = None
 
 
@@ -101,11 +98,8 @@ def _never_runs(result: ProgramResult) -> bool:
     )
 
 
-Value = float | Mapping[str, Any]
-"""One reward, or several by name."""
-
-Verifier = Callable[[str, Reference], Value]
-"""(response text, what it is compared with) → reward."""
+Value = float | Mapping[str, Any]  # One reward, or several by name
+Verifier = Callable[[str, Reference], Value]  # (response text, what it is compared with) → reward
 
 
 def exact(response: str, reference: Reference) -> float:
@@ -129,6 +123,7 @@ def _gpqa(response: str, reference: Reference) -> float:
     return compute_gpqa_reward(response, reference.value, reference.metadata)
 
 
+# The verifiers, by ``rm_type``
 VERIFIERS: dict[str, Verifier] = {
     "dapo": _dapo,
     "deepscaler": _deepscaler,
@@ -142,16 +137,13 @@ VERIFIERS: dict[str, Verifier] = {
     "random": lambda response, reference: float(random.randint(0, 1)),
     "unit_tests": unit_tests,
 }
-"""The verifiers, by ``rm_type``."""
-
 READ_LABEL: dict[str, Callable[[str], str]] = {"dapo": integer_label, "deepscaler": math_label, "math": math_label, "math_verify": read}
 """What a verifier reads in a label, by ``rm_type``; raises ValueError for one that it would compare wrongly, or with nothing.
 
 The others take a label as it is."""
 
 
-_RESPONSE, _LABEL = "</think>\\boxed{\\frac{2x}{2}}", "x"
-"""A response and a label over which verifiers load their libraries."""
+_RESPONSE, _LABEL = "</think>\\boxed{\\frac{2x}{2}}", "x"  # A response and a label over which verifiers load their libraries
 
 
 def load(names: Iterable[str]) -> None:

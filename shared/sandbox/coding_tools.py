@@ -14,12 +14,8 @@ from shared.rewards.verifiers import CaseOutcome, run_tests
 from shared.sandbox.program import Program, ProgramResult, SandboxSettings
 from shared.sandbox.sandbox import Sandbox
 
-SOLUTION = "solution.py"
-"""The file that tests are run on."""
-
-LONGEST_ANSWER = 4000
-"""The most characters of an answer to the model: of a longer one the beginning and the end."""
-
+SOLUTION = "solution.py"  # The file that tests are run on
+LONGEST_ANSWER = 4000  # The most characters of an answer to the model: of a longer one the beginning and the end
 _PATH = {"type": "string", "description": f"a path in the work folder, such as {SOLUTION}"}
 _TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "write_file": ("Writes a file, in place of what it held.", {"path": _PATH, "content": {"type": "string"}}),
@@ -33,6 +29,7 @@ _TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _OPTIONAL = ("stdin",)
 
+# The tools as OpenAI's chat completions take them
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -49,7 +46,6 @@ TOOLS: list[dict[str, Any]] = [
     }
     for name, (description, properties) in _TOOLS.items()
 ]
-"""The tools as OpenAI's chat completions take them."""
 
 
 class CodingTools:

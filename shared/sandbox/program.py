@@ -5,12 +5,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Literal
 
+# How a program ended: by itself with exit code 0, with another one, or by a signal; or because it reached the limit that is named
 Status = Literal["ok", "exit_code", "signal", "wall_time", "cpu_time", "memory", "processes", "output"]
-"""How a program ended: by itself with exit code 0, with another one, or by a signal; or because it reached the limit that is named."""
-
+# Every status, in the order of the numbers that the supervisor sends (`shared.sandbox.program_supervisor`)
 STATUSES: tuple[Status, ...] = ("ok", "exit_code", "signal", "wall_time", "cpu_time", "memory", "processes", "output")
-"""Every status, in the order of the numbers that the supervisor sends (`shared.sandbox.program_supervisor`)."""
-
 _REFUSED_MEMORY = (b"MemoryError", b"std::bad_alloc", b"Cannot allocate memory")
 _LAST_WORDS = 4096
 
@@ -68,8 +66,7 @@ class Program:
     stdin: bytes = b""
 
 
-REPORT = 3
-"""The descriptor for a verdict beside the standard output, of `Program.sources`."""
+REPORT = 3  # The descriptor for a verdict beside the standard output, of `Program.sources`
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,9 @@ import sys
 import time
 import types
 
-FIRST = os.getpid() == 1
-"""Whether this is process 1 of a sandbox, which sees no others; without bubblewrap it is one of the host's."""
-
+FIRST = os.getpid() == 1  # Whether this is process 1 of a sandbox, which sees no others; without bubblewrap it is one of the host's
+# What the kernel keeps for a file of any size, and at most for data that nobody has read from a local socket
 ENTRY_BYTES, SOCKET_BYTES = 2 << 10, 208 << 10
-"""What the kernel keeps for a file of any size, and at most for data that nobody has read from a local socket."""
-
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -134,12 +131,9 @@ whether output was cut off, lengths of standard output, standard error and repor
 
 OK, EXIT_CODE, SIGNAL, WALL_TIME, CPU_TIME, MEMORY, PROCESSES, OUTPUT = range(8)
 
-TICK_S = 0.01
-"""The pause between two looks at what the processes have taken."""
-
+TICK_S = 0.01  # The pause between two looks at what the processes have taken
+# What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves
 MEMORY_SLACK = 64 << 20
-"""What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves."""
-
 _CHUNK = 1 << 16
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 4, 36, 38, 22, 2
 _STDIN, _REPORT = 0, 3

@@ -51,8 +51,7 @@ _CONTAINER = (
     "systempaths=unconfined (docs/sandbox.md)"
 )
 
-Setting = Callable[[str], str | None]
-"""Name of a kernel setting → its value; None where the kernel has no such."""
+Setting = Callable[[str], str | None]  # Name of a kernel setting → its value; None where the kernel has no such
 
 
 def kernel_setting(name: str) -> str | None:
@@ -86,12 +85,8 @@ def remedy(words: str, setting: Setting = kernel_setting, program: str | None = 
     return words
 
 
-START_S = 30.0
-"""The deadline for the start of a sandbox, which takes some 20 ms."""
-
-GRACE_S = 10.0
-"""The seconds beyond a program's own limit that its result may take, on a machine that is busy with other things."""
-
+START_S = 30.0  # The deadline for the start of a sandbox, which takes some 20 ms
+GRACE_S = 10.0  # The seconds beyond a program's own limit that its result may take, on a machine that is busy with other things
 _CHUNK = 1 << 16
 _HINT = re.compile("(Run|See) 'docker ")
 

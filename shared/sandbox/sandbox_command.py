@@ -28,28 +28,23 @@ from pathlib import Path
 from shared.runtime.container_runtime import HARDENED
 from shared.sandbox.program import SandboxSettings
 
-WORK, TEMPORARY = "/sandbox", "/tmp"
-"""The folder that a program starts in, and the other one that it may write to."""
-
+WORK, TEMPORARY = "/sandbox", "/tmp"  # The folder that a program starts in, and the other one that it may write to
 SUPERVISOR = "/supervisor.pyc"
 
-USER = 1000
-"""The user and group of programs inside."""
-
+USER = 1000  # The user and group of programs inside
 OUTSIDE = 2_000_000_000
 """The user and group that they are outside, where root starts the sandbox: ones that own nothing. Any other user can only give them its
 own. Root's own would be refused by no limit of processes, and the kernel's settings belong to it."""
 
+# What the supervisor may do inside, where its programs are another user: make them that, end them and look at their memory
 SUPERVISOR_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE")
-"""What the supervisor may do inside, where its programs are another user: make them that, end them and look at their memory."""
-
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 PASSWD = f"sandbox:x:{USER}:{USER}::{WORK}:/bin/sh\n".encode()
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# What the loader and commands such as ``cc`` need; no file of ``/etc`` holds a secret that is not named here
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives")
-"""What the loader and commands such as ``cc`` need; no file of ``/etc`` holds a secret that is not named here."""
 
 
 def bwrap_program() -> str | None:
@@ -178,12 +173,9 @@ FIRST_USER, USERS = 40_000, 20_000
 nobody, and where containers have users of their own, there are as many."""
 
 SHARED_MEMORY = "/dev/shm"
-SHARED_MEMORY_BYTES = 1 << 20
-"""Room for semaphores. What lies there is not counted, as what lies in the other two folders is."""
-
+SHARED_MEMORY_BYTES = 1 << 20  # Room for semaphores. What lies there is not counted, as what lies in the other two folders is.
+# What the container may have beyond a program's limits: the supervisor, and what is taken between two of its looks
 SLACK_BYTES, SLACK_PROCESSES = 192 << 20, 8
-"""What the container may have beyond a program's limits: the supervisor, and what is taken between two of its looks."""
-
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -222,6 +214,7 @@ def container_command(settings: SandboxSettings, name: str, user: int, superviso
     return [settings.kind, "run", "--rm", "--interactive", *hardened, *words, settings.image, *inside, *python]
 
 
+# The calls that are refused, with their numbers on x86-64 and on aarch64; None where there is no such call
 REFUSED = {
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -287,19 +280,11 @@ REFUSED = {
     "userfaultfd": (323, 282),
     "vhangup": (153, 58),
 }
-"""The calls that are refused, with their numbers on x86-64 and on aarch64; None where there is no such call."""
-
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _IOCTL, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (16, 29), (41, 198), (53, 199)
-_NAMESPACES = 0x7E020000
-"""CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET."""
-
-_TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX, which type into the terminal of whoever started the program."""
-
-_FAMILIES = (1,)
-"""AF_UNIX. Others have nobody to speak to; and what TCP holds for connections to oneself is counted for the whole machine."""
-
+_NAMESPACES = 0x7E020000  # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into the terminal of whoever started the program
+_FAMILIES = (1,)  # AF_UNIX. Others have nobody to speak to; and what TCP holds for connections to oneself is counted for the whole machine.
 _X32 = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24

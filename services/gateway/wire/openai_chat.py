@@ -45,8 +45,8 @@ from services.gateway.wire.request_body import (
     read_body,
 )
 
+# Why whatever would have tokens drawn under a constraint is refused
 UNCONSTRAINED = "what is drawn is the policy's own: nothing constrains it, or its log-probs would be another's"
-"""Why whatever would have tokens drawn under a constraint is refused."""
 
 
 class _SystemMessage(RequestFields):

@@ -43,8 +43,7 @@ from services.gateway.wire.request_body import (
     read_body,
 )
 
-LOGPROBS = "message.output_text.logprobs"
-"""The entry of ``include`` that asks for log-probs."""
+LOGPROBS = "message.output_text.logprobs"  # The entry of ``include`` that asks for log-probs
 
 
 class _MessageItem(RequestFields):

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from shared.runtime.errors import MyxoError
 
+# Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's.
 House = Literal["openai", "anthropic"]
-"""Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's."""
-
 Status = Literal[400, 401, 403, 404, 405, 408, 409, 410, 413, 422, 429, 500, 503]
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -83,8 +82,8 @@ def overlong_prompt(length: int, most: int, place: str = "messages", unit: str =
     return TurnRefused(400, message, field=place, code="context_length_exceeded")
 
 
+# ``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn.
 Finish = Literal["stop", "length", "tool_calls", "abort"]
-"""``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,30 +15,20 @@ from services.gateway.wire.request import TurnRefused
 from shared.runtime.errors import near
 from shared.schema.limits import LARGEST
 
-MAX_FIELDS = 128
-"""The most fields of an object that is read."""
-
+MAX_FIELDS = 128  # The most fields of an object that is read
+# The most messages or items of a conversation, tools of a request, and parts or calls of a message
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS = 4096, 256, 256
-"""The most messages or items of a conversation, tools of a request, and parts or calls of a message."""
-
-LONGEST_VALUE = 80
-"""The characters of a place or a name that a refusal repeats."""
-
-DEEPEST = 64
-"""Objects and lists in one another, in what a request may hold of any form."""
-
+LONGEST_VALUE = 80  # The characters of a place or a name that a refusal repeats
+DEEPEST = 64  # Objects and lists in one another, in what a request may hold of any form
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Version = Annotated[int, Field(ge=0, le=LARGEST)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: count or -1)]
-"""0 and -1: all tokens, as other servers have it."""
-
+TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: count or -1)]  # 0 and -1: all tokens, as other servers have it
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+# The name in a call: it may be any that was drawn, since what was answered may be sent back
 CalledName = Annotated[str, Field(max_length=1 << 16)]
-"""The name in a call: it may be any that was drawn, since what was answered may be sent back."""
-
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -52,16 +42,15 @@ def shallow(value: Any) -> Any:
     raise ValueError(f"nested more than {DEEPEST} deep")
 
 
-AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]
-"""An object of any form: a schema."""
+AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]  # An object of any form: a schema
 
 
 def _as_text(given: Any) -> str:
     return given if isinstance(given, str) else json.dumps(shallow(given), ensure_ascii=False)
 
 
+# A call's arguments as text, whether they are the JSON of an object or not: what a model wrote may be sent back, as an object, too
 Arguments = Annotated[str, BeforeValidator(_as_text)]
-"""A call's arguments as text, whether they are the JSON of an object or not: what a model wrote may be sent back, as an object, too."""
 
 
 class RequestFields(BaseModel):
@@ -116,8 +105,8 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
+# Content that is text alone: a string, or parts
 Texts = Annotated[list[TextPart], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_parts)]
-"""Content that is text alone: a string, or parts."""
 
 
 def joined(parts: Sequence[TextPart]) -> str:

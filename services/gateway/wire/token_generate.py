@@ -15,8 +15,7 @@ from services.gateway.wire.request import RequestedSampling, TokenTurn, TurnRefu
 from services.gateway.wire.request_body import Positive, RequestFields, StopIds, StopTexts, TopK, TopP, Version, read_body
 from shared.schema.limits import LARGEST
 
-LONGEST_PROMPT = 1 << 22
-"""Tokens."""
+LONGEST_PROMPT = 1 << 22  # Tokens
 
 
 class _SamplingFields(RequestFields):
