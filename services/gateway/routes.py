@@ -353,7 +353,7 @@ class Api:
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
         self._check_model(asked.model)
-        return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=answer_headers(asked))
+        return JSONResponse({"input_tokens": await self.turns.count(log, asked)}, headers=answer_headers(asked))
 
     async def _watched(self, request: Request, turn: "asyncio.Task[Any]", seconds: float) -> None:
         """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine draws for nobody."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from services.gateway.wire import request_body as fields
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_logprobs, tool_choice
 from services.gateway.wire.request import (
     CalledTool,
@@ -19,29 +20,13 @@ from services.gateway.wire.request import (
     TurnResult,
     TurnStart,
     TurnUsage,
-    aborted,
     assistant,
+    beside,
     chat_call,
     event,
     function_tool,
 )
-from services.gateway.wire.request_body import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    AnyObject,
-    Arguments,
-    CalledName,
-    CallId,
-    DrawingFields,
-    Positive,
-    RequestFields,
-    Texts,
-    ToolName,
-    TopP,
-    check_tool_results,
-    joined,
-    read_body,
-)
+from services.gateway.wire.request_body import RequestFields, read_body
 
 LOGPROBS = "message.output_text.logprobs"  # The entry of ``include`` that asks for log-probs
 
@@ -51,24 +36,24 @@ class _MessageItem(RequestFields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: Texts
+    content: fields.Texts
 
 
 class _CallItem(RequestFields):
     ECHOED = frozenset({"id", "status"})
 
     type: Literal["function_call"]
-    call_id: CallId
-    name: CalledName
-    arguments: Arguments = "{}"
+    call_id: fields.CallId
+    name: fields.CalledName
+    arguments: fields.Arguments = "{}"
 
 
 class _CallOutputItem(RequestFields):
     ECHOED = frozenset({"id", "status"})
 
     type: Literal["function_call_output"]
-    call_id: CallId
-    output: Texts
+    call_id: fields.CallId
+    output: fields.Texts
 
 
 class _ReasoningText(RequestFields):
@@ -80,16 +65,16 @@ class _ReasoningItem(RequestFields):
     ECHOED = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["reasoning"]
-    content: Annotated[list[_ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []
+    content: Annotated[list[_ReasoningText], Field(max_length=fields.MAX_MESSAGES, fail_fast=True)] = []
 
 
 class _FunctionTool(RequestFields):
     WITHOUT_EFFECT = frozenset({"strict"})
 
     type: Literal["function"]
-    name: ToolName
+    name: fields.ToolName
     description: str | None = None
-    parameters: AnyObject | None = None
+    parameters: fields.AnyObject | None = None
 
 
 class _TextFormat(RequestFields):
@@ -130,31 +115,23 @@ def _as_items(given: Any) -> Any:
     return given
 
 
-class _ResponseBody(DrawingFields):
-    WITHOUT_EFFECT = frozenset(
-        {
-            "client_metadata",
-            "max_tool_calls",
-            "metadata",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "reasoning",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-        }
-    )
+class _ResponseBody(fields.DrawingFields):
+    # fmt: off
+    WITHOUT_EFFECT = frozenset({
+        "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier",
+        "service_tier", "store", "user",
+    })
+    # fmt: on
 
     model: str
-    input: Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_as_items)]
+    input: Annotated[list[_Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True), BeforeValidator(_as_items)]
     instructions: str = ""
-    max_output_tokens: Positive | None = None
+    max_output_tokens: fields.Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: TopP | None = None
+    top_p: fields.TopP | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tools: Annotated[list[_FunctionTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     top_logprobs: int = 0
@@ -171,7 +148,7 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     _check(asked)
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     messages = instructions + _messages(asked.input)
-    check_tool_results(messages, "input")
+    fields.check_tool_results(messages, "input")
     return ChatTurn(
         request_id=request_id,
         model=asked.model,
@@ -219,7 +196,7 @@ def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _Reas
         elif isinstance(item, _MessageItem) and item.role == "assistant":
             if text is not None or calls:
                 end_assistant()
-            text = joined(item.content)
+            text = fields.joined(item.content)
         else:
             end_assistant()
             messages.append(_other_message(item))
@@ -229,27 +206,24 @@ def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _Reas
 
 def _other_message(item: _MessageItem | _CallOutputItem) -> dict[str, Any]:
     if isinstance(item, _CallOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
-    return {"role": "user" if item.role == "user" else "system", "content": joined(item.content)}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": fields.joined(item.output)}
+    return {"role": "user" if item.role == "user" else "system", "content": fields.joined(item.content)}
 
 
 def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
     """Returns the response. Raises TurnRefused where the turn was aborted."""
-    if result.finish == "abort":
-        raise aborted()
+    extra = beside(result)
     cut = result.finish == "length"
     output = [_reasoning_item(result.request_id, result.reasoning)] if result.reasoning else []
     if result.content or not result.tool_calls:
         output.append(_message_item(result.request_id, result.content, "incomplete" if cut else "completed", _logprobs(turn, result)))
     output += [_call_item(call) for call in result.tool_calls]
     head = _head(turn, result.request_id, result.created, result.model, "incomplete" if cut else "completed")
-    malformed = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
     return head | {
         "output": output,
         "usage": _usage(result.usage),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]},
-        **({"malformed_tool_calls": malformed} if malformed else {}),
+        **extra,
     }
 
 

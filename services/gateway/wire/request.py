@@ -254,8 +254,24 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
 
 
 def aborted() -> TurnRefused:
-    """Returns the refusal of a turn that was aborted: nothing that was drawn of it is an answer."""
+    """Returns the refusal of a turn that was aborted: nothing that was sampled of it is an answer."""
     return TurnRefused(410, "the session ended before the turn did", code="session_ended")
+
+
+def beside(result: TurnResult) -> dict[str, Any]:
+    """Returns what an answer has beside the house's own fields: the weights' versions, and the tool calls that could not be read.
+
+    Raises TurnRefused where the turn was aborted.
+    """
+    if result.finish == "abort":
+        raise aborted()
+    return {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}, **malformed(result)}
+
+
+def malformed(result: TurnResult) -> dict[str, Any]:
+    """Returns the answer's field with the tool calls that could not be read; nothing where there are none."""
+    calls = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
+    return {"malformed_tool_calls": calls} if calls else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

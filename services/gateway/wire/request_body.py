@@ -76,15 +76,20 @@ class RequestFields(BaseModel):
         return given
 
 
-class DrawingFields(RequestFields):
-    """How tokens are drawn, and by which weights, in the words that the chat formats share beside their house's own."""
+class SamplingFields(RequestFields):
+    """How tokens are sampled, in the words that the formats share beside their house's own."""
 
-    min_version: Version = 0
     top_k: TopK | None = None
     min_tokens: Version | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     stop_token_ids: StopIds = []
     seed: Version | None = None
+
+
+class DrawingFields(SamplingFields):
+    """The same for the chat formats, and by which weights."""
+
+    min_version: Version = 0
 
 
 class TextPart(RequestFields):
