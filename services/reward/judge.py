@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import re
 import sqlite3
@@ -23,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from services.reward.remote_rewards import HttpCalls, from_environment
+from services.reward.remote_rewards import HttpCalls
 from services.reward.scorer import Scorer
 from shared.config.reward_section import JUDGE, TOURNAMENT, RewardSection
 from shared.environment.environment_url import without_credentials
@@ -88,9 +89,6 @@ class VerdictCache:
             return []
 
 
-_AGAIN = (408, 409, 425, 429)
-
-
 class JudgeCalls:
     """Asks the judge; the same question is asked once. Raises ConfigError where its key or its cache cannot be had."""
 
@@ -99,10 +97,13 @@ class JudgeCalls:
         url = f"{config.judge_url.rstrip('/')}/chat/completions"
         headers = {}
         if config.judge_key_variable is not None:
-            headers["Authorization"] = f"Bearer {from_environment('reward.judge_key_variable', config.judge_key_variable)}"
+            if not (key := os.environ.get(config.judge_key_variable)):
+                expected = "a variable that is set where the reward service starts"
+                raise ConfigError("reward.judge_key_variable", config.judge_key_variable, expected)
+            headers["Authorization"] = f"Bearer {key}"
         self._config, self._concurrency = config, asyncio.Semaphore(config.judge_concurrency)
         label = f"{JUDGE} {config.judge_model} at {without_credentials(url)}"
-        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, _may_pass)
+        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, _worth_another_try)
         self._verdicts = VerdictCache(config.judge_cache)
         self._asked: dict[str, asyncio.Task[str]] = {}
 
@@ -131,30 +132,23 @@ class JudgeCalls:
         except (TypeError, LookupError):
             said = None
         if not isinstance(said, str):
-            raise EnvironmentFailed(
-                self._calls.label, f"answered {shown(answer)}; expected a chat completion with choices[0].message.content"
-            )
+            expected = "expected a chat completion with choices[0].message.content"
+            raise EnvironmentFailed(self._calls.label, f"answered {shown(answer)}; {expected}")
         await asyncio.to_thread(self._verdicts.put, asked, said)
         return said
 
 
-def task_of(sample: Sample) -> dict[str, str]:
-    """Returns what the templates of the judge's questions name of a sample's task."""
-    return {"prompt": _text(sample.prompt_text), "label": sample.label or ""}
+def question(template: str, sample: Sample, **parts: str) -> str:
+    """Returns a template with the ``{name}`` of each part, and of the sample's task, replaced once: what a part holds stays as it is."""
+    prompt: Any = sample.prompt_text
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt if isinstance(message, dict))
+    known = {"prompt": prompt, "label": sample.label or "", **parts}
+    return re.sub(r"\{(\w+)\}", lambda field: known.get(field[1], field[0]), template)
 
 
-def _text(prompt: Any) -> str:
-    """Returns a prompt as text: of chat messages, each behind its role."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt if isinstance(message, dict))
-
-
-def _may_pass(status: int) -> bool:
-    return status in _AGAIN or status >= 500
-
-
-_FIELD = re.compile(r"\{(\w+)\}")
+def _worth_another_try(status: int) -> bool:
+    return status in (408, 409, 425, 429) or status >= 500
 
 
 class Judge(Scorer):
@@ -168,16 +162,11 @@ class Judge(Scorer):
         return await asyncio.gather(*(self._score(sample) for sample in samples))
 
     async def _score(self, sample: Sample) -> Score:
-        verdict = await self._calls.said(filled(self._config.judge_prompt, {**task_of(sample), "response": sample.text}))
+        verdict = await self._calls.said(question(self._config.judge_prompt, sample, response=sample.text))
         try:
             return reward_values.read(score_in(self._config, verdict), None)
         except ValueError as error:
             return Score(reward=0.0, unread=words(f"{JUDGE}: {error}"))
-
-
-def filled(template: str, parts: Mapping[str, str]) -> str:
-    """Returns a template with each ``{name}`` of ``parts`` replaced, once: what a part holds stays as it is."""
-    return _FIELD.sub(lambda field: parts.get(field[1], field[0]), template)
 
 
 def last_match(field: str, pattern: str, verdict: str) -> str:
@@ -211,7 +200,7 @@ Round = list[tuple[int, int]]
 Form = Generator[Round, list[float], list[float]]
 
 
-def round_robin(count: int, draw: random.Random) -> Form:
+def round_robin(count: int, rng: random.Random) -> Form:
     """Each against each: count × (count - 1) / 2 comparisons."""
     pairs = list(itertools.combinations(range(count), 2))
     points = [0.0] * count
@@ -221,12 +210,12 @@ def round_robin(count: int, draw: random.Random) -> Form:
     return placed(points)
 
 
-def anchor(count: int, draw: random.Random) -> Form:
+def anchor(count: int, rng: random.Random) -> Form:
     """All against the first: count - 1 comparisons. The first one's points are the mean of what it won."""
     return placed((yield from _seeding(count)))
 
 
-def single_elimination(count: int, draw: random.Random) -> Form:
+def single_elimination(count: int, rng: random.Random) -> Form:
     """Seeded by `anchor`, then a bracket in which who loses is out: 2 × (count - 1) comparisons.
 
     Those that go out in one round are placed by their mean points.
@@ -242,35 +231,35 @@ def single_elimination(count: int, draw: random.Random) -> Form:
     return placed_in_order([*going, *_last_out_first(gone, record)])
 
 
-def double_elimination(count: int, draw: random.Random) -> Form:
+def double_elimination(count: int, rng: random.Random) -> Form:
     """Who has lost twice is out: up to 2 × count - 2 comparisons. Pairs are drawn anew for each round.
 
     Those that go out in one round are placed by their mean points.
     """
     record, going, fallen = _Record(count), list(range(count)), list[list[int]]()
     while len(going) > 1:
-        draw.shuffle(going)
+        rng.shuffle(going)
         going, lost = yield from record.knock_out(going)
         fallen.append(lost)
     second, gone = list[int](), list[list[int]]()
     while fallen or len(second) > 1:
         second += fallen.pop(0) if fallen else []
         if len(second) > 1:
-            draw.shuffle(second)
+            rng.shuffle(second)
             second, lost = yield from record.knock_out(second)
             gone.append(lost)
     final, lost = yield from record.knock_out([*going, *second])
     return placed_in_order([*final, *lost, *_last_out_first(gone, record)])
 
 
-def swiss(count: int, draw: random.Random) -> Form:
+def swiss(count: int, rng: random.Random) -> Form:
     """⌈log2 count⌉ rounds among neighbours in the table who have not met; ties are broken by the points of those whom one met.
 
     Who is left over in a round wins it, and nobody twice as long as others have not.
     """
     points, met, rested = [0.0] * count, [set[int]() for _ in range(count)], set[int]()
     for _ in range(min(math.ceil(math.log2(count)), count - 1)):
-        table = draw.sample(range(count), count)
+        table = rng.sample(range(count), count)
         table.sort(key=lambda one: points[one], reverse=True)
         if count % 2:
             rests = next((one for one in reversed(table) if one not in rested), table[-1])
@@ -395,7 +384,6 @@ class GroupJudge(Scorer):
 
     async def _points(self, first: Sample, second: Sample) -> float:
         """Returns the points of the first where the judge reads it first. Raises ValueError where its words say no winner."""
-        parts = {**task_of(first), "first": first.text, "second": second.text}
-        said = await self._calls.said(filled(self._config.judge_pair_prompt, parts))
+        said = await self._calls.said(question(self._config.judge_pair_prompt, first, first=first.text, second=second.text))
         found = last_match("judge_pair_pattern", self._config.judge_pair_pattern, said)
         return worth("judge_pair_points", self._config.judge_pair_points, found)

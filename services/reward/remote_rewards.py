@@ -5,7 +5,6 @@ The server is trusted as little as an environment is (`shared.environment.http_e
 
 import asyncio
 import json
-import os
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from shared.environment.environment_url import blocked, without_credentials
 from shared.environment.http_environment import BlockedAddress, open_session, read_body
 from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, words
 from shared.hooks import reward_values
-from shared.runtime.errors import ConfigError, DeadlineExceeded
+from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.untrusted_files import parse_json
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
@@ -102,13 +101,6 @@ class HttpCalls:
 
 class _Hopeless(EnvironmentFailed):
     """What another try would not change."""
-
-
-def from_environment(field: str, variable: str) -> str:
-    """Returns the value of an environment variable. Raises ConfigError for ``field`` where it is not set."""
-    if not (value := os.environ.get(variable)):
-        raise ConfigError(field, variable, "a variable that is set where the reward service starts")
-    return value
 
 
 CONNECTIONS = 64  # The most connections of a reward service to the server, as in slime

@@ -56,21 +56,14 @@ class ScoringPool(WorkerPool):
 
 @dataclass(frozen=True)
 class Verification:
-    """What is asked of a verifier.
-
-    name: the verifier. responses: their texts. references: what each is compared with, or one for all. pattern: takes the answer out of a
-    response. key: the reward that counts of several.
-    """
+    """A request to the verifier ``name``. references: one for each response, or one for all. pattern: takes the answer out of a response.
+    key: the reward that counts of several."""
 
     name: str
     responses: Sequence[str]
     references: Sequence[Reference]
     pattern: str | None = None
     key: str | None = None
-
-    def request(self, seconds: float) -> dict[str, Any]:
-        """Returns the request to a worker, which `services.reward.worker.VerifierCalls.answer` reads."""
-        return {**asdict(self), "seconds": seconds}
 
     def each(self) -> list["Verification"]:
         """Returns a verification for each response alone."""
@@ -97,7 +90,8 @@ class VerifierPool(ScoringPool):
         """
         count, source = len(asked.responses), f"verifier {asked.name}"
         try:
-            return (await self.scores(asked.request(deadline), count, "the rewards", source, deadline + LOOP_SECONDS)).scores
+            request = {**asdict(asked), "seconds": deadline}  # which `services.reward.worker.VerifierCalls.answer` reads
+            return (await self.scores(request, count, "the rewards", source, deadline + LOOP_SECONDS)).scores
         except (CallLate, WorkerDied) as error:
             if count == 1:
                 return [Score(reward=wrong(asked.name), unread=str(error))]
@@ -157,27 +151,26 @@ class EnvironmentHealthCheck:
         with contextlib.suppress(MyxoError, *TRANSIENT):
             await self._service.registry.leave(self._status())
 
-    def lost(self, reason: str) -> None:
-        """Stops taking groups until the environment has described itself again, because a caller could not reach it."""
-        self._say("away", reason)
-
     async def _describe(self) -> None:
         try:
             description = await self._environment.describe(self._describe_seconds)
         except EnvironmentAway as error:
-            self._say("away", error.reason)
+            self.report("away", error.reason)
         except EnvironmentFailed as error:
-            self._say("refused", error.reason)
+            self.report("refused", error.reason)
         except DeadlineExceeded:
-            self._say("late", f"describe was not answered within {self._describe_seconds:g} s")
+            self.report("late", f"describe was not answered within {self._describe_seconds:g} s")
         else:
             if not description.scores:
-                self._say("refused", f"verbs is {', '.join(description.verbs)}; expected 'score' where it is to score")
+                self.report("refused", f"verbs is {', '.join(description.verbs)}; expected 'score' where it is to score")
                 return
             needs, given = description.timeout, self._service.config.reward.reward_timeout
-            self._say("ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else "")
+            self.report(
+                "ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else ""
+            )
 
-    def _say(self, state: str, detail: str) -> None:
+    def report(self, state: str, detail: str) -> None:
+        """Logs a new state, and has groups taken or not by it."""
         if state != self.state:
             tell = self._log.info if state == "ready" and not detail else self._log.warning
             tell("environment_state", state=state, reason=detail, before=self.state)
@@ -300,7 +293,7 @@ class ExternalScorer(Scorer):
                 return self._counted(await self._environment.score(request, left), key)
             except EnvironmentAway as error:
                 reason = error.reason
-                self._health.lost(reason)
+                self._health.report("away", reason)  # no groups until it has described itself again
                 await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
                 pause = min(2 * pause, LONGEST_PAUSE)
             except DeadlineExceeded:
