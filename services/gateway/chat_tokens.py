@@ -27,13 +27,13 @@ from shared.runtime.errors import ConfigError
 from shared.sessions.session import Turn
 
 # Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message
-KEPT_CHARACTERS = 16 << 20
+CACHED_CHARACTERS = 16 << 20
 
 
 class EncodedTexts:
     """The ids of texts; of those that were asked for last they are remembered."""
 
-    def __init__(self, tokenizer: Tokenizer | ControlTokens, most: int = KEPT_CHARACTERS) -> None:
+    def __init__(self, tokenizer: Tokenizer | ControlTokens, most: int = CACHED_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ PARSERS = {"<function=": "qwen3.5", "<tool_call>": "qwen3"}
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call as it was drawn. ``status``: ``ok``, or what is wrong with ``text``. ``arguments``: an object's fields, or text."""
+    """A tool call as it was sampled. ``status``: ``ok``, or what is wrong with ``text``. ``arguments``: an object's fields, or text."""
 
     text: str
     status: str
@@ -173,8 +173,8 @@ class ChatTokens:
 
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
-        shows_tools: whether a prompt tells the model of the tools that it is given.
-        told_early: of a completion it can be told before its end what its beginning says: reasoning comes first, and is one piece.
+        shows_tools: whether a prompt shows the model the tools that it is given.
+        streams_text: the beginning of a completion can be read before its end: reasoning comes first, and is one piece.
         plain_markers: most markers are nothing but left out.
         added_ids: tokens that are no plain text. byte_ids: those that are a byte each. letter: the tokens of `LETTER`.
     """
@@ -202,7 +202,7 @@ class ChatTokens:
         self.plain_markers = self.family == "default"
         self._strips = False
         reasoning = self.parse_tokens([], self.tokenizer.encode(THOUGHT).tolist(), ()).reasoning
-        self._strips, self.told_early = reasoning == "a", reasoning == "a" or self.family == "default"
+        self._strips, self.streams_text = reasoning == "a", reasoning == "a" or self.family == "default"
 
     def _differs_with_tools(self) -> bool:
         [messages, _] = PROBES[0]
@@ -226,11 +226,8 @@ class ChatTokens:
         return shown + sum(len(text.encode()) for text in texts)
 
     def render(self, messages: Messages, tools: Messages, place: str = "messages", turns: Iterable[Turn] = ()) -> NDArray[np.int32]:
-        """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it.
-
-        Args:
-            place: the body's field with the conversation. turns: of the session: what they sampled stays in the assistant's messages.
-        """
+        """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it. ``place``:
+        the body's field with the conversation. ``turns``: of the session: what they sampled stays in the assistant's messages."""
         if not self.has_template:
             raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
         given = list(tools) or None
@@ -280,7 +277,7 @@ class ChatTokens:
         """Returns a completion, or its beginning, as a message. Reasoning that was not closed has the form of one that was."""
         try:
             found = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
-        except UNREADABLE:  # a model draws anything
+        except UNREADABLE:  # a model samples anything
             return ParsedTurn("", "", (ParsedCall(self.tokenizer.decode(completion), "unreadable"),))
         calls = tuple(
             ParsedCall(call.raw, call_status(str(call.status.value), call.name, call.arguments), call.name or "", call.arguments, call.id)
@@ -291,7 +288,7 @@ class ChatTokens:
 
 
 def call_status(status: str, name: Any, arguments: Any) -> str:
-    """Returns the status of a call by what it was drawn with: a name is text, and arguments are an object of JSON, which has no NaN and no
+    """Returns the status of a sampled call: a name is text, and arguments are an object of JSON, which has no NaN and no
     Infinity, and that a client may send back."""
     if status != "ok":
         return status

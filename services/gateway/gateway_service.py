@@ -32,11 +32,8 @@ COUNT_SECONDS = 1.0  # The interval at which the gauges are set
 
 
 async def serve(service: Service) -> None:
-    """Serves until asked to stop.
-
-    Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, a URL that is none, or no key for groups
-    from outside.
-    """
+    """Serves until asked to stop. Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, a URL that is
+    none, or no key for groups from outside."""
     config, section = service.config, service.config.gateway
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client's connection is one
@@ -50,7 +47,7 @@ async def serve(service: Service) -> None:
     turns = Turns(sessions, replicas, door, chat, model, holder, section, service.traces)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
-    service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.told_early)
+    service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.streams_text)
     app = api.app()
     if config.ingest.ingest_groups != "off":
         add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)

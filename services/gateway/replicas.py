@@ -35,7 +35,7 @@ RETRY_AFTER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DrawTarget:
-    """A replica that may draw. ``url``: of its door. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
+    """A replica that may sample. ``url``: of its endpoint. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
 
     instance: str
     url: str
@@ -74,7 +74,7 @@ class DrawLimit:
 
 
 def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
-    """Returns the replicas that may draw: those with verified weights, whose doors are open to gateways."""
+    """Returns the replicas that may sample: those with verified weights, whose endpoints are open to gateways."""
     return [
         DrawTarget(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
         for one in statuses
@@ -85,11 +85,8 @@ def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
 def choose(
     session: str, known: Sequence[DrawTarget], min_version: int, room: Mapping[str, bool], avoided: Collection[str]
 ) -> DrawTarget | None:
-    """Returns the replica that draws for a session: the first in the session's own order that is new enough and has room.
-
-    Args:
-        room: by instance. avoided: instances that come last, since they have just failed.
-    """
+    """Returns the replica that samples for a session: the first in the session's own order that is new enough and has room. ``room``: by
+    instance. ``avoided``: instances that come last, since they have just failed."""
     fitting = [one for one in known if one.version >= min_version and room.get(one.instance, True)]
     return min(fitting, key=lambda one: (one.instance in avoided, _rank(session, one.instance)), default=None)
 
@@ -99,14 +96,8 @@ def _rank(session: str, instance: str) -> bytes:
 
 
 class Replicas:
-    """The replicas of a run, by the registry.
-
-    Args:
-        most: draws that a replica gets at once, at most.
-
-    Attributes:
-        asleep: whether replicas sleep while a trainer computes on their GPUs.
-    """
+    """The replicas of a run, by the registry. ``most``: draws that a replica gets at once, at most. ``asleep``: whether replicas sleep
+    while a trainer computes on their GPUs."""
 
     def __init__(self, registry: Registry, most: int) -> None:
         self._registry, self._most = registry, most
@@ -187,10 +178,8 @@ class Replicas:
         return self._limits.setdefault(instance, DrawLimit(self._most))
 
     async def _change(self, end: float, min_version: int) -> float:
-        """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer.
-
-        Raises TurnRefused at ``end``.
-        """
+        """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer. Raises
+        TurnRefused at ``end``."""
         began, asleep = time.monotonic(), self.asleep
         left = REFRESH_SECONDS if asleep else end - began
         if left <= 0:
@@ -208,7 +197,7 @@ class Replicas:
         self._changed = asyncio.Event()
 
 
-Hear = Callable[[Drawn], None]  # Is told each piece of a turn as it is drawn
+Hear = Callable[[Drawn], None]  # gets each piece of a turn as it is sampled
 SPARE_SECONDS = 5.0  # What an answer may take beyond the time that its draw has
 
 
@@ -221,7 +210,7 @@ class ReplicaFailed(MyxoError):
 
 
 class DrawClient:
-    """Draws at replicas' doors, with the key that they and gateways share."""
+    """Samples at replicas' endpoints, with the key that they and gateways share."""
 
     def __init__(self, sessions: SessionStore) -> None:
         self._sessions, self._key = sessions, ""

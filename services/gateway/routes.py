@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.gateway.replicas import Replicas
-from services.gateway.turn_decisions import kept_by_task
+from services.gateway.turn_decisions import fixed_by_task
 from services.gateway.turn_text import TurnText
 from services.gateway.turns import LiveTurn, Turns
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
@@ -66,21 +66,17 @@ async def bounded_body(request: Request, most_bytes: int, seconds: float = BODY_
     return bytes(body)
 
 
-NAMES = ("idempotency-key", "x-request-id")
-RETRY_HEADER = "x-stainless-retry-count"
-
-
 def request_id(log: SessionLog, prefix: str, path: str, headers: Mapping[str, str], body: bytes) -> str:
-    """Returns the id of a request's turn. ``prefix``: how the format's ids begin. ``headers``: by names in lower case."""
-    for name in NAMES:
+    """Returns the id of a request's turn. ``prefix``: how the format's ids begin. ``headers``: by names in lower case. A client may name
+    its requests; another body under the same name is another request. The houses' own SDKs do not, but count a request's repetitions: one
+    that is repeated is the newest request of the session with the very same body."""
+    for name in ("idempotency-key", "x-request-id"):
         if given := headers.get(name):
             return prefix + _digest(log.session.id, given, path, body)
     base = f"{prefix}{_digest(path, body)}"
-    if headers.get(RETRY_HEADER, "0") not in ("", "0"):
-        known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]
-        if known:
-            return known[-1]
-    return base + uuid.uuid4().hex[:8]
+    known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]
+    repeated = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    return known[-1] if known and repeated else base + uuid.uuid4().hex[:8]
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -90,15 +86,12 @@ def _digest(*parts: str | bytes) -> str:
     return found.hexdigest()
 
 
-SILENT_SECONDS = 10.0  # The time for which a streamed answer may be silent; also that after which it begins although nothing has been drawn
+SILENT_SECONDS = 10.0  # the longest silence of a streamed answer; it begins after that although nothing was sampled
 
 
 class StreamedAnswer:
-    """One answer.
-
-    Args:
-        start: of a turn of which nothing is known yet. events: those of its format. text: makes what tells the turn's text.
-    """
+    """An answer that reports a turn as it is sampled: events as soon as there are tokens, and what was not sure before at the turn's end.
+    ``start``: of a turn of which nothing is known yet. ``events``: those of its format. ``text``: makes the turn's text."""
 
     def __init__(
         self,
@@ -118,13 +111,13 @@ class StreamedAnswer:
             await self._live.news(SILENT_SECONDS)
             ended = self._turn.done()
             if tokens := self._live.taken():
-                if told := self._told(tokens):
-                    yield told
+                if sent := self._sampled_events(tokens):
+                    yield sent
             elif not ended:
                 yield b": waiting\n\n" if self._begun is None else self._begun[0].ping()
         yield self._end()
 
-    def _told(self, tokens: list[int]) -> bytes:
+    def _sampled_events(self, tokens: list[int]) -> bytes:
         head = b""
         if self._begun is None:
             known = replace(self._start, created=int(time.time()), prompt=len(self._live.prompt), cached=self._live.cached)
@@ -152,15 +145,9 @@ class StreamedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How a house's clients ask for a turn and are answered.
-
-    Attributes:
-        house: whose error shape it has.
-        parse: from a body and the turn's request id; raises TurnRefused.
-        answer: the body of a whole answer; raises TurnRefused where the turn was aborted.
-        events: those of a streamed one, of the content type ``text/event-stream``.
-        id_prefix: how the house's request ids begin.
-    """
+    """How a house's clients ask for a turn and are answered. ``house``: whose error shape it has. ``parse``: from a body and the turn's
+    request id; raises TurnRefused. ``answer``: the body of a whole answer; raises TurnRefused where the turn was aborted. ``events``: those
+    of a streamed one, of the content type ``text/event-stream``. ``id_prefix``: how the house's request ids begin."""
 
     house: House
     parse: Callable[[bytes, str], ChatTurn]
@@ -304,7 +291,7 @@ class Api:
         async def route(request: Request, log: SessionLog, body: bytes) -> Response:
             asked = self.turns.noted(wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
             self._check_model(asked.model)
-            headers = _told(log, asked)
+            headers = _headers_of(log, asked)
             if asked.stream:
                 return await self._streamed(request, wire, log, asked, headers)
             turn = asyncio.create_task(self.turns.chat(log, asked))
@@ -314,13 +301,12 @@ class Api:
         return route
 
     async def _streamed(self, request: Request, wire: WireFormat, log: SessionLog, asked: ChatTurn, headers: dict[str, str]) -> Response:
-        """Returns the answer that tells a turn as it is drawn. Raises TurnRefused where it is refused before anything is told."""
+        """Returns the answer that reports a turn as it is sampled. Raises TurnRefused where it is refused before its first event."""
         live, start = LiveTurn(), TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
         turn = asyncio.create_task(self.turns.chat(log, asked, live))
         turn.add_done_callback(lambda _: live.end())
-        answer = StreamedAnswer(
-            turn, live, start, functools.partial(wire.events, asked), functools.partial(self.turns.text, log, asked, live)
-        )
+        text = functools.partial(self.turns.text, log, asked, live)
+        answer = StreamedAnswer(turn, live, start, functools.partial(wire.events, asked), text)
         try:
             await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)), math.inf)
             if turn.done():
@@ -331,7 +317,7 @@ class Api:
         return StreamingResponse(self._kept(log.session.id, answer, turn), media_type="text/event-stream", headers=headers)
 
     async def _kept(self, session: str, answer: StreamedAnswer, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
-        """Yields an answer's events; ends the turn where its client is gone, so that the engine draws for nobody."""
+        """Yields an answer's events; ends the turn where its client is gone, so that the engine samples for no one."""
         self.in_hand += 1
         try:
             with _counted(self.of_session, session, math.inf, ""):
@@ -348,7 +334,7 @@ class Api:
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
         await self._watched(request, turn, math.inf)
-        return _answered(token_generate.answer(asked, turn.result()), _told(log, asked))
+        return _answered(token_generate.answer(asked, turn.result()), _headers_of(log, asked))
 
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
@@ -356,7 +342,7 @@ class Api:
         return JSONResponse({"input_tokens": await self.turns.count(log, asked)}, headers=answer_headers(asked))
 
     async def _watched(self, request: Request, turn: "asyncio.Task[Any]", seconds: float) -> None:
-        """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine draws for nobody."""
+        """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine samples for no one."""
         end = time.monotonic() + seconds
         try:
             while not turn.done() and time.monotonic() < end:
@@ -435,7 +421,7 @@ def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:
     return Response(orjson.dumps(answer), media_type="application/json", headers=headers)
 
 
-def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
+def _headers_of(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
     """Returns the headers that name what of a request has no effect, and what stands as the session's task has it."""
-    kept = kept_by_task(log.session, asked.sampling)
+    kept = fixed_by_task(log.session, asked.sampling)
     return answer_headers(asked) | ({TASK_HEADER: ", ".join(kept)} if kept else {})

@@ -1,4 +1,4 @@
-"""Says what of a turn's text is sure while it is drawn. It is pure.
+"""Says what of a turn's text is sure while it is sampled. It is pure.
 
 A turn's message is what the family's parser makes of the whole completion (`ChatTokens.parse`); what is told earlier must be its beginning
 to the letter. So the parser is asked once for the channel that is open, reasoning or content, by a letter that is appended and looked for;
@@ -24,11 +24,7 @@ PATIENCE = 1.1
 
 
 class TurnText:
-    """The text of one turn, told piece by piece.
-
-    Args:
-        prompt: token ids. stops: strings that end the turn.
-    """
+    """The text of one turn, told piece by piece. ``prompt``: token ids. ``stops``: strings that end the turn."""
 
     def __init__(self, chat: ChatTokens, prompt: Sequence[int], tools: Messages, stops: Sequence[str]) -> None:
         self._chat, self._prompt, self._tools, self._stops = chat, list(prompt), tools, stops
@@ -37,8 +33,8 @@ class TurnText:
         self._open: Literal["", "reasoning", "content"] = ""
         self._text = ""  # of the channel that is open
         self._read = 0  # tokens of which the text is made
-        self._next_look = 0
-        self._frozen = not chat.told_early  # nothing is sure any more before the turn's end
+        self._next_read = 0
+        self._frozen = not chat.streams_text  # nothing is sure any more before the turn's end
 
     def add(self, tokens: Sequence[int]) -> list[TurnDelta]:
         """Returns what is sure by these further tokens, and was not before."""
@@ -47,14 +43,14 @@ class TurnText:
             return []
         deltas: list[TurnDelta] = []
         if self._open and not self._append():
-            deltas += self._told()  # what came before the marker
+            deltas += self._sure_deltas()  # what came before the marker
             if self._open == "content" and not self._chat.plain_markers:
                 self._frozen = True
                 return deltas
-            self._open, self._next_look = "", 0
-        if not self._open and len(self._ids) >= self._next_look:
-            deltas += self._look()
-        return deltas + self._told()
+            self._open, self._next_read = "", 0
+        if not self._open and len(self._ids) >= self._next_read:
+            deltas += self._read_channel()
+        return deltas + self._sure_deltas()
 
     def finish(self, result: TurnResult) -> list[TurnDelta]:
         """Returns all that has not been told of the whole turn. Raises TurnRefused where what was told is not its beginning."""
@@ -66,9 +62,9 @@ class TurnText:
         calls = [TurnDelta(tool_call=call) for call in result.tool_calls]
         return [piece for piece in texts if piece.reasoning or piece.content] + calls
 
-    def _look(self) -> list[TurnDelta]:
+    def _read_channel(self) -> list[TurnDelta]:
         """Asks the parser which channel is open, and for its text. Returns the rest of the reasoning where it has ended."""
-        self._next_look = int(len(self._ids) * PATIENCE) + 1
+        self._next_read = int(len(self._ids) * PATIENCE) + 1
         settled = self._settled()
         if not settled:
             return []
@@ -118,7 +114,7 @@ class TurnText:
             self._text, self._read = self._text + text[len(before) :], end
         return plain == len(further)
 
-    def _told(self) -> list[TurnDelta]:
+    def _sure_deltas(self) -> list[TurnDelta]:
         """Returns what of the open channel's text is sure and was not told yet."""
         if not self._open or self._frozen:
             return []

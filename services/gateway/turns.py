@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.replicas import DrawClient, Hear, ReplicaFailed, Replicas
-from services.gateway.turn_decisions import StopEdge, TurnAnswers, check_tokens, continued, digests, drawn_sampling, stops_of
+from services.gateway.turn_decisions import StopEdge, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import (
     ChatTurn,
@@ -51,7 +51,8 @@ from shared.tracing.traces import Traces
 
 
 class LiveTurn:
-    """One turn. ``prompt``: its token ids, once it has begun. ``cached``: of them, those that the first draw found in the prefix cache."""
+    """A turn's tokens as they are sampled, for the answer that streams it. ``prompt``: its token ids, once it has begun. ``cached``: of
+    them, those that the first draw found in the prefix cache."""
 
     def __init__(self) -> None:
         self.prompt: list[int] = []
@@ -60,7 +61,7 @@ class LiveTurn:
         self._news = asyncio.Event()
 
     def begin(self, pending: PendingTurn) -> None:
-        """Notes the turn's prompt, and what another gateway has drawn of it already."""
+        """Notes the turn's prompt, and what another gateway has sampled of it already."""
         self.prompt = pending.prompt.tolist()
         self._note(pending.completion.tolist())
 
@@ -95,14 +96,8 @@ WATCH_SECONDS = 0.5  # The interval at which is seen which sessions have ended: 
 
 
 class SessionWatch:
-    """The sessions whose turns this gateway draws.
-
-    Args:
-        asleep: whether replicas sleep now.
-
-    Attributes:
-        stopped: whether it draws no more.
-    """
+    """Ends turns while they are sampled: of sessions that end, and all of them when the gateway stops. No turn's time runs while replicas
+    sleep for a trainer. ``asleep``: whether replicas sleep now. ``stopped``: whether it samples no more."""
 
     def __init__(self, sessions: SessionStore, asleep: Callable[[], bool]) -> None:
         self._sessions, self._asleep, self.stopped = sessions, asleep, False
@@ -110,7 +105,7 @@ class SessionWatch:
 
     @asynccontextmanager
     async def turn(self, log: SessionLog, seconds: float) -> AsyncIterator[None]:
-        """Runs the body for so many seconds, and not beyond the session's end. Raises TimeoutError; ``log.ended`` tells which it was,
+        """Runs the body for so many seconds, and not beyond the session's end. Raises TimeoutError; ``log.ended`` says which it was,
         `stopped` whether the gateway stops."""
         async with asyncio.timeout(0 if self.stopped else seconds) as limit:
             self._watched[limit] = log
@@ -135,7 +130,7 @@ class SessionWatch:
                     limit.reschedule(loop.time())
 
     def stop(self) -> None:
-        """Ends all turns: what was recorded of them is gone on from elsewhere."""
+        """Ends all turns: what was recorded of them is continued elsewhere."""
         self.stopped, now = True, asyncio.get_running_loop().time()
         for limit in self._watched:
             if not limit.expired():
@@ -145,11 +140,8 @@ class SessionWatch:
 def turn_span(
     log: SessionLog, begun: PendingTurn, turn: Turn | None, times: tuple[float, float], before: int = 0, error: str = ""
 ) -> TraceSpan:
-    """Returns the span of a turn.
-
-    Args:
-        turn: None where it failed. times: of its begin and end, seconds since the epoch. before: tokens that others had drawn of it.
-    """
+    """Returns the span of a turn. ``turn``: None where it failed. ``times``: of its begin and end, seconds since the epoch. ``before``:
+    tokens that others had sampled of it."""
     session = log.session
     completion, versions = begun.completion if turn is None else turn.completion, [] if turn is None else [span[2] for span in turn.spans]
     return TraceSpan(
@@ -234,7 +226,7 @@ class Turns:
         return replace(asked, ignored=(*asked.ignored, "tools"))
 
     async def chat(self, log: SessionLog, asked: ChatTurn, live: LiveTurn | None = None) -> TurnResult:
-        """Returns the next message of a conversation; ``live`` hears its tokens as they are drawn. Raises TurnRefused."""
+        """Returns the next message of a conversation; ``live`` hears its tokens as they are sampled. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)
         if turn is None:
             await self._check(log, asked)
@@ -242,7 +234,7 @@ class Turns:
         return self._answers.chat(turn, log.session, asked)
 
     def text(self, log: SessionLog, asked: ChatTurn, live: LiveTurn) -> TurnText:
-        """Returns what tells the text of a turn as it is drawn."""
+        """Returns the text of a turn as it is sampled."""
         return TurnText(self._chat, live.prompt, asked.tools, stops_of(log.session, asked))
 
     async def tokens(self, log: SessionLog, asked: TokenTurn) -> TurnResult:
@@ -259,7 +251,7 @@ class Turns:
         await self._replicas.present(self._limits.gateway_wait)
         return len((await self._prompt(log, asked)).tokens)
 
-    # --- before it is drawn
+    # --- before it is sampled
 
     async def _check(self, log: SessionLog, asked: ChatTurn | TokenTurn) -> None:
         if log.ended is not None:
@@ -280,7 +272,7 @@ class Turns:
         return await asyncio.to_thread(self._made, log, asked)
 
     def _made(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
-        """Carries on the turn that the conversation goes on from, where that can be done with its very ids; else renders it anew."""
+        """Carries on the turn that the conversation continues from, where that can be done with its very ids; else renders it anew."""
         found = continued(log.turns.values(), asked.messages, asked.tools, lambda turn: self._chat.parse(turn, asked.tools).reasoning)
         if found is not None:
             turn, further = found
@@ -297,7 +289,7 @@ class Turns:
             self._replicas.context,
             self._chat.stop_ids,
         )
-        sampling = drawn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
+        sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
         try:
             async with self.watch.turn(log, max(seconds, 0.1)):
                 begun = await self._begun(log, asked.request_id, prompt)
@@ -335,7 +327,7 @@ class Turns:
                 self._traces.add(turn_span(log, begun, turn, (started, time.time()), before, error))
 
     async def _begun(self, log: SessionLog, request: str, prompt: TurnPrompt) -> PendingTurn | Turn:
-        """Begins a turn, or takes it over; waits while another gateway draws it."""
+        """Begins a turn, or takes it over; waits while another gateway samples it."""
         while True:
             try:
                 return await self._sessions.begin(log, self._record(request, prompt))
@@ -465,7 +457,7 @@ def _over(log: SessionLog) -> TurnRefused:
 
 
 def _extended(pending: PendingTurn, drawn: Drawn) -> PendingTurn:
-    """Returns a turn with what was drawn last; nothing is recorded."""
+    """Returns a turn with what was sampled last; nothing is recorded."""
     return replace(
         pending,
         completion=np.concatenate([pending.completion, drawn.completion]),

@@ -34,15 +34,13 @@ from shared.runtime.errors import ConfigError
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 
-KEPT = 100_000  # The most verdicts that a reward service keeps in memory
+MOST_VERDICTS = 100_000  # The most verdicts that a reward service keeps in memory
 _BUSY_SECONDS = 30.0
 
 
 class VerdictCache:
-    """What the judge has said, in memory and, where a file is named, in that: reward services of one machine may share it.
-
-    Raises ConfigError for a file that cannot be used. One that fails later is done without.
-    """
+    """What the judge has said, in memory and, where a file is named, in that: reward services of one machine may share it. Raises
+    ConfigError for a file that cannot be used. One that fails later is done without."""
 
     def __init__(self, path: Path | None) -> None:
         self._recent: OrderedDict[str, str] = OrderedDict()
@@ -70,7 +68,7 @@ class VerdictCache:
         """Keeps what was said."""
         with self._lock:
             self._recent[asked] = said
-            while len(self._recent) > KEPT:
+            while len(self._recent) > MOST_VERDICTS:
                 self._recent.popitem(last=False)
             self._execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", asked, said)
 
@@ -216,10 +214,8 @@ def anchor(count: int, rng: random.Random) -> Form:
 
 
 def single_elimination(count: int, rng: random.Random) -> Form:
-    """Seeded by `anchor`, then a bracket in which who loses is out: 2 × (count - 1) comparisons.
-
-    Those that go out in one round are placed by their mean points.
-    """
+    """Seeded by `anchor`, then a bracket in which the loser is out: 2 × (count - 1) comparisons. Those that go out in one round are placed
+    by their mean points."""
     record = _Record(count)
     for index, points in enumerate((yield from _seeding(count))):
         record.add(index, points)
@@ -232,10 +228,8 @@ def single_elimination(count: int, rng: random.Random) -> Form:
 
 
 def double_elimination(count: int, rng: random.Random) -> Form:
-    """Who has lost twice is out: up to 2 × count - 2 comparisons. Pairs are drawn anew for each round.
-
-    Those that go out in one round are placed by their mean points.
-    """
+    """A sample that has lost twice is out: up to 2 × count - 2 comparisons. Pairs are shuffled for each round. Those that go out in one
+    round are placed by their mean points."""
     record, going, fallen = _Record(count), list(range(count)), list[list[int]]()
     while len(going) > 1:
         rng.shuffle(going)
@@ -253,10 +247,8 @@ def double_elimination(count: int, rng: random.Random) -> Form:
 
 
 def swiss(count: int, rng: random.Random) -> Form:
-    """⌈log2 count⌉ rounds among neighbours in the table who have not met; ties are broken by the points of those whom one met.
-
-    Who is left over in a round wins it, and nobody twice as long as others have not.
-    """
+    """⌈log2 count⌉ rounds among neighbours in the table who have not met; ties are broken by the points of those whom one met. The one that
+    is left over in a round wins it; none twice while others have not."""
     points, met, rested = [0.0] * count, [set[int]() for _ in range(count)], set[int]()
     for _ in range(min(math.ceil(math.log2(count)), count - 1)):
         table = rng.sample(range(count), count)
@@ -308,7 +300,7 @@ class _Record:
         return sum(self._points[index]) / len(self._points[index]) if self._points[index] else 0.0
 
     def knock_out(self, going: Sequence[int | None]) -> Generator[Round, list[float], tuple[list[int], list[int]]]:
-        """Compares neighbours. Returns who goes on, the first of a tie and who has no neighbour among them, and who has lost."""
+        """Compares neighbours. Returns the winners, the first of a tie and those without a neighbour among them, and the losers."""
         couples = [[one for one in going[at : at + 2] if one is not None] for at in range(0, len(going), 2)]
         pairs = [(couple[0], couple[1]) for couple in couples if len(couple) == 2]
         lost = list[int]()
@@ -349,10 +341,8 @@ def _neighbours(table: list[int], met: Sequence[set[int]]) -> Round:
 
 
 class GroupJudge(Scorer):
-    """Plays the tournament ``judge_tournament`` among the samples of a group; each gets the share of the others that it is placed before.
-
-    A comparison of which the judge's words say no winner is a tie, and counted as ``unread`` for both.
-    """
+    """Plays the tournament ``judge_tournament`` among the samples of a group; each gets the share of the others that it is placed before. A
+    comparison of which the judge's words say no winner is a tie, and counted as ``unread`` for both."""
 
     def __init__(self, config: RewardSection, calls: JudgeCalls) -> None:
         super().__init__(TOURNAMENT, config.environment_concurrency)

@@ -28,12 +28,9 @@ LONGEST_PAUSE = 30.0  # The most seconds between two tries; the first pause is o
 
 
 class HttpCalls:
-    """Calls to one URL.
-
-    Args:
-        label: the server's name in errors. url: may have a user, a password and a query. connections: at once, others wait.
-        timeout_s: for each try. tries: how often a call is made at most. again: whether an HTTP status is worth another try.
-    """
+    """Calls to one URL. ``label``: the server's name in errors. ``url``: may have a user, a password and a query. ``connections``: at once,
+    others wait. ``timeout_s``: for each try. ``tries``: how often a call is made at most. ``again``: whether an HTTP status is worth
+    another try."""
 
     def __init__(
         self,
@@ -107,11 +104,7 @@ CONNECTIONS = 64  # The most connections of a reward service to the server, as i
 
 
 class RemoteScorer(Scorer):
-    """Asks the server at ``rm_url`` for each sample.
-
-    Args:
-        prompt_text: gives the prompt of a sample as the server gets it.
-    """
+    """Asks the server at ``rm_url`` for each sample. ``prompt_text``: gives the prompt of a sample as the server gets it."""
 
     def __init__(self, config: RewardSection, prompt_text: Callable[[Sample], object]) -> None:
         super().__init__(REMOTE, config.environment_concurrency)
@@ -136,10 +129,8 @@ class RemoteScorer(Scorer):
 
 
 def prompt_text(config: RunConfig) -> Callable[[Sample], object]:
-    """Returns what gives a sample's prompt as slime has it: as it stands in the file, or as the chat template rendered it.
-
-    Raises ConfigError where that takes the model's tokenizer and there is none.
-    """
+    """Returns what gives a sample's prompt as slime has it: as it stands in the file, or as the chat template rendered it. Raises
+    ConfigError where that takes the model's tokenizer and there is none."""
     if not config.data.apply_chat_template:
         return lambda sample: sample.prompt_text
     from shared.data.tokenizer import Tokenizer  # tokenizers and jinja2 are for runs that need them

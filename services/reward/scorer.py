@@ -72,22 +72,17 @@ class Verification:
 
 
 class VerifierPool(ScoringPool):
-    """Runs the verifiers of one queue.
-
-    Args:
-        queue: its name. names: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`. sandbox: for those that run code.
-    """
+    """Runs the verifiers of one queue. ``queue``: its name. ``names``: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`.
+    ``sandbox``: for those that run code."""
 
     def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE, sandbox: SandboxSection | None = None) -> None:
         fields = sandbox.model_dump(mode="json") if sandbox is not None else None
         super().__init__(queue, size, {"verifiers": list(names), "sandbox": fields}, module)
 
     async def score(self, asked: Verification, deadline: float) -> list[Score]:
-        """Returns one score a response; those that could not be verified have that of a wrong answer, and say why in ``unread``.
-
-        The worker gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each
-        alone, within as long again. Raises as `ask` does, but for the errors that a response is the cause of.
-        """
+        """Returns one score a response; those that could not be verified have that of a wrong answer, and say why in ``unread``. The worker
+        gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each alone,
+        within as long again. Raises as `ask` does, but for the errors that a response is the cause of."""
         count, source = len(asked.responses), f"verifier {asked.name}"
         try:
             request = {**asdict(asked), "seconds": deadline}  # which `services.reward.worker.VerifierCalls.answer` reads
@@ -129,7 +124,13 @@ class HooksPool(ScoringPool):
 
 
 class EnvironmentHealthCheck:
-    """The health check of one environment. Every reward service makes its own; they publish the same status."""
+    """Asks one environment for its description every few seconds, publishes its status, and gives it no work while it is unreachable.
+
+    States: `starting` until the first answer; `ready`; `away`: no connection can be made; `refused`: the server is no environment of this
+    protocol version; `late`: it takes connections and does not answer in time. While it is starting, away or refused, its groups wait in
+    the queue. A late one still gets work: its groups die at their deadlines and are replaced, so that it cannot stop the run.
+    Every reward service makes its own; they publish the same status.
+    """
 
     def __init__(self, service: Service, environment: Environment) -> None:
         self._service, self._environment = service, environment
@@ -198,11 +199,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # Seconds between tries while an environm
 
 
 class Scorer(ABC):
-    """Scores whole groups.
-
-    Args:
-        name: of the environment. limit: groups in hand at once. open_: set while groups may be taken from the queue; None: always.
-    """
+    """Scores whole groups. ``name``: of the environment. ``limit``: groups in hand at once. ``open_``: set while groups may be taken from
+    the queue; ``None``: always."""
 
     def __init__(self, name: str, limit: int, open_: asyncio.Event | None = None) -> None:
         self.name, self.limit = name, limit
@@ -212,14 +210,9 @@ class Scorer(ABC):
 
     @abstractmethod
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
-        """Returns one score a sample, in order, within the run's `reward_timeout`.
-
-        Args:
-            environment: what scores these samples of the group: one of those of this scorer's queue. key: the name of the reward that
-                counts, where there are several.
-
-        Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
-        """
+        """Returns one score a sample, in order, within the run's `reward_timeout`. ``environment``: what scores these samples of the group:
+        one of those of this scorer's queue. ``key``: the name of the reward that counts, where there are several. Raises WorkerFailed,
+        EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up."""
 
 
 def shown(samples: list[Sample], environment: str, config: RewardSection) -> list[Sample]:
@@ -278,7 +271,7 @@ class CustomScorer(Scorer):
 
 
 class ExternalScorer(Scorer):
-    """An environment outside of Myxo. Its health check tells whether it is reachable; groups that it had when it left are tried again."""
+    """An environment outside of Myxo. Its health check reports whether it is reachable; groups that it had when it left are tried again."""
 
     def __init__(self, environment: Environment, health: EnvironmentHealthCheck, config: RunConfig) -> None:
         super().__init__(environment.name, config.reward.environment_concurrency, health.reachable)
@@ -331,11 +324,9 @@ def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:
 
 
 class RewardRouter:
-    """Scores groups whose samples may name different environments: a generate function may change a sample's metadata.
-
-    Args:
-        scorers: every scorer of the run, by the name of its queue.
-    """
+    """Decides what scores a sample: the reward that it came with, else its ``metadata.rm_type``, else what its group was sent to. Scores
+    groups whose samples may name different environments: a generate function may change a sample's metadata. ``scorers``: every scorer of
+    the run, by the name of its queue."""
 
     def __init__(self, config: RunConfig, scorers: dict[str, Scorer]) -> None:
         self._config, self._scorers = config, scorers
@@ -371,11 +362,7 @@ def _given(sample: Sample, key: str | None) -> Score:
 
 
 class WeightedScorer(Scorer):
-    """Scores by all of ``reward_weights``.
-
-    Args:
-        scorers: those of the run, by queue.
-    """
+    """Scores by all of ``reward_weights``. ``scorers``: those of the run, by queue."""
 
     def __init__(self, config: RewardSection, scorers: Mapping[str, Scorer]) -> None:
         super().__init__(WEIGHTED, config.environment_concurrency)

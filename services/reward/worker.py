@@ -9,14 +9,13 @@ fields of [sandbox] or None}``, or ``{"config": JSON}`` for the user's own funct
 import resource
 import time
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
 from shared.hooks import reward_values
 from shared.rewards.names import RUNS_CODE, base, missing_package, wrong
 from shared.rewards.reference import Reference
-from shared.rewards.verifiers import Value, load, open_sandboxes, pattern_answer, read_label, verify
+from shared.rewards.verifiers import load, open_sandboxes, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.runtime.failures import error_words
 from shared.workers.call_server import Calls, serve_calls
@@ -31,12 +30,8 @@ LONGEST_PROBLEM = 200  # The most characters of why a response or a label was no
 
 class VerifierCalls:
     """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets 0 and costs no other.
-
-    Args:
-        names: the verifiers that will be asked for. sandbox: the fields of ``[sandbox]``, for those that run code.
-
-    Raises ConfigError where one needs a package that is not installed, or a sandbox that cannot be started.
-    """
+    ``names``: the verifiers that will be asked for. ``sandbox``: the fields of ``[sandbox]``, for those that run code. Raises ConfigError
+    where one needs a package that is not installed, or a sandbox that cannot be started."""
 
     def __init__(self, names: list[str], sandbox: dict[str, Any] | None = None) -> None:
         for name in names:
@@ -72,16 +67,12 @@ class VerifierCalls:
             seconds = (end - time.monotonic()) / (len(responses) - index)
             reference = references[index % len(references)]
             try:
-                value = within(seconds, partial(_verified, name, text, pattern, reference))
+                value = within(seconds, lambda text=text, reference=reference: verify(name, pattern_answer(text, pattern), reference))
                 scores.append(asdict(reward_values.read(value, request.get("key") or NAMED.get(base(name)))))
             except (Exception, OutOfTime) as error:
                 problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
                 scores.append({"reward": wrong(name), "unread": f"verifier {name}: {problem}"})
         return {"scores": scores}
-
-
-def _verified(name: str, response: str, pattern: str | None, reference: Reference) -> Value:
-    return verify(name, pattern_answer(response, pattern), reference)
 
 
 def _problem(error: BaseException, undone: str, seconds: float) -> str:

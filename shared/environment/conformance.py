@@ -61,11 +61,8 @@ class Example:
 
 
 class Conformance:
-    """The checks of one environment. Each check of a name returns its report, and raises where it failed.
-
-    Args:
-        timeout: seconds for one answer; None: what the environment asks for.
-    """
+    """The checks of one environment. Each check of a name returns its report, and raises where it failed. ``timeout``: seconds for one
+    answer; ``None``: what the environment asks for."""
 
     def __init__(self, environment: Environment, run: str, example: Example, timeout: float | None = None) -> None:
         self._environment, self._run, self._timeout = environment, run or "conformance", timeout

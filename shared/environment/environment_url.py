@@ -19,11 +19,8 @@ _THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")
 
 @dataclass(frozen=True)
 class EnvironmentUrl:
-    """One environment's address.
-
-    url: as HTTP requests use it, credentials included, no slash at the end ("" on the bus). responder: its name on the bus ("" over
-    HTTP). shown: without credentials, for logs and statuses.
-    """
+    """One environment's address. url: as HTTP requests use it, credentials included, no slash at the end ("" on the bus). responder: its
+    name on the bus ("" over HTTP). shown: without credentials, for logs and statuses."""
 
     url: str
     responder: str

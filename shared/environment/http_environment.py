@@ -1,7 +1,7 @@
 """Environments over HTTP, in JSON: the client, and a server: ``GET /describe``, and ``POST`` for each other verb, below one URL.
 
 The client does not trust the environment: no redirect is followed, no proxy and no netrc of this process's environment is used, no cookie
-is kept; a name is resolved once for each connection, and only the checked addresses are connected to; an answer is read up to a limit.
+is stored; a name is resolved once for each connection, and only the checked addresses are connected to; an answer is read up to a limit.
 """
 
 import asyncio

@@ -40,7 +40,7 @@ class EnvironmentFailed(MyxoError):
 
 
 class EnvironmentAway(MyxoError):
-    """Nobody can be connected to at the environment's address, or the connection broke: the same request may be sent again.
+    """Error for an address at which nothing can be connected to, or a broken connection: the same request may be sent again.
 
     Args:
         environment: the environment, by name and address. reason: why.
@@ -75,9 +75,7 @@ class ScoreRequest(BaseModel):
 
 class Description(BaseModel):
     """An environment's description of itself. ``timeout``: the most seconds that one score or step may need, as the environment states.
-
-    ``session_ttl``: seconds after which it forgets a session that nobody steps.
-    """
+    ``session_ttl``: seconds after which it forgets a session that no one steps."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -205,10 +203,8 @@ Reply = dict[str, Any]  # A chat message: ``role``, ``content`` and what else a 
 
 
 class ResetRequest(BaseModel):
-    """Opens a session for one rollout of a prompt. ``episode`` names the request: the same one opens no second session.
-
-    ``rollout``: which of the group's rollouts it is, from 0. ``evaluation``: the prompt is held out.
-    """
+    """Opens a session for one rollout of a prompt. ``episode`` names the request: the same one opens no second session. ``rollout``: which
+    of the group's rollouts it is, from 0. ``evaluation``: the prompt is held out."""
 
     protocol: int = PROTOCOL
     run: str
@@ -234,7 +230,7 @@ class StepRequest(BaseModel):
 
 
 class CloseRequest(BaseModel):
-    """Nobody steps this session any more. ``done``: the environment has said so itself."""
+    """Ends a session that is not stepped any more. ``done``: the environment has said so itself."""
 
     protocol: int = PROTOCOL
     run: str
@@ -323,17 +319,14 @@ def _message(message: object, path: str, environment: str) -> Reply:
 
 
 class Environment(ABC):
-    """An environment outside of Myxo. It must be made, used and closed in one event loop.
-
-    Args:
-        name: its name in the run. shown: its address without credentials.
-    """
+    """An environment outside of Myxo. It must be made, used and closed in one event loop. ``name``: its name in the run. ``shown``: its
+    address without credentials."""
 
     def __init__(self, name: str, shown: str) -> None:
         self.name, self.shown = name, shown
         self.label = f"environment {name} at {shown}"
         self.content_type: str | None = None
-        """The type that the newest answer said it is of, where its transport tells."""
+        """The content type of the newest answer, where its transport has one."""
 
     @abstractmethod
     async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:

@@ -93,30 +93,19 @@ def strip_string(text: str) -> str:
     """Returns LaTeX in one form of the several that mean the same. Raises an exception for a root or a fraction of nothing."""
     for before, after in _REWRITTEN:
         text = text.replace(before, after)
-    text = _without_unit(text).replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
-    if not text:
-        return text
-    text = _right_side("0" + text if text.startswith(".") else text)
-    text = _braced_fractions(_braced_roots(text).replace(" ", ""))
-    return _built_fraction(_HALF if text == "0.5" else text)
-
-
-def _without_unit(text: str) -> str:
-    number, *units = text.split(_UNIT)
+    text, *units = text.split(_UNIT)
     if len(units) > 1:
         raise _Unreadable(text)
-    return number
-
-
-def _right_side(text: str) -> str:
-    """Returns what a symbol of one or two letters is said to equal."""
-    left, *right = text.split("=")
-    return right[0] if len(right) == 1 and len(left) <= 2 else text
-
-
-def _braced_roots(text: str) -> str:
-    head, *rest = text.split("\\sqrt")
-    return head + "".join("\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}") for part in rest)
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    left, *right = ("0" + text if text.startswith(".") else text).split("=")
+    if len(right) == 1 and len(left) <= 2:  # a symbol of one or two letters, and what it is said to equal
+        left, right = right[0], []
+    head, *roots = "=".join([left, *right]).split("\\sqrt")
+    text = head + "".join("\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}") for part in roots)
+    text = _braced_fractions(text.replace(" ", ""))
+    return _built_fraction(_HALF if text == "0.5" else text)
 
 
 def _braced_fractions(text: str) -> str:
@@ -332,10 +321,8 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 
 
 def get_deepscaler_rule_based_reward(response: str, label: str | float) -> int:
-    """Returns 1 where the last box behind the thoughts has the right answer, else 0 (``deepscaler``).
-
-    Behind the thoughts means after the last ``</think>``, without one after the first ``###Response``; without both the reward is 0.
-    """
+    """Returns 1 where the last box behind the thoughts has the right answer, else 0 (``deepscaler``). Behind the thoughts means after the
+    last ``</think>``, without one after the first ``###Response``; without both the reward is 0."""
     if _THOUGHT in response:
         solution = response.rpartition(_THOUGHT)[2]
     elif _RESPONSE in response:

@@ -151,11 +151,8 @@ def _plain(owned: Any) -> Any:
 
 
 class Peer:
-    """One end of the two processes: asks the other for what it owns, and answers what it is asked meanwhile.
-
-    Args:
-        read, write: descriptors. tests: this is the tests' end, which lets nobody look into what is not the tests' own.
-    """
+    """One end of the two processes: asks the other for what it owns, and answers what it is asked meanwhile. ``read``, ``write``:
+    descriptors. ``tests``: this is the tests' end, which lets no one look into what is not the tests' own."""
 
     def __init__(self, read: int, write: int, tests: bool) -> None:
         self._read, self._write, self._tests = read, write, tests
@@ -189,14 +186,14 @@ class Peer:
         try:
             value = self._done(name, given, named)
         except BaseException as raised:
-            error = _told(raised)
+            error = _sent_error(raised)
         finally:
             sys.stdout = outside
         mutable = [each if type(each) in (list, dict, set, bytearray) else None for each in given]
         try:
             self._send(("answered", value, error, mutable, printed.getvalue()))
         except Exception as raised:
-            self._send(("answered", None, _told(raised), [], printed.getvalue()))
+            self._send(("answered", None, _sent_error(raised), [], printed.getvalue()))
 
     def _done(self, name: str, given: list[Any], named: dict[str, Any]) -> Any:
         owned = given[0]
@@ -314,7 +311,7 @@ def _names(kind: type[BaseException]) -> tuple[str, ...]:
     return tuple(each.__name__ for each in kind.__mro__[: kind.__mro__.index(BaseException) + 1])
 
 
-def _told(raised: BaseException) -> tuple[tuple[str, ...], tuple[Any, ...], str]:
+def _sent_error(raised: BaseException) -> tuple[tuple[str, ...], tuple[Any, ...], str]:
     """Returns an exception as it is sent: its classes, its arguments, and the line of the code that raised it."""
     where, trace = "", raised.__traceback__
     while trace is not None:
@@ -351,11 +348,8 @@ def _load(code: str) -> dict[str, Any]:
 
 
 def run(code: str, entry: str) -> None:
-    """Runs the tests on standard input on the code, and reports `PASSED` where they come to their end.
-
-    Args:
-        entry: the name of the function that is tested. Other names of builtins keep their meaning in the tests, whatever the code defines.
-    """
+    """Runs the tests on standard input on the code, and reports `PASSED` where they come to their end. ``entry``: the name of the function
+    that is tested. Other names of builtins keep their meaning in the tests, whatever the code defines."""
     libc, work = ctypes.CDLL(None), os.getcwd()
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     (asked_read, asked_write), (answered_read, answered_write) = os.pipe(), os.pipe()

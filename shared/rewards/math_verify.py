@@ -81,11 +81,9 @@ def math_label(label: str) -> str:
 
 @lru_cache(64)  # the samples of a group have one label
 def math_labels(label: str) -> tuple[str, ...]:
-    """Returns the label in the forms that ``math`` and ``deepscaler`` are to compare answers with: right is what is one of them.
-
-    That is the label itself, and besides, where a number stands in it in a form that they may not read (``5 km/h``), that number. They read
-    a mixed fraction rightly only as a sum. Raises ValueError for a negative one, which they take for ``-2 + 1/2``.
-    """
+    """Returns the label in the forms that ``math`` and ``deepscaler`` are to compare answers with: right is what is one of them. That is
+    the label itself, and besides, where a number stands in it in a form that they may not read (``5 km/h``), that number. They read a mixed
+    fraction rightly only as a sum. Raises ValueError for a negative one, which they take for ``-2 + 1/2``."""
     text = bare(label)
     if (parts := mixed(text)) is not None:
         sign, whole, above, below = parts

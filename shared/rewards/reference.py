@@ -13,10 +13,8 @@ from shared.rewards.unit_test_cases import cases_of
 
 @dataclass(frozen=True)
 class Reference:
-    """The label and the metadata of a prompt.
-
-    label: as text, None where there is none. is_json: the label is the JSON text of a number, a list or an object, and no text itself.
-    """
+    """The label and the metadata of a prompt. label: as text, None where there is none. is_json: the label is the JSON text of a number, a
+    list or an object, and no text itself."""
 
     label: str | None
     is_json: bool = False
@@ -36,10 +34,8 @@ class Reference:
 
 
 def label_problem(environment: str, reference: Reference, *, taught: bool = False) -> str | None:
-    """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is.
-
-    ``taught``: a teacher is learned from besides rewards. Then a prompt may have no label, and every response earns 0, as with slime.
-    """
+    """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is. ``taught``: a teacher is learned
+    from besides rewards. Then a prompt may have no label, and every response earns 0, as with slime."""
     if environment not in VERIFIERS or (taught and reference.label is None and needs_label(environment)):
         return None
     if (problem := _metadata_problem(environment, reference)) is not None:
@@ -72,11 +68,9 @@ def _tests_problem(reference: Reference) -> str | None:
 
 
 def label_text(value: Any) -> tuple[str | None, bool]:
-    """Returns a label of a prompt file as text, and whether that is JSON.
-
-    A number keeps the text that it has in the file (`shared.data.json_numbers`); one that has none is written in decimal digits, for nobody
-    answers ``1e-05``. Raises ValueError for NaN and infinities, TypeError for what is no JSON.
-    """
+    """Returns a label of a prompt file as text, and whether that is JSON. A number keeps the text that it has in the file
+    (`shared.data.json_numbers`); one that has none is written in decimal digits, for no one answers ``1e-05``. Raises ValueError for NaN
+    and infinities, TypeError for what is no JSON."""
     if value is None or isinstance(value, str):
         return value, False
     if not isinstance(value, float):

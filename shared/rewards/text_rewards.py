@@ -58,10 +58,8 @@ _REWRITTEN = tuple(
 def compute_score(
     solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
-    """Returns ``score``, 1.0 or -1.0; ``acc``, whether the answer is right; ``pred``, the answer as it was read.
-
-    Raises ValueError for a ``ground_truth`` that is no number.
-    """
+    """Returns ``score``, 1.0 or -1.0; ``acc``, whether the answer is right; ``pred``, the answer as it was read. Raises ValueError for a
+    ``ground_truth`` that is no number."""
     right, found = verify(solution_str[-LAST_CHARACTERS:], ground_truth, strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": found}
 
@@ -165,13 +163,9 @@ _THOUGHT = "</think>"
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """Returns 1.0 where the response names the right letter, or without a letter has the right answer's text in it; else 0.0.
-
-    Args:
-        label: the letter, the number of the choice from 0, or the text of the choice.
-        metadata: ``choices`` (a list, or an object by letter), ``valid_letters``, ``correct_letter``; ``correct_answer`` and
-            ``answer_text`` name texts that are right, too.
-    """
+    """Returns 1.0 where the response names the right letter, or without a letter has the right answer's text in it; else 0.0. ``label``:
+    the letter, the number of the choice from 0, or the text of the choice. ``metadata``: ``choices`` (a list, or an object by letter),
+    ``valid_letters``, ``correct_letter``; ``correct_answer`` and ``answer_text`` name texts that are right, too."""
     if response is None:
         return 0.0
     metadata = metadata or {}
@@ -234,14 +228,9 @@ def _words(text: str) -> str:
 
 
 def compute_ifbench_reward(response: str | None, label: Any = None, metadata: Mapping[str, Any] | None = None) -> float:
-    """Returns 1.0 where the response keeps all instructions, strictly; else 0.0, and where the metadata name no instruction.
-
-    Args:
-        label: not looked at.
-        metadata: ``instruction_id_list``; ``kwargs``, the arguments of each instruction, or of all; ``prompt_text``.
-
-    Raises ImportError where IFBench is not installed, KeyError for an instruction that it does not have.
-    """
+    """Returns 1.0 where the response keeps all instructions, strictly; else 0.0, and where the metadata name no instruction. ``label``: not
+    looked at. ``metadata``: ``instruction_id_list``; ``kwargs``, the arguments of each instruction, or of all; ``prompt_text``. Raises
+    ImportError where IFBench is not installed, KeyError for an instruction that it does not have."""
     names = instructions(metadata or {})
     if response is None or metadata is None or not names:
         return 0.0

@@ -56,10 +56,8 @@ def close_sandboxes() -> None:
 
 
 def unit_tests(response: str, reference: Reference) -> Mapping[str, float]:
-    """Returns ``score``, 1.0 where the code of a response passes all tests of its label, and ``passed``, the share that it passes.
-
-    Raises ValueError for a label that holds no tests.
-    """
+    """Returns ``score``, 1.0 where the code of a response passes all tests of its label, and ``passed``, the share that it passes. Raises
+    ValueError for a label that holds no tests."""
     cases, code = cases_of(reference.value), fenced_code(response)
     if code is None:
         return {"score": 0.0, "passed": 0.0}
@@ -107,31 +105,19 @@ def exact(response: str, reference: Reference) -> float:
     return float(response.strip() == reference.text.strip())
 
 
-def _math(response: str, reference: Reference) -> float:
-    return float(any(grade_answer_verl(response, label) for label in math_labels(reference.text)))
-
-
-def _deepscaler(response: str, reference: Reference) -> float:
-    return float(any(get_deepscaler_rule_based_reward(response, label) for label in math_labels(reference.text)))
-
-
-def _dapo(response: str, reference: Reference) -> Mapping[str, Any]:
-    return compute_score(response, integer_label(reference.text))
-
-
-def _gpqa(response: str, reference: Reference) -> float:
-    return compute_gpqa_reward(response, reference.value, reference.metadata)
+def _any(graded: Callable[[str, str], bool | int], response: str, reference: Reference) -> float:
+    return float(any(graded(response, label) for label in math_labels(reference.text)))
 
 
 # The verifiers, by ``rm_type``
 VERIFIERS: dict[str, Verifier] = {
-    "dapo": _dapo,
-    "deepscaler": _deepscaler,
+    "dapo": lambda response, reference: compute_score(response, integer_label(reference.text)),
+    "deepscaler": lambda response, reference: _any(get_deepscaler_rule_based_reward, response, reference),
     "exact": exact,
     "f1": lambda response, reference: f1_score(response, reference.text)[0],
-    "gpqa": _gpqa,
+    "gpqa": lambda response, reference: compute_gpqa_reward(response, reference.value, reference.metadata),
     "ifbench": lambda response, reference: compute_ifbench_reward(response, reference.value, reference.metadata),
-    "math": _math,
+    "math": lambda response, reference: _any(grade_answer_verl, response, reference),
     "math_verify": lambda response, reference: math_verify(response, reference.text),
     REASONING_GYM: lambda response, reference: compute_reasoning_gym_reward(response, reference.label, reference.metadata),
     "random": lambda response, reference: float(random.randint(0, 1)),
@@ -155,9 +141,7 @@ def load(names: Iterable[str]) -> None:
 
 def verify(name: str, response: str, reference: Reference) -> Value:
     """Returns the reward of a response by the verifier ``name``, which gets what stands in the last box where it has slime's prefix for it.
-
-    Raises ValueError for a label that it cannot compare with.
-    """
+    Raises ValueError for a label that it cannot compare with."""
     if name.startswith(BOXED):
         response, name = extract_answer(response) or "", name.removeprefix(BOXED)
     return VERIFIERS[name](response, reference)

@@ -49,11 +49,8 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class CodingTools:
-    """Answers calls of the tools in one sandbox, which lasts as long as the conversation.
-
-    Args:
-        settings: of the sandbox. cases: the tests that `SOLUTION` has to pass.
-    """
+    """Answers calls of the tools in one sandbox, which lasts as long as the conversation. ``settings``: of the sandbox. ``cases``: the
+    tests that `SOLUTION` has to pass."""
 
     def __init__(self, settings: SandboxSettings, cases: Sequence[Case]) -> None:
         self._sandbox, self._cases = Sandbox(settings), list(cases)
@@ -81,17 +78,17 @@ class CodingTools:
             return f"error: {error}"
 
     def _write_file(self, path: str, content: str) -> str:
-        return _told(self._sandbox.write_file(path, content.encode(errors="replace"))) or f"wrote {path}"
+        return _problem(self._sandbox.write_file(path, content.encode(errors="replace"))) or f"wrote {path}"
 
     def _read_file(self, path: str) -> str:
         result = self._sandbox.read_file(path)
-        return _told(result) or result.stdout.decode(errors="replace")
+        return _problem(result) or result.stdout.decode(errors="replace")
 
     def _edit_file(self, path: str, old: str, new: str) -> str:
         result = self._sandbox.read_file(path)
         text = result.stdout.decode(errors="replace")
         if not result.ok:
-            return _told(result)
+            return _problem(result)
         if (count := text.count(old) if old else 0) != 1:
             return f"error: old occurs {count} times in {path}; it has to occur once"
         return self._write_file(path, text.replace(old, new))
@@ -138,7 +135,7 @@ def _fields(name: str, arguments: str) -> dict[str, str]:
     return given
 
 
-def _told(result: ProgramResult) -> str:
+def _problem(result: ProgramResult) -> str:
     """Returns what went wrong; nothing where nothing did."""
     return "" if result.ok else f"error: {result.stderr.decode(errors='replace').strip() or result.words()}"
 

@@ -28,7 +28,7 @@ import time
 import types
 
 FIRST = os.getpid() == 1  # Whether this is process 1 of a sandbox, which sees no others; without bubblewrap it is one of the host's
-# What the kernel keeps for a file of any size, and at most for data that nobody has read from a local socket
+# What the kernel keeps for a file of any size, and at most for data that no one has read from a local socket
 ENTRY_BYTES, SOCKET_BYTES = 2 << 10, 208 << 10
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -141,7 +141,7 @@ _ASIDE = 100
 
 
 def main(lease_s: float, work: str, user: int) -> None:
-    """Answers requests until nobody is there to ask. ``user``: that of the programs; 0: the supervisor's own."""
+    """Answers requests until no one is there to ask. ``user``: that of the programs; 0: the supervisor's own."""
     libc, own = ctypes.CDLL(None), os.getpid()
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # without bubblewrap, what a program leaves behind comes here all the same
@@ -172,7 +172,7 @@ def leave(work: str) -> None:
 
 
 def _request(lease_s: float) -> dict | None:  # type: ignore[type-arg]
-    """Returns the next request; None where the lease ran out, or nobody is there any more."""
+    """Returns the next request; None where the lease ran out, or no one is there any more."""
     if not _readable(lease_s):
         return None
     data, size = bytearray(), 4
@@ -258,7 +258,7 @@ class Run:
             now = time.monotonic()
             if now - looked >= TICK_S and not self.ended:
                 looked = now
-                self._look()
+                self._check_limits()
             if now - self.began > self.limits["wall_s"] and not self.ended:
                 self.status = WALL_TIME
         os.close(self._main)
@@ -330,7 +330,7 @@ class Run:
             if pid == self.pid:
                 self.wait_status, self.ended = status, True
 
-    def _look(self) -> None:
+    def _check_limits(self) -> None:
         """Compares what the living processes have taken with the limits."""
         count, cpu_s, memory = 0, self.cpu_s, filled(self.work)
         pids = processes()
@@ -384,7 +384,7 @@ def _become(user: int) -> None:
 
 
 def _filter(syscalls: bytes, libc: ctypes.CDLL) -> None:
-    """Takes system calls from the process and all that it starts, where nobody has before; seccomp(2)."""
+    """Takes system calls from the process and all that it starts, where no one has before; seccomp(2)."""
     if not syscalls:
         return
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -412,7 +412,7 @@ def _limit(limits: dict) -> None:  # type: ignore[type-arg]
         _, hard = resource.getrlimit(number)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first by SIGXCPU, which tells what it was
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first by SIGXCPU, which reports what it was
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # the soft limit is that of the process that started this one
 
@@ -443,7 +443,7 @@ def _python(sources: list[str | types.CodeType], work: str) -> int:
             exec(compile(source, "main.py", "exec") if isinstance(source, str) else source, main_module.__dict__)
         code = 0
     except BaseException as error:
-        code = _told(error)
+        code = _print_error(error)
     try:
         if threads := sys.modules.get("threading"):
             threads._shutdown()
@@ -455,8 +455,8 @@ def _python(sources: list[str | types.CodeType], work: str) -> int:
     return code
 
 
-def _told(error: BaseException) -> int:
-    """Tells an error that nobody caught as the interpreter does, and returns its exit code."""
+def _print_error(error: BaseException) -> int:
+    """Prints an uncaught error as the interpreter does, and returns its exit code."""
     if not isinstance(error, SystemExit):
         trace = error.__traceback__
         sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)

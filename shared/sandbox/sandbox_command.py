@@ -83,21 +83,16 @@ def environment(settings: SandboxSettings, work: str) -> dict[str, str]:
 
 
 def supervisor_command(settings: SandboxSettings, supervisor: str, work: str, user: int = 0) -> list[str]:
-    """Returns the command line of the supervisor: an interpreter that starts with next to nothing, in 10 ms.
-
-    Args:
-        user: the user that it makes its programs; 0: its own.
-    """
+    """Returns the command line of the supervisor: an interpreter that starts with next to nothing, in 10 ms. ``user``: the user that it
+    makes its programs; ``0``: its own."""
     return [interpreter(), "-s", "-S", "-P", supervisor, f"{settings.lease_s:g}", work, str(user)]
 
 
 @dataclass(frozen=True)
 class SandboxDescriptors:
-    """The descriptors of a start.
-
-    supervisor, passwd, syscalls: to read the supervisor's code, `PASSWD` and the filter of system calls from. information: where bubblewrap
-    writes the supervisor's process id. mapped: where bubblewrap hears that users are mapped; None: it maps its own.
-    """
+    """The descriptors of a start. supervisor, passwd, syscalls: to read the supervisor's code, `PASSWD` and the filter of system calls
+    from. information: where bubblewrap writes the supervisor's process id. mapped: where bubblewrap hears that users are mapped; None: it
+    maps its own."""
 
     supervisor: int
     passwd: int
@@ -170,7 +165,7 @@ def _interpreter_folders() -> list[str]:
 
 FIRST_USER, USERS = 40_000, 20_000
 """Programs are one of these users, another in each sandbox: the kernel counts a user's processes over all containers. Systems give them to
-nobody, and where containers have users of their own, there are as many."""
+no one, and where containers have users of their own, there are as many."""
 
 SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_BYTES = 1 << 20  # Room for semaphores. What lies there is not counted, as what lies in the other two folders is.
@@ -180,11 +175,7 @@ _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def container_command(settings: SandboxSettings, name: str, user: int, supervisor: str) -> list[str]:
-    """Returns the command line of a sandbox.
-
-    Args:
-        user: that of its programs. supervisor: its source.
-    """
+    """Returns the command line of a sandbox. ``user``: that of its programs. ``supervisor``: its source."""
     limits = settings.limits
     memory = str(limits.memory_bytes + SLACK_BYTES)
     rooms = {WORK: limits.disk_bytes, TEMPORARY: limits.disk_bytes, SHARED_MEMORY: SHARED_MEMORY_BYTES}
@@ -236,7 +227,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _IOCTL, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (16, 29), (41, 198), (53, 199)
 _NAMESPACES = 0x7E020000  # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into the terminal of whoever started the program
-_FAMILIES = (1,)  # AF_UNIX. Others have nobody to speak to; and what TCP holds for connections to oneself is counted for the whole machine.
+_FAMILIES = (1,)  # AF_UNIX. Others have no one to speak to; and what TCP holds for connections to oneself is counted for the whole machine.
 _X32 = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24

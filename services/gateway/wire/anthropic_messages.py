@@ -1,7 +1,7 @@
 """Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``.
 
 Thinking is told where ``thinking`` asks for it, as there; whether the model thinks is its chat template's affair. Beside Anthropic's own
-fields those of `DrawingFields`, by the client's ``extra_body``.
+fields those of `ChatSamplingFields`, by the client's ``extra_body``.
 """
 
 import hashlib
@@ -134,7 +134,7 @@ class _OutputConfig(RequestFields):
 _Message = Annotated[_UserMessage | _AssistantMessage | _SystemMessage, Field(discriminator="role")]
 
 
-class _CountBody(fields.DrawingFields):
+class _CountBody(fields.ChatSamplingFields):
     WITHOUT_EFFECT = frozenset({"cache_control", "context_management", "metadata", "service_tier", "inference_geo", "speed"})
 
     model: str

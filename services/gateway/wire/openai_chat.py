@@ -30,7 +30,8 @@ from services.gateway.wire.request import (
 from services.gateway.wire.request_body import RequestFields, read_body
 
 # Why whatever would have tokens drawn under a constraint is refused
-UNCONSTRAINED = "what is drawn is the policy's own: nothing constrains it, or its log-probs would be another's"
+UNCONSTRAINED = "what is sampled is the policy's own: nothing constrains it, or its log-probs would be another's"
+TOP_LOGPROBS = "the log-probs of other tokens than the sampled ones are not stored; expected 0"
 
 
 class _SystemMessage(RequestFields):
@@ -101,7 +102,7 @@ class _StreamOptions(RequestFields):
     include_usage: bool = False
 
 
-class _ResponseFormat(RequestFields):
+class TextFormat(RequestFields):
     type: Literal["text"]
 
 
@@ -109,7 +110,7 @@ _Message = Annotated[_SystemMessage | _AssistantMessage | _ToolMessage, Field(di
 _Stop = Annotated[fields.StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 
 
-class _ChatBody(fields.DrawingFields):
+class _ChatBody(fields.ChatSamplingFields):
     # fmt: off
     WITHOUT_EFFECT = frozenset({
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier",
@@ -132,7 +133,7 @@ class _ChatBody(fields.DrawingFields):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = 0
-    response_format: _ResponseFormat | None = None
+    response_format: TextFormat | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
@@ -163,17 +164,20 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
 
 
 def _check(asked: _ChatBody) -> None:
-    """Raises TurnRefused for what is read but not served."""
-    refusals: Sequence[tuple[bool, str, str]] = (
+    check_served(
         (asked.n != 1, "n", f"{asked.n} choices; one turn of a session has one: ask again for another"),
         (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
-        (asked.top_logprobs != 0, "top_logprobs", "the log-probs of other tokens than the drawn ones are not kept; expected 0"),
+        (asked.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
         (asked.frequency_penalty != 0, "frequency_penalty", f"expected 0: {UNCONSTRAINED}"),
         (asked.presence_penalty != 0, "presence_penalty", f"expected 0: {UNCONSTRAINED}"),
         (bool(asked.logit_bias), "logit_bias", f"expected none: {UNCONSTRAINED}"),
         (asked.stream_options is not None and not asked.stream, "stream_options", "only with stream = true"),
         (bool(asked.max_tokens and asked.max_completion_tokens), "max_tokens", "only one of max_tokens and max_completion_tokens"),
     )
+
+
+def check_served(*refusals: tuple[bool, str, str]) -> None:
+    """Raises TurnRefused for what is read but not served: the first of (whether it is refused, its field, why)."""
     for refused, field, message in refusals:
         if refused:
             raise TurnRefused(400, message, field=field, code="unsupported_value")
@@ -286,7 +290,7 @@ def token_usage(usage: TurnUsage) -> dict[str, Any]:
 
 
 def token_logprobs(tokens: TurnTokens) -> list[dict[str, Any]]:
-    """Returns the log-prob of each drawn token, with its text; one that is a part of a character has no bytes of its own."""
+    """Returns the log-prob of each sampled token, with its text; one that is a part of a character has no bytes of its own."""
     return [
         {"token": text, "bytes": None if "\ufffd" in text else list(text.encode()), "logprob": logprob, "top_logprobs": []}
         for text, logprob in zip(tokens.texts, tokens.logprobs.tolist(), strict=True)

@@ -1,6 +1,6 @@
 """OpenAI's responses: ``POST /v1/responses``.
 
-The items of ``input`` are the whole conversation; nothing is kept between requests but the session's turns. What is one message of an
+The items of ``input`` are the whole conversation; nothing is stored between requests but the session's turns. What is one message of an
 assistant here is a row of items there: its reasoning, its text, its calls.
 """
 
@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from services.gateway.wire import request_body as fields
-from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_logprobs, tool_choice
+from services.gateway.wire.openai_chat import (
+    TOP_LOGPROBS,
+    UNCONSTRAINED,
+    TextFormat,
+    check_served,
+    sampling,
+    token_logprobs,
+    tool_choice,
+)
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
@@ -77,14 +85,10 @@ class _FunctionTool(RequestFields):
     parameters: fields.AnyObject | None = None
 
 
-class _TextFormat(RequestFields):
-    type: Literal["text"]
-
-
 class _TextOptions(RequestFields):
     WITHOUT_EFFECT = frozenset({"verbosity"})
 
-    format: _TextFormat | None = None
+    format: TextFormat | None = None
 
 
 class _StreamOptions(RequestFields):
@@ -115,7 +119,7 @@ def _as_items(given: Any) -> Any:
     return given
 
 
-class _ResponseBody(fields.DrawingFields):
+class _ResponseBody(fields.ChatSamplingFields):
     # fmt: off
     WITHOUT_EFFECT = frozenset({
         "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier",
@@ -165,15 +169,11 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
 
 
 def _check(asked: _ResponseBody) -> None:
-    """Raises TurnRefused for what is read but not served."""
-    refusals = (
+    check_served(
         (asked.previous_response_id is not None, "previous_response_id", "responses are not kept: give the whole conversation as input"),
         (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
-        (asked.top_logprobs != 0, "top_logprobs", "the log-probs of other tokens than the drawn ones are not kept; expected 0"),
+        (asked.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
     )
-    for refused, field, message in refusals:
-        if refused:
-            raise TurnRefused(400, message, field=field, code="unsupported_value")
 
 
 def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem]) -> list[dict[str, Any]]:

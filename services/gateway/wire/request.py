@@ -88,7 +88,7 @@ Finish = Literal["stop", "length", "tool_calls", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
-    """What a request says of how tokens are drawn, within the bounds of `shared.schema.messages.Sampling`; None and empty: nothing."""
+    """What a request says of how tokens are sampled, within the bounds of `shared.schema.messages.Sampling`; None and empty: nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -111,8 +111,8 @@ class ChatTurn:
         tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
         tool_choice: ``none``: what looks like a call stays text.
         stream, stream_usage: answered by events; whether chat completions tell the usage in a last one.
-        logprobs, token_ids, reasoning: the answer tells them. A client that has seen no reasoning sends none back.
-        min_version: the least weight version that may draw it.
+        logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
+        min_version: the least weight version that may sample it.
         place: the body's field with the conversation.
         ignored: the request's fields that have no effect here, by name.
     """
@@ -157,7 +157,7 @@ class CalledTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """A tool call that could not be read. ``text``: as it was drawn; it is in the content too. ``status``: what is wrong with it."""
+    """A tool call that could not be read. ``text``: as it was sampled; it is in the content too. ``status``: what is wrong with it."""
 
     text: str
     status: str
@@ -175,7 +175,7 @@ class TurnUsage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
     """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings,
-    where the answer tells log-probs."""
+    where the answer reports log-probs."""
 
     prompt: NDArray[np.int32]
     completion: NDArray[np.int32]
@@ -185,16 +185,9 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What became of a turn.
-
-    Attributes:
-        request_id, model: as they are told to the client.
-        created: seconds since the epoch.
-        malformed_calls: what of the content looks like tool calls and is none.
-        stop_text: the stop string that ended it, where one did.
-        versions: the oldest and the newest weight version of its tokens.
-        tokens: for answers that tell log-probs or ids.
-    """
+    """What became of a turn. ``request_id``, ``model``: as they are told to the client. ``created``: seconds since the epoch.
+    ``malformed_calls``: what of the content looks like tool calls and is none. ``stop_text``: the stop string that ended it, where one did.
+    ``versions``: the oldest and the newest weight version of its tokens. ``tokens``: for answers that tell log-probs or ids."""
 
     request_id: str
     model: str
@@ -212,7 +205,7 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDelta:
-    """What has been drawn since the delta before: a piece of the reasoning, of the content, or one whole tool call."""
+    """What has been sampled since the delta before: a piece of the reasoning, of the content, or one whole tool call."""
 
     reasoning: str = ""
     content: str = ""
@@ -259,10 +252,8 @@ def aborted() -> TurnRefused:
 
 
 def beside(result: TurnResult) -> dict[str, Any]:
-    """Returns what an answer has beside the house's own fields: the weights' versions, and the tool calls that could not be read.
-
-    Raises TurnRefused where the turn was aborted.
-    """
+    """Returns what an answer has beside the house's own fields: the weights' versions, and the tool calls that could not be read. Raises
+    TurnRefused where the turn was aborted."""
     if result.finish == "abort":
         raise aborted()
     return {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}, **malformed(result)}
@@ -305,7 +296,7 @@ class TurnEvents(ABC):
 
     @abstractmethod
     def refused(self, error: TurnRefused) -> bytes:
-        """Returns the event that tells why the turn failed: the status of the answer has been sent."""
+        """Returns the event that reports why the turn failed: the status of the answer has been sent."""
 
     def ping(self) -> bytes:
         """Returns what keeps the connection alive while there is nothing to tell."""

@@ -27,7 +27,7 @@ TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: cou
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
-# The name in a call: it may be any that was drawn, since what was answered may be sent back
+# The name in a call: it may be any that was sampled, since what was answered may be sent back
 CalledName = Annotated[str, Field(max_length=1 << 16)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -86,7 +86,7 @@ class SamplingFields(RequestFields):
     seed: Version | None = None
 
 
-class DrawingFields(SamplingFields):
+class ChatSamplingFields(SamplingFields):
     """The same for the chat formats, and by which weights."""
 
     min_version: Version = 0
@@ -149,10 +149,7 @@ def _refusal(kind: type[RequestFields], error: Mapping[str, Any], body: Mapping[
 
 def _place(steps: Sequence[str | int], body: Any, named: bool) -> str:
     """Returns the place in the body, as ``messages[0].content``. Among the steps are names of pydantic's own, which the body lacks.
-
-    Args:
-        named: the last step is the name of a field, whether the body has it or not.
-    """
+    ``named``: the last step is the name of a field, whether the body has it or not."""
     place = ""
     for index, step in enumerate(steps):
         inside = step in body if isinstance(body, dict) else isinstance(body, list) and isinstance(step, int) and step < len(body)
@@ -165,10 +162,7 @@ def _place(steps: Sequence[str | int], body: Any, named: bool) -> str:
 
 def check_tool_results(messages: Iterable[Mapping[str, Any]], field: str) -> None:
     """Raises TurnRefused where a result follows no call of its id, or a call is followed by something other than the calls' results.
-
-    Args:
-        field: the body's field that holds the conversation.
-    """
+    ``field``: the body's field that holds the conversation."""
     open_calls: list[str] = []
     for message in messages:
         if message["role"] == "tool":

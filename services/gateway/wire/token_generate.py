@@ -1,6 +1,6 @@
 """Tokens in, tokens out: ``POST /inference/v1/generate``, which training clients of environments speak (vLLM's endpoint of that name).
 
-The chat template is the client's: it sends a whole prompt as ids, and is told the ids that were drawn, each with its log-prob. Errors have
+The chat template is the client's: it sends a whole prompt as ids, and gets the sampled ids, each with its log-prob. Errors have
 OpenAI's shape.
 """
 
@@ -66,7 +66,7 @@ def parse(body: bytes, request_id: str) -> TokenTurn:
 
 
 def answer(turn: TokenTurn, result: TurnResult) -> dict[str, Any]:
-    """Returns the drawn tokens. Raises TurnRefused where the turn was aborted."""
+    """Returns the sampled tokens. Raises TurnRefused where the turn was aborted."""
     versions = {"weight_versions": beside(result)["weight_versions"]}
     assert result.tokens is not None  # a token turn is asked for them
     completion = result.tokens.completion.tolist()
