@@ -251,9 +251,7 @@ def _wrong(field: str, message: str) -> TurnRefused:
     return TurnRefused(400, message, field=field, code="invalid_value")
 
 
-declare_metrics(
-    MetricSpec("groups_ingested", "groups", "[made elsewhere](ingest.md) and taken in", counter=True),
-)
+declare_metrics(MetricSpec("groups_ingested", "groups", "[made elsewhere](ingest.md) and taken in", counter=True))
 
 BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0

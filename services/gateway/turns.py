@@ -19,14 +19,7 @@ from services.gateway.chat_tokens import ChatTokens
 from services.gateway.replicas import DrawClient, Hear, ReplicaFailed, Replicas
 from services.gateway.turn_decisions import StopEdge, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import (
-    ChatTurn,
-    TokenTurn,
-    TurnRefused,
-    TurnResult,
-    assistant_message,
-    overlong_prompt,
-)
+from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
 from shared.config.gateway_section import GatewaySection
 from shared.runtime.awake_timeout import put_off
 from shared.runtime.errors import MyxoError

@@ -22,15 +22,7 @@ from shared.environment.protocol import EnvironmentFailed
 from shared.hooks.filters import BUILT_IN
 from shared.runtime.activities import WORK
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import (
-    INFRASTRUCTURE,
-    TASK,
-    BadMessage,
-    DeadlineExceeded,
-    Fault,
-    MessageTooLarge,
-    PayloadMissing,
-)
+from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, Fault, MessageTooLarge, PayloadMissing
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema import sample

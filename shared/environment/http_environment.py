@@ -46,12 +46,7 @@ class CheckedResolver(ThreadedResolver):
 def open_session(connections: int, connect_seconds: float | None = None) -> aiohttp.ClientSession:
     """Returns a session of at most so many connections, 0 for any number, to servers that are not trusted."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=connections,
-            keepalive_timeout=IDLE_SECONDS,
-            use_dns_cache=False,
-            resolver=CheckedResolver(),
-        ),
+        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=IDLE_SECONDS, use_dns_cache=False, resolver=CheckedResolver()),
         timeout=aiohttp.ClientTimeout(total=None, connect=connect_seconds),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,

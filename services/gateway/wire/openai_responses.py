@@ -10,15 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from services.gateway.wire import request_body as fields
-from services.gateway.wire.openai_chat import (
-    TOP_LOGPROBS,
-    UNCONSTRAINED,
-    TextFormat,
-    check_served,
-    sampling,
-    token_logprobs,
-    tool_choice,
-)
+from services.gateway.wire.openai_chat import TOP_LOGPROBS, UNCONSTRAINED, TextFormat, check_served, sampling, token_logprobs, tool_choice
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,

@@ -78,10 +78,4 @@ def answer(turn: TokenTurn, result: TurnResult) -> dict[str, Any]:
         "finish_reason": "length" if result.finish == "length" else "stop",
         "routed_experts": None,
     }
-    return {
-        "request_id": result.request_id,
-        "model": result.model,
-        "choices": [choice],
-        "usage": token_usage(result.usage),
-        **versions,
-    }
+    return {"request_id": result.request_id, "model": result.model, "choices": [choice], "usage": token_usage(result.usage), **versions}
