@@ -41,10 +41,10 @@ async def serve(service: Service) -> None:
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
     sessions = SessionStore(service.store, service.run)
     replicas = Replicas(service.registry, section.gateway_replica_requests)
-    door = DrawClient(sessions)
+    client = DrawClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor drew is taken over, not held
-    turns = Turns(sessions, replicas, door, chat, model, holder, section, service.traces)
+    turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.streams_text)
@@ -59,7 +59,7 @@ async def serve(service: Service) -> None:
                 await service.stopping.wait()
                 turns.watch.stop()
     finally:
-        await door.close()
+        await client.close()
 
 
 def _address(service: Service) -> HttpAddress:

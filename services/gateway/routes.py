@@ -89,58 +89,55 @@ def _digest(*parts: str | bytes) -> str:
 SILENT_SECONDS = 10.0  # the longest silence of a streamed answer; it begins after that although nothing was sampled
 
 
+@dataclass
 class StreamedAnswer:
     """An answer that reports a turn as it is sampled: events as soon as there are tokens, and what was not sure before at the turn's end.
-    ``start``: of a turn of which nothing is known yet. ``events``: those of its format. ``text``: makes the turn's text."""
+    ``start``: of a turn of which nothing is known yet. ``events_of``: those of its format. ``text``: makes the turn's text."""
 
-    def __init__(
-        self,
-        turn: "asyncio.Task[TurnResult]",
-        live: LiveTurn,
-        start: TurnStart,
-        events: Callable[[TurnStart], TurnEvents],
-        text: Callable[[], TurnText],
-    ) -> None:
-        self._turn, self._live, self._start, self._events_of, self._text_of = turn, live, start, events, text
-        self._begun: tuple[TurnEvents, TurnText] | None = None
+    turn: "asyncio.Task[TurnResult]"
+    live: LiveTurn
+    start: TurnStart
+    events_of: Callable[[TurnStart], TurnEvents]
+    text: Callable[[], TurnText]
+    begun: tuple[TurnEvents, TurnText] | None = None
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the events, and while there are none what keeps the connection alive."""
         ended = False
         while not ended:
-            await self._live.news(SILENT_SECONDS)
-            ended = self._turn.done()
-            if tokens := self._live.taken():
+            await self.live.news(SILENT_SECONDS)
+            ended = self.turn.done()
+            if tokens := self.live.taken():
                 if sent := self._sampled_events(tokens):
                     yield sent
             elif not ended:
-                yield b": waiting\n\n" if self._begun is None else self._begun[0].ping()
+                yield b": waiting\n\n" if self.begun is None else self.begun[0].ping()
         yield self._end()
 
     def _sampled_events(self, tokens: list[int]) -> bytes:
         head = b""
-        if self._begun is None:
-            known = replace(self._start, created=int(time.time()), prompt=len(self._live.prompt), cached=self._live.cached)
-            self._begun = self._events_of(known), self._text_of()
-            head = self._begun[0].begin()
-        events, text = self._begun
+        if self.begun is None:
+            known = replace(self.start, created=int(time.time()), prompt=len(self.live.prompt), cached=self.live.cached)
+            self.begun = self.events_of(known), self.text()
+            head = self.begun[0].begin()
+        events, text = self.begun
         return head + b"".join(events.delta(piece) for piece in text.add(tokens))
 
     def _end(self) -> bytes:
         """Returns the last events: the rest of a turn that has ended, or why it did not."""
         try:
-            result = self._turn.result()
-            if self._begun is None:
-                return b"".join(self._events_of(started(result)).whole(result))
-            events, text = self._begun
+            result = self.turn.result()
+            if self.begun is None:
+                return b"".join(self.events_of(started(result)).whole(result))
+            events, text = self.begun
             if result.finish == "abort":
                 raise aborted()
             result = replace(result, created=events.start.created)
             return b"".join([*(events.delta(piece) for piece in text.finish(result)), events.end(result)])
         except MyxoError as error:
-            events, head = (self._begun[0], b"") if self._begun is not None else (self._events_of(self._start), None)
+            events = self.begun[0] if self.begun is not None else self.events_of(self.start)
             refused = error if isinstance(error, TurnRefused) else TurnRefused(503, str(error))
-            return (events.begin() if head is None else head) + events.refused(refused)
+            return (b"" if self.begun is not None else events.begin()) + events.refused(refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +292,7 @@ class Api:
             if asked.stream:
                 return await self._streamed(request, wire, log, asked, headers)
             turn = asyncio.create_task(self.turns.chat(log, asked))
-            await self._watched(request, turn, math.inf)
+            await self._watched(request, turn)
             return _answered(wire.answer(asked, turn.result()), headers)
 
         return route
@@ -308,7 +305,7 @@ class Api:
         text = functools.partial(self.turns.text, log, asked, live)
         answer = StreamedAnswer(turn, live, start, functools.partial(wire.events, asked), text)
         try:
-            await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)), math.inf)
+            await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)))
             if turn.done():
                 turn.result()
         except BaseException:
@@ -333,7 +330,7 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        await self._watched(request, turn, math.inf)
+        await self._watched(request, turn)
         return _answered(token_generate.answer(asked, turn.result()), _headers_of(log, asked))
 
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
@@ -341,11 +338,10 @@ class Api:
         self._check_model(asked.model)
         return JSONResponse({"input_tokens": await self.turns.count(log, asked)}, headers=answer_headers(asked))
 
-    async def _watched(self, request: Request, turn: "asyncio.Task[Any]", seconds: float) -> None:
-        """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine samples for no one."""
-        end = time.monotonic() + seconds
+    async def _watched(self, request: Request, turn: "asyncio.Task[Any]") -> None:
+        """Waits for a turn; ends it where its client is gone, so that the engine samples for no one."""
         try:
-            while not turn.done() and time.monotonic() < end:
+            while not turn.done():
                 await asyncio.wait([turn], timeout=GONE_SECONDS)
                 if not turn.done() and await request.is_disconnected():
                     self.metrics.add("gateway_clients_gone")

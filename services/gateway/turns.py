@@ -199,14 +199,14 @@ class Turns:
         self,
         sessions: SessionStore,
         replicas: Replicas,
-        door: DrawClient,
+        client: DrawClient,
         chat: ChatTokens,
         model: str,
         holder: str,
         limits: GatewaySection,
         traces: Traces,
     ) -> None:
-        self._sessions, self._replicas, self._door, self._chat = sessions, replicas, door, chat
+        self._sessions, self._replicas, self._client, self._chat = sessions, replicas, client, chat
         self._holder, self._limits, self._traces = holder, limits, traces
         self._answers = TurnAnswers(chat, model)
         self.watch = SessionWatch(sessions, lambda: replicas.asleep)
@@ -345,26 +345,24 @@ class Turns:
     async def _held(self, log: SessionLog, request: str) -> AsyncIterator[None]:
         """Holds a turn while the body runs, and lets go of it at once where it does not end."""
 
+        async def hold(seconds: float) -> None:
+            with suppress(MyxoError):  # the body will see what has become of the session
+                await self._sessions.begin(log, self._record(request, seconds=seconds))
+
         async def renew() -> None:
             while True:
                 await asyncio.sleep(LEASE_SECONDS / RENEWALS)
-                with suppress(MyxoError):  # the body will see what has become of the session
-                    await self._sessions.begin(log, self._record(request))
+                await hold(LEASE_SECONDS)
 
         renewing = asyncio.create_task(renew())
         try:
             yield
         except BaseException:
             renewing.cancel()
-            released = asyncio.create_task(self._release(log, request))
-            await asyncio.shield(released)
+            await asyncio.shield(asyncio.create_task(hold(0.0)))
             raise
         finally:
             renewing.cancel()
-
-    async def _release(self, log: SessionLog, request: str) -> None:
-        with suppress(MyxoError):
-            await self._sessions.begin(log, self._record(request, seconds=0.0))
 
     async def _sampled(
         self, log: SessionLog, pending: PendingTurn, sampling: Sampling, asked: ChatTurn | TokenTurn, live: LiveTurn | None
@@ -411,7 +409,7 @@ class Turns:
                     stream=hear is not None,
                 )
                 try:
-                    drawn = await self._door.draw(target.url, request, hear)
+                    drawn = await self._client.draw(target.url, request, hear)
                     limit.ended(drawn.retractions, time.monotonic())
                     return drawn, target.instance
                 except ReplicaFailed as error:
