@@ -9,13 +9,14 @@ fields of [sandbox] or None}``, or ``{"config": JSON}`` for the user's own funct
 import resource
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
 from shared.hooks import reward_values
 from shared.rewards.names import RUNS_CODE, base, missing_package, wrong
 from shared.rewards.reference import Reference
-from shared.rewards.verifiers import load, open_sandboxes, pattern_answer, read_label, verify
+from shared.rewards.verifiers import Value, load, open_sandboxes, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.runtime.failures import error_words
 from shared.workers.call_server import Calls, serve_calls
@@ -67,12 +68,16 @@ class VerifierCalls:
             seconds = (end - time.monotonic()) / (len(responses) - index)
             reference = references[index % len(references)]
             try:
-                value = within(seconds, lambda text=text, reference=reference: verify(name, pattern_answer(text, pattern), reference))
+                value = within(seconds, partial(_verified, name, text, pattern, reference))
                 scores.append(asdict(reward_values.read(value, request.get("key") or NAMED.get(base(name)))))
             except (Exception, OutOfTime) as error:
                 problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
                 scores.append({"reward": wrong(name), "unread": f"verifier {name}: {problem}"})
         return {"scores": scores}
+
+
+def _verified(name: str, response: str, pattern: str | None, reference: Reference) -> Value:
+    return verify(name, pattern_answer(response, pattern), reference)
 
 
 def _problem(error: BaseException, undone: str, seconds: float) -> str:

@@ -67,6 +67,8 @@ class Conformance:
     def __init__(self, environment: Environment, run: str, example: Example, timeout: float | None = None) -> None:
         self._environment, self._run, self._timeout = environment, run or "conformance", timeout
         self._example, self._responses = example, list(example.responses)
+        asked = {"run": self._run, "group": "conformance", "attempt": 0, "metadata": {}}
+        self._asked: dict[str, Any] = {**asked, "prompt": example.prompt, "label": example.label}
         self._deadline = timeout or SCORE_SECONDS
         self._slowest, self._unanswered = 0.0, False
         self._described: Description | None = None
@@ -257,12 +259,9 @@ class Conformance:
 
     # --- asking
 
-    def _request(self, responses: list[str], group: str = "conformance", **other: Any) -> ScoreRequest:
-        samples = [
-            protocol.ScoreSample(index=index, response=text, tokens=len(text), finish="stop") for index, text in enumerate(responses)
-        ]
-        asked = {"prompt": self._example.prompt, "label": self._example.label, **other}
-        return ScoreRequest(run=self._run, group=group, attempt=0, metadata={}, samples=samples, **asked)
+    def _request(self, responses: list[str], **other: Any) -> ScoreRequest:
+        samples = [{"index": index, "response": text, "tokens": len(text), "finish": "stop"} for index, text in enumerate(responses)]
+        return ScoreRequest(**{**self._asked, "samples": samples, **other})
 
     async def _score(self, request: ScoreRequest) -> list[Score]:
         return await self._ask(request.model_dump(), len(request.samples))
@@ -284,8 +283,7 @@ class Conformance:
         return opened, outcomes
 
     async def _reset(self, episode: str = "", rollout: int = 0) -> OpenedSession:
-        asked = {"prompt": self._example.prompt, "label": self._example.label, "metadata": {}, "group": "conformance", "attempt": 0}
-        request = protocol.ResetRequest(run=self._run, episode=episode or uuid.uuid4().hex, rollout=rollout, **asked)
+        request = protocol.ResetRequest(**self._asked, episode=episode or uuid.uuid4().hex, rollout=rollout)
         return await _again(lambda: self._environment.reset(request, self._deadline))
 
     async def _step(self, opened: OpenedSession, turn: int, text: str | None = None) -> TurnOutcome:

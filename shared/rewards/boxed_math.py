@@ -190,22 +190,13 @@ def _same_part(expected: str, found: str) -> bool:
 def are_equal_under_sympy(expected: str, found: str) -> bool:
     """Returns whether sympy simplifies the difference to 0; False for what it cannot read, or may not."""
     difference = f"({expected})-({found})"
-    if not should_allow_eval(difference):
+    letters = {letter for letter in difference.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
+    if len(letters) > MOST_LETTERS or _ENDLESS.search(difference) is not None:
         return False
     try:
         return bool(_simplified(difference) == 0)
     except Exception:  # sympy raises anything for what is no expression
         return False
-
-
-def should_allow_eval(expression: str) -> bool:
-    """Returns whether an expression may be computed."""
-    return count_unknown_letters(expression) <= MOST_LETTERS and _ENDLESS.search(expression) is None
-
-
-def count_unknown_letters(expression: str) -> int:
-    """Returns how many different letters an expression has besides ``sqrt`` and ``frac``."""
-    return len({letter for letter in expression.replace("sqrt", "").replace("frac", "") if letter.isalpha()})
 
 
 def normalize(answer: str | None) -> str | None:
@@ -237,17 +228,11 @@ def _plain(answer: str) -> str:
         pass
     if "\\" not in answer:
         return answer
+    latex = answer.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")  # keeps a mixed fraction apart
     try:
-        return _plain_text(answer)
+        return str(_converter().latex_to_text(latex)).translate(_SYMBOLS).strip()
     except Exception:  # the parser of LaTeX raises anything for what is none
         return answer
-
-
-def _plain_text(latex: str) -> str:
-    for command in ("\\tfrac", "\\dfrac"):
-        latex = latex.replace(command, "\\frac")
-    text: str = _converter().latex_to_text(latex.replace("\\frac", " \\frac"))  # with the space a mixed fraction keeps its parts apart
-    return text.translate(_SYMBOLS).strip()
 
 
 def _is_whole(number: float) -> bool:

@@ -147,21 +147,18 @@ def math_verify(response: str, label: str) -> float:
     truth, said = _truth(label), response.rpartition(_THOUGHT)[2]
     response = said if said.strip() else response
     answer = _marked(response)
-    if answer is None:
-        return _unmarked(_tail(response), truth)
-    return _marked_reward(answer, label) if len(answer) <= LONGEST_ANSWER else 0.0
+    if answer is not None:
+        return _marked_reward(answer, label) if len(answer) <= LONGEST_ANSWER else 0.0
+    response = _tail(response)
+    if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
+        return truth.equals(ending["number"])
+    inside = bare(response)
+    return _compared(inside, lambda: _mixed(inside) or response, truth)
 
 
 @lru_cache(1024)  # the responses of a group often give the same answer
 def _marked_reward(answer: str, label: str) -> float:
     return _compared(bare(answer), lambda: _latex(answer), _truth(label))
-
-
-def _unmarked(response: str, truth: _Truth) -> float:
-    if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
-        return truth.equals(ending["number"])
-    inside = bare(response)
-    return _compared(inside, lambda: _mixed(inside) or response, truth)
 
 
 def _compared(answer: str, expression: Callable[[], str], truth: _Truth) -> float:

@@ -43,7 +43,11 @@ def label_problem(environment: str, reference: Reference, *, taught: bool = Fals
     if reference.label is None:
         return f"expected the answer that {environment} compares with: text or a number, found None" if needs_label(environment) else None
     if base(environment) in RUNS_CODE:
-        return _tests_problem(reference)
+        try:
+            cases_of(reference.value)
+        except ValueError as error:
+            return str(error)
+        return None
     if isinstance(reference.value, str | int | float) and not isinstance(reference.value, bool):
         return None
     return f"expected text or a number for {environment} to compare with, found {reference.label[:80]}; custom_rm_path takes other values"
@@ -56,14 +60,6 @@ def _metadata_problem(environment: str, reference: Reference) -> str | None:
         return problem
     if base(environment) == "gpqa" and reference.label is None and not any(map(reference.metadata.get, ANSWERS)):
         return f"expected the right letter, number or text for {environment}, or one of {', '.join(ANSWERS)} in the metadata, found none"
-    return None
-
-
-def _tests_problem(reference: Reference) -> str | None:
-    try:
-        cases_of(reference.value)
-    except ValueError as error:
-        return str(error)
     return None
 
 

@@ -361,7 +361,10 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
         for number in range(len(ends)):
             os.dup2(_ASIDE + number, number)
         os.closerange(_REPORT + 1, 1 << 16)
-        _become(request["user"])
+        if user := request["user"]:  # which takes all rights from it for good
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
             _signal.signal(number, _signal.SIG_DFL)
@@ -373,14 +376,6 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
         code = _python(request["sources"], work)
     finally:
         os._exit(code)
-
-
-def _become(user: int) -> None:
-    """Makes the process another user, which takes all rights from it for good."""
-    if user:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
 
 
 def _filter(syscalls: bytes, libc: ctypes.CDLL) -> None:

@@ -186,7 +186,7 @@ def check_served(*refusals: tuple[bool, str, str]) -> None:
 def tool_choice(choice: Any) -> Literal["auto", "none"]:
     """Returns an OpenAI request's ``tool_choice``. Raises TurnRefused."""
     if choice in ("auto", "none"):
-        return choice  # type: ignore[no-any-return]
+        return choice
     raise TurnRefused(400, f"expected auto or none: {UNCONSTRAINED}", field="tool_choice", code="unsupported_value")
 
 
@@ -240,8 +240,8 @@ class ChatEvents(TurnEvents):
         return self._chunk(fields)
 
     def end(self, result: TurnResult) -> bytes:
-        logprobs, token_ids, extra = (told(self.turn, result) for told in (_logprobs, _token_ids, _beside))
-        last = self._chunk(malformed(result), result.finish, logprobs, token_ids, extra)
+        ids, extra = _token_ids(self.turn, result), _beside(self.turn, result)
+        last = self._chunk(malformed(result), result.finish, _logprobs(self.turn, result), ids, extra)
         usage = event(self._envelope([], {"usage": token_usage(result.usage)})) if self.turn.stream_usage else b""
         return last + usage + b"data: [DONE]\n\n"
 

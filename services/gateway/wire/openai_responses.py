@@ -4,7 +4,7 @@ The items of ``input`` are the whole conversation; nothing is stored between req
 assistant here is a row of items there: its reasoning, its text, its calls.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -191,15 +191,12 @@ def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _Reas
             text = fields.joined(item.content)
         else:
             end_assistant()
-            messages.append(_other_message(item))
+            if isinstance(item, _CallOutputItem):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": fields.joined(item.output)})
+            else:
+                messages.append({"role": "user" if item.role == "user" else "system", "content": fields.joined(item.content)})
     end_assistant()
     return messages
-
-
-def _other_message(item: _MessageItem | _CallOutputItem) -> dict[str, Any]:
-    if isinstance(item, _CallOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": fields.joined(item.output)}
-    return {"role": "user" if item.role == "user" else "system", "content": fields.joined(item.content)}
 
 
 def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
@@ -316,6 +313,9 @@ class ResponseEvents(TurnEvents):
         return _head(self.turn, self.start.request_id, self.start.created, self.start.model, status)
 
 
+_TOOL = {"type": "function", "description": None, "parameters": None, "strict": False}
+
+
 def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str) -> dict[str, Any]:
     return {
         "id": request_id,
@@ -329,7 +329,7 @@ def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,
-        "tools": [_tool(tool["function"]) for tool in turn.tools],
+        "tools": [{**_TOOL, **tool["function"]} for tool in turn.tools],
         "tool_choice": turn.tool_choice,
         "temperature": turn.sampling.temperature,
         "top_p": turn.sampling.top_p,
@@ -340,10 +340,6 @@ def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str
         "truncation": "disabled",
         "usage": None,
     }
-
-
-def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "description": None, "parameters": None, "strict": False, **function}
 
 
 def _reasoning_item(request_id: str, text: str, status: str = "completed") -> dict[str, Any]:
