@@ -100,34 +100,25 @@ TOOL = {
     },
 }
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+
+
+def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+_BRIEF, _ASKED = _said("system", "Be brief."), _said("user", "What is 1 + 2?")
 # Conversations, with tools, that a family's renderer and the model's template must render alike
 PROBES: tuple[tuple[Messages, Messages], ...] = (
-    ([{"role": "user", "content": "What is 1 + 2?"}], ()),
-    (
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Hello"},
-            {"role": "assistant", "content": "Hi."},
-            {"role": "user", "content": "And now?"},
-        ],
-        (),
-    ),
-    (
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "What is 1 + 2?"},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"},
-        ],
-        (TOOL,),
-    ),
+    ([_ASKED], ()),
+    ([_BRIEF, _said("user", "Hello"), _said("assistant", "Hi."), _said("user", "And now?")], ()),
+    ([_BRIEF, _ASKED, _said("assistant", "", tool_calls=[CALL]), _said("tool", "3", tool_call_id="call_0", name="add")], (TOOL,)),
 )
 # A conversation with two calls in a message, which a few renderers (DeepSeek's) separate otherwise than their template
 PARALLEL: tuple[Messages, Messages] = (
     [
-        {"role": "user", "content": "What is 1 + 2?"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "call_1"}]},
-        *({"role": "tool", "tool_call_id": name, "name": "add", "content": "3"} for name in ("call_0", "call_1")),
+        _ASKED,
+        _said("assistant", "", tool_calls=[CALL, {**CALL, "id": "call_1"}]),
+        *(_said("tool", "3", tool_call_id=name, name="add") for name in ("call_0", "call_1")),
     ],
     (TOOL,),
 )

@@ -73,7 +73,7 @@ def _address(service: Service) -> HttpAddress:
 
 
 def gateway_url(address: str) -> str:
-    """Returns the URL that agents are told: the environment's, else that of the address."""
+    """Returns the URL for agents: the environment's, else that of the address."""
     given = os.environ.get(URL_VARIABLE) or f"http://{address}"
     if not re.fullmatch(r"https?://[^/?#\s]+/?", given):
         raise ConfigError(URL_VARIABLE, given, "http://host:port or https://host, without a path")

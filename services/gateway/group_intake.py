@@ -82,7 +82,7 @@ class GroupBody(RequestFields):
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """What a run takes: token ids in [0, vocabulary), versions up to ``live``, and the rest by its config."""
+    """Bounds of a run: token ids in [0, vocabulary), versions up to ``live``, and the rest by its config."""
 
     config: RunConfig
     vocabulary: int

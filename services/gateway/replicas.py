@@ -46,7 +46,7 @@ class DrawTarget:
 
 @dataclass
 class DrawLimit:
-    """How many draws a replica has at once: one more for each that ended well while all places were taken, fewer where memory lacks."""
+    """A replica's draws at once: one more for each that ended well while all places were taken, fewer where memory lacks."""
 
     most: int
     limit: float = 0.0
@@ -63,7 +63,7 @@ class DrawLimit:
     def ended(self, retractions: int, now: float) -> None:
         """Notes a draw's end. ``retractions``: how often its engine took it back; ``now``: monotonic seconds."""
         if retractions:
-            if now - self.changed >= 1.0:  # the requests of one shortage tell of it together
+            if now - self.changed >= 1.0:  # the requests of one shortage report it together
                 self.limit, self.changed = max(FEWEST, self.limit * BACKED_OFF), now
         elif self.running >= int(self.limit) - 1:
             self.limit = min(self.most, self.limit + 1.0 / self.limit)
@@ -260,7 +260,7 @@ async def _heard(url: str, content: aiohttp.StreamReader, hear: Hear) -> Drawn:
             whole = piece if whole is None else whole.then(piece)
             hear(piece)
     except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError, BadMessage) as error:
-        if whole is None:  # what was heard is good, and is not told again
+        if whole is None:  # what was heard is good, and is not sent again
             raise ReplicaFailed(url, f"broke its answer off ({str(error) or type(error).__name__})") from error
     if whole is None:
         raise ReplicaFailed(url, "gave an answer without a piece")

@@ -142,7 +142,7 @@ class StreamedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How a house's clients ask for a turn and are answered. ``house``: whose error shape it has. ``parse``: from a body and the turn's
+    """The format of a house's clients. ``house``: whose error shape it has. ``parse``: from a body and the turn's
     request id; raises TurnRefused. ``answer``: the body of a whole answer; raises TurnRefused where the turn was aborted. ``events``: those
     of a streamed one, of the content type ``text/event-stream``. ``id_prefix``: how the house's request ids begin."""
 
@@ -211,7 +211,7 @@ class _EndFields(RequestFields):
 
 @dataclass
 class Api:
-    """What the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
+    """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
     ``of_session``: how many of each session are being read or answered."""
 
     sessions: SessionStore
@@ -419,5 +419,5 @@ def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:
 
 def _headers_of(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
     """Returns the headers that name what of a request has no effect, and what stands as the session's task has it."""
-    kept = fixed_by_task(log.session, asked.sampling)
-    return answer_headers(asked) | ({TASK_HEADER: ", ".join(kept)} if kept else {})
+    fixed = fixed_by_task(log.session, asked.sampling)
+    return answer_headers(asked) | ({TASK_HEADER: ", ".join(fixed)} if fixed else {})

@@ -68,13 +68,13 @@ def continued(turns: Iterable[Turn], messages: Messages, tools: Messages, reason
 
 def _identity(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what identifies a message. Reasoning does not: many clients do not send it back."""
-    told = {key: value for key, value in message.items() if key in ("role", "content", "name", "tool_call_id")}
+    identity = {key: value for key, value in message.items() if key in ("role", "content", "name", "tool_call_id")}
     if message.get("role") == "assistant":
-        told.pop("name", None)
-        told["calls"] = [
+        identity.pop("name", None)
+        identity["calls"] = [
             [call["function"]["name"], _parsed_arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
         ]
-    return told
+    return identity
 
 
 def _parsed_arguments(arguments: Any) -> Any:
@@ -205,7 +205,7 @@ def _called(call: ParsedCall, request: str, index: int) -> CalledTool:
     return CalledTool(id=call.id or f"call_{request[-24:]}_{index}", name=call.name, arguments=text)
 
 
-class StopEdge:
+class StopStringTracker:
     """The edge between what a turn has, int32 [T], and what is sampled next. ``stops``: strings that end it; ``text``: of tokens."""
 
     def __init__(self, before: NDArray[np.int32], stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.replicas import DrawClient, Hear, ReplicaFailed, Replicas
-from services.gateway.turn_decisions import StopEdge, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
+from services.gateway.turn_decisions import StopStringTracker, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
 from shared.config.gateway_section import GatewaySection
@@ -180,7 +180,7 @@ _RECORDED = ("request", "completion", "log_probs", "spans", "finish", "conversat
 
 @dataclass(frozen=True)
 class TurnPrompt:
-    """What a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are."""
+    """The tokens that a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are."""
 
     tokens: NDArray[np.int32]
     parent: Turn | None
@@ -373,11 +373,11 @@ class Turns:
             left = sampling.max_new_tokens - len(pending.completion)
             if left <= 0:
                 return await self._ended(log, pending, "length", cached or 0, asked)
-            edge = StopEdge(pending.completion, sampling.stop, self._chat.text)
+            tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
             most = min(left, self._limits.gateway_checkpoint_tokens)
-            hear = None if live is None else edge.hearing(live.hear)
+            hear = None if live is None else tracker.hearing(live.hear)
             found, pending.replica = await self._draw(log, pending, sampling, most, min_version, hear)
-            drawn = edge.whole(found)
+            drawn = tracker.whole(found)
             cached = drawn.cached if cached is None else cached
             offset = len(pending.completion)
             if drawn.finish == "stop" or (drawn.finish == "length" and len(drawn.completion) >= left):

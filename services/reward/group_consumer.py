@@ -135,7 +135,7 @@ declare_metrics(
 )
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What code raises that meets input no one has thought of: it costs the group that brought it, not the service. Errors of servers are not
+"""Errors of code on input that no one has thought of: it costs the group that brought it, not the service. Errors of servers are not
 among them."""
 
 

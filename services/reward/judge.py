@@ -39,7 +39,7 @@ _BUSY_SECONDS = 30.0
 
 
 class VerdictCache:
-    """What the judge has said, in memory and, where a file is named, in that: reward services of one machine may share it. Raises
+    """The judge's answers, in memory and, where a file is named, in that: reward services of one machine may share it. Raises
     ConfigError for a file that cannot be used. One that fails later is done without."""
 
     def __init__(self, path: Path | None) -> None:
@@ -247,7 +247,7 @@ def double_elimination(count: int, rng: random.Random) -> Form:
 
 
 def swiss(count: int, rng: random.Random) -> Form:
-    """⌈log2 count⌉ rounds among neighbours in the table who have not met; ties are broken by the points of those whom one met. The one that
+    """⌈log2 count⌉ rounds among neighbours in the table who have not met; ties are broken by the points of the opponents. The one that
     is left over in a round wins it; none twice while others have not."""
     points, met, rested = [0.0] * count, [set[int]() for _ in range(count)], set[int]()
     for _ in range(min(math.ceil(math.log2(count)), count - 1)):

@@ -76,7 +76,7 @@ class HttpCalls(JsonServer):
 
 
 class _Hopeless(EnvironmentFailed):
-    """What another try would not change."""
+    """Error that another try would not change."""
 
 
 CONNECTIONS = 64  # The most connections of a reward service to the server, as in slime

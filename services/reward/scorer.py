@@ -173,8 +173,8 @@ class EnvironmentHealthCheck:
     def report(self, state: str, detail: str) -> None:
         """Logs a new state, and has groups taken or not by it."""
         if state != self.state:
-            tell = self._log.info if state == "ready" and not detail else self._log.warning
-            tell("environment_state", state=state, reason=detail, before=self.state)
+            log = self._log.info if state == "ready" and not detail else self._log.warning
+            log("environment_state", state=state, reason=detail, before=self.state)
         self.state, self.detail = state, detail
         if state in ("ready", "late"):
             self.reachable.set()

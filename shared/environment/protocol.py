@@ -266,7 +266,7 @@ class OpenedSession:
 
 @dataclass(frozen=True)
 class TurnOutcome:
-    """What came of a turn, checked."""
+    """The outcome of a turn, checked."""
 
     messages: list[Reply]
     reward: Score | None

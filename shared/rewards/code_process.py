@@ -81,7 +81,7 @@ _OF_VALUES = {
 
 
 class _Reading:
-    """What the scanner of JSON asks for, as `json.JSONDecoder` has it; importing `json` takes longer than all else here."""
+    """The settings that the scanner of JSON asks for, as `json.JSONDecoder` has it; importing `json` takes longer than all else here."""
 
     strict, object_hook, object_pairs_hook = True, None, None
     parse_float, parse_int, parse_constant = float, int, {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}.get

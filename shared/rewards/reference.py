@@ -1,4 +1,4 @@
-"""What a response is compared with: the label and the metadata of its prompt."""
+"""The reference that a response is compared with: the label and the metadata of its prompt."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a sample's reward says beside the others of its group: the part of an advantage that needs no token. Pure.
+"""A sample's reward relative to the others of its group: the part of an advantage that needs no token. Pure.
 
 Always by group id, one vote per rollout, never by the shape of a batch. A group that lost samples (dropped, dead, rejected) is normalised
 over those it has; two groups never mix.

@@ -70,7 +70,7 @@ def unit_tests(response: str, reference: Reference) -> Mapping[str, float]:
 
 
 class CaseOutcome(NamedTuple):
-    """What came of one test."""
+    """The outcome of one test."""
 
     passed: bool
     result: ProgramResult
@@ -124,7 +124,7 @@ VERIFIERS: dict[str, Verifier] = {
     "unit_tests": unit_tests,
 }
 READ_LABEL: dict[str, Callable[[str], str]] = {"dapo": integer_label, "deepscaler": math_label, "math": math_label, "math_verify": read}
-"""What a verifier reads in a label, by ``rm_type``; raises ValueError for one that it would compare wrongly, or with nothing.
+"""Readers of labels, by ``rm_type``; raises ValueError for one that it would compare wrongly, or with nothing.
 
 The others take a label as it is."""
 

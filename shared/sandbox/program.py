@@ -1,4 +1,4 @@
-"""What runs in a sandbox, within which limits, and what came of it."""
+"""Programs of a sandbox, their limits and their results."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """What a sandbox is made of.
+    """The settings of a sandbox.
 
     kind: ``bwrap``; ``docker`` or ``podman``, in a container of ``image``; or ``none``, which isolates nothing and has to be asked for.
     packages: the packages of this environment, or of the image, can be imported. paths: files and folders that are read-only inside, where
@@ -54,7 +54,7 @@ class SandboxSettings:
 
 @dataclass(frozen=True)
 class Program:
-    """What is to run. command: a program and its arguments; or else sources: Python, as text or compiled, executed one after the other in
+    """A program to run. command: a program and its arguments; or else sources: Python, as text or compiled, executed one after the other in
     one namespace, in a fork of an interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard
     input; it is nowhere in a program's memory before that reads it."""
 
@@ -68,7 +68,7 @@ REPORT = 3  # The descriptor for a verdict beside the standard output, of `Progr
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What came of a program. stdout, stderr, report: what it wrote, up to the limit; truncated: it wrote more. wall_s, cpu_s,
+    """The result of a program. stdout, stderr, report: what it wrote, up to the limit; truncated: it wrote more. wall_s, cpu_s,
     memory_bytes: what it took."""
 
     status: Status

@@ -154,7 +154,7 @@ def main(lease_s: float, work: str, user: int) -> None:
                 answer = answer[os.write(1, answer) :]
     except BrokenPipeError:  # who asked is gone
         pass
-    except BaseException:  # its last line is told by whoever asked
+    except BaseException:  # its last line is reported by the process that asked
         sys.excepthook(*sys.exc_info())
     finally:
         if os.getpid() == own:  # and no program that failed to start

@@ -247,7 +247,7 @@ class Sandbox:
         os.write(says, b"1")
 
     def _open_pid(self) -> None:
-        """Opens the sandbox's first process, of which bubblewrap has told."""
+        """Opens the sandbox's first process, which bubblewrap has named."""
         if self._information < 0:
             return
         text, end = b"", time.monotonic() + START_S

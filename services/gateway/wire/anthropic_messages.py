@@ -1,7 +1,7 @@
 """Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``.
 
-Thinking is told where ``thinking`` asks for it, as there; whether the model thinks is its chat template's affair. Beside Anthropic's own
-fields those of `ChatSamplingFields`, by the client's ``extra_body``.
+Thinking is in the answer where ``thinking`` asks for it, as there; whether the model thinks is its chat template's affair. Beside
+Anthropic's own fields those of `ChatSamplingFields`, by the client's ``extra_body``.
 """
 
 import hashlib
@@ -236,8 +236,8 @@ class MessageEvents(TurnEvents):
         return events
 
     def end(self, result: TurnResult) -> bytes:
-        told = _event("message_delta", delta=_stopped(result), usage=_usage(result.usage), **beside(result))
-        return self._close() + told + _event("message_stop")
+        delta = _event("message_delta", delta=_stopped(result), usage=_usage(result.usage), **beside(result))
+        return self._close() + delta + _event("message_stop")
 
     def refused(self, error: TurnRefused) -> bytes:
         return event(error.body("anthropic"), "error")

@@ -248,9 +248,9 @@ class ResponseEvents(TurnEvents):
         return events + self._event(f"response.{whole['status']}", response=whole)
 
     def refused(self, error: TurnRefused) -> bytes:
-        told = {"code": error.code or "server_error", "message": str(error)}
-        return self._event("error", param=error.field, **told) + self._event(
-            "response.failed", response=self._response("failed") | {"error": told}
+        said = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("error", param=error.field, **said) + self._event(
+            "response.failed", response=self._response("failed") | {"error": said}
         )
 
     def _piece(self, kind: Literal["reasoning", "message"], text: str) -> bytes:

@@ -88,7 +88,7 @@ Finish = Literal["stop", "length", "tool_calls", "abort"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
-    """What a request says of how tokens are sampled, within the bounds of `shared.schema.messages.Sampling`; None and empty: nothing."""
+    """A request's sampling parameters, within the bounds of `shared.schema.messages.Sampling`; None and empty: nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -110,7 +110,7 @@ class ChatTurn:
         model: the name that the request gives; None where the format does not ask for one.
         tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
         tool_choice: ``none``: what looks like a call stays text.
-        stream, stream_usage: answered by events; whether chat completions tell the usage in a last one.
+        stream, stream_usage: answered by events; whether chat completions have the usage in a last one.
         logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
         min_version: the least weight version that may sample it.
         place: the body's field with the conversation.
@@ -185,9 +185,9 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What became of a turn. ``request_id``, ``model``: as they are told to the client. ``created``: seconds since the epoch.
+    """The result of a turn. ``request_id``, ``model``: as the client gets them. ``created``: seconds since the epoch.
     ``malformed_calls``: what of the content looks like tool calls and is none. ``stop_text``: the stop string that ended it, where one did.
-    ``versions``: the oldest and the newest weight version of its tokens. ``tokens``: for answers that tell log-probs or ids."""
+    ``versions``: the oldest and the newest weight version of its tokens. ``tokens``: for answers with log-probs or ids."""
 
     request_id: str
     model: str
@@ -205,7 +205,7 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDelta:
-    """What has been sampled since the delta before: a piece of the reasoning, of the content, or one whole tool call."""
+    """The tokens since the delta before: a piece of the reasoning, of the content, or one whole tool call."""
 
     reasoning: str = ""
     content: str = ""
@@ -267,7 +267,7 @@ def malformed(result: TurnResult) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStart:
-    """What is known of a turn when it begins. ``created``: seconds since the epoch. ``prompt``, ``cached``: tokens."""
+    """The head of a turn, known when it begins. ``created``: seconds since the epoch. ``prompt``, ``cached``: tokens."""
 
     request_id: str
     model: str
@@ -299,7 +299,7 @@ class TurnEvents(ABC):
         """Returns the event that reports why the turn failed: the status of the answer has been sent."""
 
     def ping(self) -> bytes:
-        """Returns what keeps the connection alive while there is nothing to tell."""
+        """Returns what keeps the connection alive while there is no event."""
         return b": waiting\n\n"
 
     def whole(self, result: TurnResult) -> Iterator[bytes]:

@@ -77,7 +77,7 @@ class RequestFields(BaseModel):
 
 
 class SamplingFields(RequestFields):
-    """How tokens are sampled, in the words that the formats share beside their house's own."""
+    """Sampling parameters, in the words that the formats share beside their house's own."""
 
     top_k: TopK | None = None
     min_tokens: Version | None = None
