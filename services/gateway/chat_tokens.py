@@ -26,14 +26,14 @@ from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.sessions.session import Turn
 
-KEPT_CHARACTERS = 16 << 20
-"""Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message."""
+# Of texts whose ids are remembered, all together: clients send a conversation whole each time, and renderers encode message by message
+CACHED_CHARACTERS = 16 << 20
 
 
 class EncodedTexts:
     """The ids of texts; of those that were asked for last they are remembered."""
 
-    def __init__(self, tokenizer: Tokenizer | ControlTokens, most: int = KEPT_CHARACTERS) -> None:
+    def __init__(self, tokenizer: Tokenizer | ControlTokens, most: int = CACHED_CHARACTERS) -> None:
         self._tokenizer, self._most = tokenizer, most
         self._ids: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
         self._lock = threading.Lock()
@@ -100,49 +100,37 @@ TOOL = {
     },
 }
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
-PROBES: tuple[tuple[Messages, Messages], ...] = (
-    ([{"role": "user", "content": "What is 1 + 2?"}], ()),
-    (
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Hello"},
-            {"role": "assistant", "content": "Hi."},
-            {"role": "user", "content": "And now?"},
-        ],
-        (),
-    ),
-    (
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "What is 1 + 2?"},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"},
-        ],
-        (TOOL,),
-    ),
-)
-"""Conversations, with tools, that a family's renderer and the model's template must render alike."""
 
+
+def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+_BRIEF, _ASKED = _said("system", "Be brief."), _said("user", "What is 1 + 2?")
+# Conversations, with tools, that a family's renderer and the model's template must render alike
+PROBES: tuple[tuple[Messages, Messages], ...] = (
+    ([_ASKED], ()),
+    ([_BRIEF, _said("user", "Hello"), _said("assistant", "Hi."), _said("user", "And now?")], ()),
+    ([_BRIEF, _ASKED, _said("assistant", "", tool_calls=[CALL]), _said("tool", "3", tool_call_id="call_0", name="add")], (TOOL,)),
+)
+# A conversation with two calls in a message, which a few renderers (DeepSeek's) separate otherwise than their template
 PARALLEL: tuple[Messages, Messages] = (
     [
-        {"role": "user", "content": "What is 1 + 2?"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "call_1"}]},
-        *({"role": "tool", "tool_call_id": name, "name": "add", "content": "3"} for name in ("call_0", "call_1")),
+        _ASKED,
+        _said("assistant", "", tool_calls=[CALL, {**CALL, "id": "call_1"}]),
+        *(_said("tool", "3", tool_call_id=name, name="add") for name in ("call_0", "call_1")),
     ],
     (TOOL,),
 )
-"""A conversation with two calls in a message, which a few renderers (DeepSeek's) separate otherwise than their template."""
-
+# What a renderer raises for what it cannot read
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
-"""What a renderer raises for what it cannot read."""
-
+# Parsers of tool calls for templates of no known family, by what stands in them
 PARSERS = {"<function=": "qwen3.5", "<tool_call>": "qwen3"}
-"""Parsers of tool calls for templates of no known family, by what stands in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call as it was drawn. ``status``: ``ok``, or what is wrong with ``text``. ``arguments``: an object's fields, or text."""
+    """A tool call as it was sampled. ``status``: ``ok``, or what is wrong with ``text``. ``arguments``: an object's fields, or text."""
 
     text: str
     status: str
@@ -164,8 +152,7 @@ class ParsedTurn:
     calls: tuple[ParsedCall, ...]
 
 
-THOUGHT = "<think>\n a \n</think>\n\nb"
-"""A completion by which is seen whether a family strips reasoning."""
+THOUGHT = "<think>\n a \n</think>\n\nb"  # A completion by which is seen whether a family strips reasoning
 
 
 class ChatTokens:
@@ -177,8 +164,8 @@ class ChatTokens:
 
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
-        shows_tools: whether a prompt tells the model of the tools that it is given.
-        told_early: of a completion it can be told before its end what its beginning says: reasoning comes first, and is one piece.
+        shows_tools: whether a prompt shows the model the tools that it is given.
+        streams_text: the beginning of a completion can be read before its end: reasoning comes first, and is one piece.
         plain_markers: most markers are nothing but left out.
         added_ids: tokens that are no plain text. byte_ids: those that are a byte each. letter: the tokens of `LETTER`.
     """
@@ -206,7 +193,7 @@ class ChatTokens:
         self.plain_markers = self.family == "default"
         self._strips = False
         reasoning = self.parse_tokens([], self.tokenizer.encode(THOUGHT).tolist(), ()).reasoning
-        self._strips, self.told_early = reasoning == "a", reasoning == "a" or self.family == "default"
+        self._strips, self.streams_text = reasoning == "a", reasoning == "a" or self.family == "default"
 
     def _differs_with_tools(self) -> bool:
         [messages, _] = PROBES[0]
@@ -230,11 +217,8 @@ class ChatTokens:
         return shown + sum(len(text.encode()) for text in texts)
 
     def render(self, messages: Messages, tools: Messages, place: str = "messages", turns: Iterable[Turn] = ()) -> NDArray[np.int32]:
-        """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it.
-
-        Args:
-            place: the body's field with the conversation. turns: of the session: what they sampled stays in the assistant's messages.
-        """
+        """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it. ``place``:
+        the body's field with the conversation. ``turns``: of the session: what they sampled stays in the assistant's messages."""
         if not self.has_template:
             raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
         given = list(tools) or None
@@ -284,7 +268,7 @@ class ChatTokens:
         """Returns a completion, or its beginning, as a message. Reasoning that was not closed has the form of one that was."""
         try:
             found = self._renderer.parse_response(completion, tools=list(tools) or None, prompt_ids=prompt)
-        except UNREADABLE:  # a model draws anything
+        except UNREADABLE:  # a model samples anything
             return ParsedTurn("", "", (ParsedCall(self.tokenizer.decode(completion), "unreadable"),))
         calls = tuple(
             ParsedCall(call.raw, call_status(str(call.status.value), call.name, call.arguments), call.name or "", call.arguments, call.id)
@@ -295,7 +279,7 @@ class ChatTokens:
 
 
 def call_status(status: str, name: Any, arguments: Any) -> str:
-    """Returns the status of a call by what it was drawn with: a name is text, and arguments are an object of JSON, which has no NaN and no
+    """Returns the status of a sampled call: a name is text, and arguments are an object of JSON, which has no NaN and no
     Infinity, and that a client may send back."""
     if status != "ok":
         return status

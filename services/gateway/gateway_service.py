@@ -25,22 +25,15 @@ declare_metrics(
     MetricSpec("gateway_draws_most", "requests", "that engines may draw for at once, [by their memory](gateway.md#which-replica-draws)"),
 )
 
+# The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network
 URL_VARIABLE = "MYXO_GATEWAY_URL"
-"""The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network."""
-
-STOP_SECONDS = 5.0
-"""The time in which clients are still answered when the gateway stops: that they ask again."""
-
-COUNT_SECONDS = 1.0
-"""The interval at which the gauges are set."""
+STOP_SECONDS = 5.0  # The time in which clients are still answered when the gateway stops: that they ask again
+COUNT_SECONDS = 1.0  # The interval at which the gauges are set
 
 
 async def serve(service: Service) -> None:
-    """Serves until asked to stop.
-
-    Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, a URL that is none, or no key for groups
-    from outside.
-    """
+    """Serves until asked to stop. Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, a URL that is
+    none, or no key for groups from outside."""
     config, section = service.config, service.config.gateway
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client's connection is one
@@ -48,13 +41,13 @@ async def serve(service: Service) -> None:
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
     sessions = SessionStore(service.store, service.run)
     replicas = Replicas(service.registry, section.gateway_replica_requests)
-    door = DrawClient(sessions)
+    client = DrawClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor drew is taken over, not held
-    turns = Turns(sessions, replicas, door, chat, model, holder, section, service.traces)
+    turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
-    service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.told_early)
+    service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.streams_text)
     app = api.app()
     if config.ingest.ingest_groups != "off":
         add_ingest_routes(app, GroupIntake(service, chat.tokenizer), ingest_key(), config.ingest.ingest_bytes)
@@ -66,7 +59,7 @@ async def serve(service: Service) -> None:
                 await service.stopping.wait()
                 turns.watch.stop()
     finally:
-        await door.close()
+        await client.close()
 
 
 def _address(service: Service) -> HttpAddress:
@@ -80,7 +73,7 @@ def _address(service: Service) -> HttpAddress:
 
 
 def gateway_url(address: str) -> str:
-    """Returns the URL that agents are told: the environment's, else that of the address."""
+    """Returns the URL for agents: the environment's, else that of the address."""
     given = os.environ.get(URL_VARIABLE) or f"http://{address}"
     if not re.fullmatch(r"https?://[^/?#\s]+/?", given):
         raise ConfigError(URL_VARIABLE, given, "http://host:port or https://host, without a path")

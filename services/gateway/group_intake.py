@@ -7,13 +7,12 @@ buffer takes one outcome. A gateway that dies in between leaves a task that anot
 """
 
 import asyncio
-import contextlib
 import hmac
 import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
@@ -50,17 +49,14 @@ from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, segments_of
 from shared.schema.versions import is_lost
 from shared.store.payload_store import StoreFull
 
-LONGEST = 1 << 22
-"""Tokens of a sample."""
-
+LONGEST = 1 << 22  # Tokens of a sample
 Integer = Annotated[int, Field(ge=0, le=LARGEST)]
 Integers = Annotated[list[Integer], Field(max_length=LONGEST, fail_fast=True)]
 Score = Reward | Annotated[dict[PartName, Reward], Field(max_length=MAX_PARTS)]
 
 
 Entry = TypeVar("Entry")
-Column = Annotated[list[Entry], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]
-"""One entry for each sample."""
+Column = Annotated[list[Entry], Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)]  # One entry for each sample
 
 
 class GroupBody(RequestFields):
@@ -86,7 +82,7 @@ class GroupBody(RequestFields):
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """What a run takes: token ids in [0, vocabulary), versions up to ``live``, and the rest by its config."""
+    """Bounds of a run: token ids in [0, vocabulary), versions up to ``live``, and the rest by its config."""
 
     config: RunConfig
     vocabulary: int
@@ -95,10 +91,8 @@ class GroupLimits:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A group that may be handed in. ``oldest``: the version of its oldest trained token. ``environment``: what scores it.
-
-    ``samples``: under the producer's id.
-    """
+    """A group that may be handed in. ``oldest``: the version of its oldest trained token. ``environment``: what scores it. ``samples``:
+    under the producer's id."""
 
     id: str
     oldest: int
@@ -107,11 +101,8 @@ class FinishedGroup:
 
 
 def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.int32]], str], special: Sequence[str] = ()) -> FinishedGroup:
-    """Returns the group in a body of JSON. Raises TurnRefused, which names the field.
-
-    Args:
-        decode: tokens to text, special tokens left out. special: the texts of these, which a producer's texts may have.
-    """
+    """Returns the group in a body of JSON. Raises TurnRefused, which names the field. ``decode``: tokens to text, special tokens left out.
+    ``special``: the texts of these, which a producer's texts may have."""
     asked, _ = read_body(GroupBody, body)
     _check_columns(asked)
     tokens = [np.asarray(row, np.int32) for row in asked.tokens]
@@ -181,17 +172,12 @@ def _check_versions(versions: Sequence[NDArray[np.int32]], masks: Sequence[NDArr
         raise _wrong("versions", f"version {newest}; the newest that is served is {limits.live}")
     trained = [row[mask.astype(bool)] for row, mask in zip(versions, masks, strict=True)]
     oldest, rollout = min(int(row.min()) for row in trained), limits.config.rollout
-    if is_lost(oldest, limits.live, rollout.max_staleness, rollout.staleness_policy):
-        raise _stale(oldest, limits.live - rollout.max_staleness)
-    if max(int(row.max()) for row in trained) < limits.live - rollout.max_staleness:
-        raise _stale(oldest, limits.live - rollout.max_staleness)
+    bound = limits.live - rollout.max_staleness
+    lost = is_lost(oldest, limits.live, rollout.max_staleness, rollout.staleness_policy)
+    if lost or max(int(row.max()) for row in trained) < bound:
+        message = f"its oldest trained token is of version {oldest}; the run trains none before {bound} any more"
+        raise TurnRefused(409, message, field="versions", code="stale_group")
     return oldest
-
-
-def _stale(oldest: int, bound: int) -> TurnRefused:
-    """Returns the refusal of a group that the run would not train any more."""
-    message = f"its oldest trained token is of version {oldest}; the run trains none before {bound} any more"
-    return TurnRefused(409, message, field="versions", code="stale_group")
 
 
 def _check_rollouts(asked: GroupBody, config: RunConfig) -> None:
@@ -218,7 +204,7 @@ def _environment(asked: GroupBody, config: RunConfig) -> str:
 
 
 def _check_scores(asked: GroupBody, config: RunConfig) -> None:
-    """Raises TurnRefused for named scores without the one that counts, where nobody else scores the group."""
+    """Raises TurnRefused for named scores without the one that counts, where no one else scores the group."""
     for index, score in enumerate([] if config.reward.group_rm else asked.scores or []):
         try:
             reward_values.read(score, config.reward.reward_key)
@@ -239,7 +225,8 @@ def _sample(
     begin = int(mask.argmax())
     own, decoded = mask != 0 if asked.sampled is None else np.asarray(asked.sampled[index], np.bool_), decode(tokens[begin:])
     text = asked.texts[index] if asked.texts else decoded
-    stated = asked.sampled is None and _bare(text, special) != _bare(decoded, special)  # what is scored is the producer's statement
+    blank = re.compile("|".join([r"\s", *map(re.escape, special)]))
+    stated = asked.sampled is None and blank.sub("", text) != blank.sub("", decoded)  # what is scored is the producer's statement
     return Sample(
         group=asked.id,
         index=index,
@@ -260,26 +247,16 @@ def _sample(
     )
 
 
-def _bare(text: str, special: Sequence[str]) -> str:
-    """Returns a text without white space and special tokens."""
-    return re.sub("|".join([r"\s", *map(re.escape, special)]), "", text)
-
-
 def _wrong(field: str, message: str) -> TurnRefused:
     return TurnRefused(400, message, field=field, code="invalid_value")
 
 
-declare_metrics(
-    MetricSpec("groups_ingested", "groups", "[made elsewhere](ingest.md) and taken in", counter=True),
-)
+declare_metrics(MetricSpec("groups_ingested", "groups", "[made elsewhere](ingest.md) and taken in", counter=True))
 
-BINDING_SECONDS = 7 * 24 * 3600
-"""For as long the producer's id of a group is known."""
-
+BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0
 
-RETRY_S = 2.0
-"""After how many seconds a producer may try again that finds no room."""
+RETRY_S = 2.0  # After how many seconds a producer may try again that finds no room
 
 
 @dataclass(frozen=True)
@@ -290,16 +267,9 @@ class Binding:
     attempt: int
     digest: str
 
-    def encode(self) -> str:
-        return json.dumps(vars(self))
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Binding":
-        return cls(**json.loads(data))
-
 
 class GroupIntake:
-    """The door for groups of one gateway."""
+    """The endpoint for groups of one gateway."""
 
     def __init__(self, service: Service, tokenizer: Tokenizer) -> None:
         self._service, self._config, self._tokenizer = service, service.config, tokenizer
@@ -324,21 +294,23 @@ class GroupIntake:
         }
 
     async def take(self, read: Callable[[], Awaitable[bytes]]) -> dict[str, object]:
-        """Hands a group in. Returns what became of it: its id in the run, and whether it was there before. Raises TurnRefused.
-
-        Args:
-            read: reads the body; it is not read where there is no room for it.
-        """
+        """Hands a group in. Returns what became of it: its id in the run, and whether it was there before. Raises TurnRefused. ``read``:
+        reads the body; it is not read where there is no room for it."""
         self._check_stopping()
         if self._service.held_back or self._taking >= self._config.ingest.ingest_concurrency:
             raise _no_room(self._service.held_back or f"{self._taking} groups are in hand")
         self._taking += 1
         try:
             body = await read()
-            group = await asyncio.to_thread(parse_group, body, await self._limits(), self._decoded, self._special)
+            group = await asyncio.to_thread(parse_group, body, await self._limits(), self._tokenizer.decode, self._special)
             await asyncio.to_thread(self._doubt, group)
-            async with self._held(group.id):
+            if group.id in self._in_hand:
+                raise _in_hand(group.id)
+            self._in_hand.add(group.id)
+            try:
                 return await self._handed_in(group, blake3(body).hexdigest(16))
+            finally:
+                self._in_hand.discard(group.id)
         except (StoreFull, StreamFull) as error:
             raise _no_room(str(error)) from None
         except DeadlineExceeded as error:
@@ -359,16 +331,6 @@ class GroupIntake:
         if self._service.stopping.is_set():
             raise TurnRefused(503, "this gateway stops; another goes on", code="gateway_stopping", retry_after_s=RETRY_S)
 
-    @contextlib.asynccontextmanager
-    async def _held(self, name: str) -> AsyncIterator[None]:
-        if name in self._in_hand:
-            raise _in_hand(name)
-        self._in_hand.add(name)
-        try:
-            yield
-        finally:
-            self._in_hand.discard(name)
-
     async def _handed_in(self, group: FinishedGroup, digest: str) -> dict[str, object]:
         key = self._service.subjects.ingest_key(group.id)
         if (known := await self._binding(key)) is not None:
@@ -387,7 +349,7 @@ class GroupIntake:
         return {"id": group.id, "group": binding.group, "repeated": False}
 
     async def _again(self, group: FinishedGroup, known: Binding, digest: str) -> dict[str, object]:
-        """Answers for a group that came before; publishes it once more where nobody knows whether that was done."""
+        """Answers for a group that came before; publishes it once more where no one knows whether that was done."""
         if known.digest != digest:
             raise TurnRefused(409, f"another group came as {group.id}, and became {known.group}", field="id", code="id_taken")
         key = self._service.subjects.ingest_key(group.id)
@@ -441,14 +403,14 @@ class GroupIntake:
 
     async def _bind(self, key: str, group: FinishedGroup, binding: Binding) -> None:
         """Binds a producer's id to a group of the run. Raises TurnRefused where another gateway did, a moment ago."""
-        wanted = ("SET", key, binding.encode(), "NX", "EX", BINDING_SECONDS)
+        wanted = ("SET", key, json.dumps(vars(binding)), "NX", "EX", BINDING_SECONDS)
         await self._service.store.commands("the binding of a group", [wanted])
         if await self._binding(key) != binding:
             raise _in_hand(group.id)
 
     async def _binding(self, key: str) -> Binding | None:
         [found] = await self._service.store.commands("the binding of a group", [("GET", key)])
-        return None if found is None else Binding.decode(found)
+        return None if found is None else Binding(**json.loads(found))
 
     async def _limits(self) -> GroupLimits:
         """Returns what the run takes now. Raises TurnRefused before it serves any weights, and once it has ended."""
@@ -459,9 +421,6 @@ class GroupIntake:
         if live < 0:
             raise TurnRefused(503, "the run serves no weights yet", code="unavailable", retry_after_s=RETRY_S)
         return GroupLimits(self._config, self._vocabulary, live)
-
-    def _decoded(self, tokens: NDArray[np.int32]) -> str:
-        return self._tokenizer.decode(tokens)
 
 
 def _no_room(reason: str) -> TurnRefused:

@@ -26,24 +26,16 @@ from shared.schema.service_messages import ServiceStatus
 from shared.sessions.draw import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, KEY_HEADER, LENGTH_BYTES, VOCABULARY_GAUGE, Drawn, DrawRequest
 from shared.sessions.session_store import SessionStore
 
-REFRESH_SECONDS = 0.5
-"""The interval at which the registry is read."""
-
-AVOIDED_SECONDS = 2.0
-"""How long a replica that failed a draw gets no other, while there are others."""
-
-BACKED_OFF = 0.75
-"""The share of its draws that a replica keeps when its engine had to take requests back."""
-
-FEWEST = 4
-"""The least number of draws at once that a replica is given."""
-
+REFRESH_SECONDS = 0.5  # The interval at which the registry is read
+AVOIDED_SECONDS = 2.0  # How long a replica that failed a draw gets no other, while there are others
+BACKED_OFF = 0.75  # The share of its draws that a replica keeps when its engine had to take requests back
+FEWEST = 4  # The least number of draws at once that a replica is given
 RETRY_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class DrawTarget:
-    """A replica that may draw. ``url``: of its door. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
+    """A replica that may sample. ``url``: of its endpoint. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
 
     instance: str
     url: str
@@ -54,7 +46,7 @@ class DrawTarget:
 
 @dataclass
 class DrawLimit:
-    """How many draws a replica has at once: one more for each that ended well while all places were taken, fewer where memory lacks."""
+    """A replica's draws at once: one more for each that ended well while all places were taken, fewer where memory lacks."""
 
     most: int
     limit: float = 0.0
@@ -71,7 +63,7 @@ class DrawLimit:
     def ended(self, retractions: int, now: float) -> None:
         """Notes a draw's end. ``retractions``: how often its engine took it back; ``now``: monotonic seconds."""
         if retractions:
-            if now - self.changed >= 1.0:  # the requests of one shortage tell of it together
+            if now - self.changed >= 1.0:  # the requests of one shortage report it together
                 self.limit, self.changed = max(FEWEST, self.limit * BACKED_OFF), now
         elif self.running >= int(self.limit) - 1:
             self.limit = min(self.most, self.limit + 1.0 / self.limit)
@@ -82,7 +74,7 @@ class DrawLimit:
 
 
 def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
-    """Returns the replicas that may draw: those with verified weights, whose doors are open to gateways."""
+    """Returns the replicas that may sample: those with verified weights, whose endpoints are open to gateways."""
     return [
         DrawTarget(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
         for one in statuses
@@ -93,11 +85,8 @@ def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
 def choose(
     session: str, known: Sequence[DrawTarget], min_version: int, room: Mapping[str, bool], avoided: Collection[str]
 ) -> DrawTarget | None:
-    """Returns the replica that draws for a session: the first in the session's own order that is new enough and has room.
-
-    Args:
-        room: by instance. avoided: instances that come last, since they have just failed.
-    """
+    """Returns the replica that samples for a session: the first in the session's own order that is new enough and has room. ``room``: by
+    instance. ``avoided``: instances that come last, since they have just failed."""
     fitting = [one for one in known if one.version >= min_version and room.get(one.instance, True)]
     return min(fitting, key=lambda one: (one.instance in avoided, _rank(session, one.instance)), default=None)
 
@@ -107,14 +96,8 @@ def _rank(session: str, instance: str) -> bytes:
 
 
 class Replicas:
-    """The replicas of a run, by the registry.
-
-    Args:
-        most: draws that a replica gets at once, at most.
-
-    Attributes:
-        asleep: whether replicas sleep while a trainer computes on their GPUs.
-    """
+    """The replicas of a run, by the registry. ``most``: draws that a replica gets at once, at most. ``asleep``: whether replicas sleep
+    while a trainer computes on their GPUs."""
 
     def __init__(self, registry: Registry, most: int) -> None:
         self._registry, self._most = registry, most
@@ -195,10 +178,8 @@ class Replicas:
         return self._limits.setdefault(instance, DrawLimit(self._most))
 
     async def _change(self, end: float, min_version: int) -> float:
-        """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer.
-
-        Raises TurnRefused at ``end``.
-        """
+        """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer. Raises
+        TurnRefused at ``end``."""
         began, asleep = time.monotonic(), self.asleep
         left = REFRESH_SECONDS if asleep else end - began
         if left <= 0:
@@ -216,11 +197,8 @@ class Replicas:
         self._changed = asyncio.Event()
 
 
-Hear = Callable[[Drawn], None]
-"""Is told each piece of a turn as it is drawn."""
-
-SPARE_SECONDS = 5.0
-"""What an answer may take beyond the time that its draw has."""
+Hear = Callable[[Drawn], None]  # gets each piece of a turn as it is sampled
+SPARE_SECONDS = 5.0  # What an answer may take beyond the time that its draw has
 
 
 class ReplicaFailed(MyxoError):
@@ -232,7 +210,7 @@ class ReplicaFailed(MyxoError):
 
 
 class DrawClient:
-    """Draws at replicas' doors, with the key that they and gateways share."""
+    """Samples at replicas' endpoints, with the key that they and gateways share."""
 
     def __init__(self, sessions: SessionStore) -> None:
         self._sessions, self._key = sessions, ""
@@ -282,7 +260,7 @@ async def _heard(url: str, content: aiohttp.StreamReader, hear: Hear) -> Drawn:
             whole = piece if whole is None else whole.then(piece)
             hear(piece)
     except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError, BadMessage) as error:
-        if whole is None:  # what was heard is good, and is not told again
+        if whole is None:  # what was heard is good, and is not sent again
             raise ReplicaFailed(url, f"broke its answer off ({str(error) or type(error).__name__})") from error
     if whole is None:
         raise ReplicaFailed(url, "gave an answer without a piece")

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.gateway.replicas import Replicas
-from services.gateway.turn_decisions import kept_by_task
+from services.gateway.turn_decisions import fixed_by_task
 from services.gateway.turn_text import TurnText
 from services.gateway.turns import LiveTurn, Turns
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
@@ -47,8 +47,7 @@ from shared.schema.limits import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore
 
-BODY_SECONDS = 60.0
-"""The time that a body has to come."""
+BODY_SECONDS = 60.0  # The time that a body has to come
 
 
 async def bounded_body(request: Request, most_bytes: int, seconds: float = BODY_SECONDS) -> bytes:
@@ -67,21 +66,17 @@ async def bounded_body(request: Request, most_bytes: int, seconds: float = BODY_
     return bytes(body)
 
 
-NAMES = ("idempotency-key", "x-request-id")
-RETRY_HEADER = "x-stainless-retry-count"
-
-
 def request_id(log: SessionLog, prefix: str, path: str, headers: Mapping[str, str], body: bytes) -> str:
-    """Returns the id of a request's turn. ``prefix``: how the format's ids begin. ``headers``: by names in lower case."""
-    for name in NAMES:
+    """Returns the id of a request's turn. ``prefix``: how the format's ids begin. ``headers``: by names in lower case. A client may name
+    its requests; another body under the same name is another request. The houses' own SDKs do not, but count a request's repetitions: one
+    that is repeated is the newest request of the session with the very same body."""
+    for name in ("idempotency-key", "x-request-id"):
         if given := headers.get(name):
             return prefix + _digest(log.session.id, given, path, body)
     base = f"{prefix}{_digest(path, body)}"
-    if headers.get(RETRY_HEADER, "0") not in ("", "0"):
-        known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]
-        if known:
-            return known[-1]
-    return base + uuid.uuid4().hex[:8]
+    known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]
+    repeated = headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    return known[-1] if known and repeated else base + uuid.uuid4().hex[:8]
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -91,78 +86,65 @@ def _digest(*parts: str | bytes) -> str:
     return found.hexdigest()
 
 
-SILENT_SECONDS = 10.0
-"""The time for which a streamed answer may be silent; also that after which it begins although nothing has been drawn."""
+SILENT_SECONDS = 10.0  # the longest silence of a streamed answer; it begins after that although nothing was sampled
 
 
+@dataclass
 class StreamedAnswer:
-    """One answer.
+    """An answer that reports a turn as it is sampled: events as soon as there are tokens, and what was not sure before at the turn's end.
+    ``start``: of a turn of which nothing is known yet. ``events_of``: those of its format. ``text``: makes the turn's text."""
 
-    Args:
-        start: of a turn of which nothing is known yet. events: those of its format. text: makes what tells the turn's text.
-    """
-
-    def __init__(
-        self,
-        turn: "asyncio.Task[TurnResult]",
-        live: LiveTurn,
-        start: TurnStart,
-        events: Callable[[TurnStart], TurnEvents],
-        text: Callable[[], TurnText],
-    ) -> None:
-        self._turn, self._live, self._start, self._events_of, self._text_of = turn, live, start, events, text
-        self._begun: tuple[TurnEvents, TurnText] | None = None
+    turn: "asyncio.Task[TurnResult]"
+    live: LiveTurn
+    start: TurnStart
+    events_of: Callable[[TurnStart], TurnEvents]
+    text: Callable[[], TurnText]
+    begun: tuple[TurnEvents, TurnText] | None = None
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the events, and while there are none what keeps the connection alive."""
         ended = False
         while not ended:
-            await self._live.news(SILENT_SECONDS)
-            ended = self._turn.done()
-            if tokens := self._live.taken():
-                if told := self._told(tokens):
-                    yield told
+            await self.live.news(SILENT_SECONDS)
+            ended = self.turn.done()
+            if tokens := self.live.taken():
+                if sent := self._sampled_events(tokens):
+                    yield sent
             elif not ended:
-                yield b": waiting\n\n" if self._begun is None else self._begun[0].ping()
+                yield b": waiting\n\n" if self.begun is None else self.begun[0].ping()
         yield self._end()
 
-    def _told(self, tokens: list[int]) -> bytes:
+    def _sampled_events(self, tokens: list[int]) -> bytes:
         head = b""
-        if self._begun is None:
-            known = replace(self._start, created=int(time.time()), prompt=len(self._live.prompt), cached=self._live.cached)
-            self._begun = self._events_of(known), self._text_of()
-            head = self._begun[0].begin()
-        events, text = self._begun
+        if self.begun is None:
+            known = replace(self.start, created=int(time.time()), prompt=len(self.live.prompt), cached=self.live.cached)
+            self.begun = self.events_of(known), self.text()
+            head = self.begun[0].begin()
+        events, text = self.begun
         return head + b"".join(events.delta(piece) for piece in text.add(tokens))
 
     def _end(self) -> bytes:
         """Returns the last events: the rest of a turn that has ended, or why it did not."""
         try:
-            result = self._turn.result()
-            if self._begun is None:
-                return b"".join(self._events_of(started(result)).whole(result))
-            events, text = self._begun
+            result = self.turn.result()
+            if self.begun is None:
+                return b"".join(self.events_of(started(result)).whole(result))
+            events, text = self.begun
             if result.finish == "abort":
                 raise aborted()
             result = replace(result, created=events.start.created)
             return b"".join([*(events.delta(piece) for piece in text.finish(result)), events.end(result)])
         except MyxoError as error:
-            events, head = (self._begun[0], b"") if self._begun is not None else (self._events_of(self._start), None)
+            events = self.begun[0] if self.begun is not None else self.events_of(self.start)
             refused = error if isinstance(error, TurnRefused) else TurnRefused(503, str(error))
-            return (events.begin() if head is None else head) + events.refused(refused)
+            return (b"" if self.begun is not None else events.begin()) + events.refused(refused)
 
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How a house's clients ask for a turn and are answered.
-
-    Attributes:
-        house: whose error shape it has.
-        parse: from a body and the turn's request id; raises TurnRefused.
-        answer: the body of a whole answer; raises TurnRefused where the turn was aborted.
-        events: those of a streamed one, of the content type ``text/event-stream``.
-        id_prefix: how the house's request ids begin.
-    """
+    """The format of a house's clients. ``house``: whose error shape it has. ``parse``: from a body and the turn's
+    request id; raises TurnRefused. ``answer``: the body of a whole answer; raises TurnRefused where the turn was aborted. ``events``: those
+    of a streamed one, of the content type ``text/event-stream``. ``id_prefix``: how the house's request ids begin."""
 
     house: House
     parse: Callable[[bytes, str], ChatTurn]
@@ -171,12 +153,12 @@ class WireFormat:
     id_prefix: str
 
 
+# By path
 CHAT_FORMATS = {
     "/v1/chat/completions": WireFormat("openai", openai_chat.parse, openai_chat.answer, openai_chat.ChatEvents, "chatcmpl-"),
     "/v1/responses": WireFormat("openai", openai_responses.parse, openai_responses.answer, openai_responses.ResponseEvents, "resp_"),
     "/v1/messages": WireFormat("anthropic", anthropic_messages.parse, anthropic_messages.answer, anthropic_messages.MessageEvents, "msg_"),
 }
-"""By path."""
 
 
 def answer_headers(turn: ChatTurn | TokenTurn) -> dict[str, str]:
@@ -210,21 +192,14 @@ declare_metrics(
     MetricSpec("gateway_clients_gone", "requests", "whose client had gone before its answer", counter=True),
 )
 
-BODY_BYTES = 32 << 20
-"""The largest body of a request."""
-
-SESSION_REQUESTS = 64
-"""The most requests of one session that are read or answered at once."""
-
-GONE_SECONDS = 0.5
-"""The interval at which is seen whether a client is still there."""
-
+BODY_BYTES = 32 << 20  # The largest body of a request
+SESSION_REQUESTS = 64  # The most requests of one session that are read or answered at once
+GONE_SECONDS = 0.5  # The interval at which is seen whether a client is still there
 RETRY_AFTER_S = 1.0
 
 TASK_HEADER = "X-Myxo-Sampling-Of-Task"
 
-Route = Callable[[Request, SessionLog, bytes], Awaitable[Response]]
-"""Answers a request of a session, by its body."""
+Route = Callable[[Request, SessionLog, bytes], Awaitable[Response]]  # Answers a request of a session, by its body
 
 
 class _EndFields(RequestFields):
@@ -236,7 +211,7 @@ class _EndFields(RequestFields):
 
 @dataclass
 class Api:
-    """What the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
+    """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
     ``of_session``: how many of each session are being read or answered."""
 
     sessions: SessionStore
@@ -313,25 +288,24 @@ class Api:
         async def route(request: Request, log: SessionLog, body: bytes) -> Response:
             asked = self.turns.noted(wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
             self._check_model(asked.model)
-            headers = _told(log, asked)
+            headers = _headers_of(log, asked)
             if asked.stream:
                 return await self._streamed(request, wire, log, asked, headers)
             turn = asyncio.create_task(self.turns.chat(log, asked))
-            await self._watched(request, turn, math.inf)
+            await self._watched(request, turn)
             return _answered(wire.answer(asked, turn.result()), headers)
 
         return route
 
     async def _streamed(self, request: Request, wire: WireFormat, log: SessionLog, asked: ChatTurn, headers: dict[str, str]) -> Response:
-        """Returns the answer that tells a turn as it is drawn. Raises TurnRefused where it is refused before anything is told."""
+        """Returns the answer that reports a turn as it is sampled. Raises TurnRefused where it is refused before its first event."""
         live, start = LiveTurn(), TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
         turn = asyncio.create_task(self.turns.chat(log, asked, live))
         turn.add_done_callback(lambda _: live.end())
-        answer = StreamedAnswer(
-            turn, live, start, functools.partial(wire.events, asked), functools.partial(self.turns.text, log, asked, live)
-        )
+        text = functools.partial(self.turns.text, log, asked, live)
+        answer = StreamedAnswer(turn, live, start, functools.partial(wire.events, asked), text)
         try:
-            await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)), math.inf)
+            await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)))
             if turn.done():
                 turn.result()
         except BaseException:
@@ -340,7 +314,7 @@ class Api:
         return StreamingResponse(self._kept(log.session.id, answer, turn), media_type="text/event-stream", headers=headers)
 
     async def _kept(self, session: str, answer: StreamedAnswer, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
-        """Yields an answer's events; ends the turn where its client is gone, so that the engine draws for nobody."""
+        """Yields an answer's events; ends the turn where its client is gone, so that the engine samples for no one."""
         self.in_hand += 1
         try:
             with _counted(self.of_session, session, math.inf, ""):
@@ -356,19 +330,18 @@ class Api:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        await self._watched(request, turn, math.inf)
-        return _answered(token_generate.answer(asked, turn.result()), _told(log, asked))
+        await self._watched(request, turn)
+        return _answered(token_generate.answer(asked, turn.result()), _headers_of(log, asked))
 
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
         self._check_model(asked.model)
-        return JSONResponse(anthropic_messages.count_answer(await self.turns.count(log, asked)), headers=answer_headers(asked))
+        return JSONResponse({"input_tokens": await self.turns.count(log, asked)}, headers=answer_headers(asked))
 
-    async def _watched(self, request: Request, turn: "asyncio.Task[Any]", seconds: float) -> None:
-        """Waits for a turn, so many seconds at most; ends it where its client is gone, so that the engine draws for nobody."""
-        end = time.monotonic() + seconds
+    async def _watched(self, request: Request, turn: "asyncio.Task[Any]") -> None:
+        """Waits for a turn; ends it where its client is gone, so that the engine samples for no one."""
         try:
-            while not turn.done() and time.monotonic() < end:
+            while not turn.done():
                 await asyncio.wait([turn], timeout=GONE_SECONDS)
                 if not turn.done() and await request.is_disconnected():
                     self.metrics.add("gateway_clients_gone")
@@ -444,7 +417,7 @@ def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:
     return Response(orjson.dumps(answer), media_type="application/json", headers=headers)
 
 
-def _told(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
+def _headers_of(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:
     """Returns the headers that name what of a request has no effect, and what stands as the session's task has it."""
-    kept = kept_by_task(log.session, asked.sampling)
-    return answer_headers(asked) | ({TASK_HEADER: ", ".join(kept)} if kept else {})
+    fixed = fixed_by_task(log.session, asked.sampling)
+    return answer_headers(asked) | ({TASK_HEADER: ", ".join(fixed)} if fixed else {})

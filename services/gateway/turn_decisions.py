@@ -39,13 +39,16 @@ def digests(messages: Messages, tools: Messages) -> list[str]:
     running = hashlib.sha256(_canonical(list(tools)))
     found = [running.hexdigest()]
     for message in messages:
-        running.update(b"\n" + _canonical(_told(message)))
+        running.update(b"\n" + _canonical(_identity(message)))
         found.append(running.hexdigest())
     return found
 
 
 def continued(turns: Iterable[Turn], messages: Messages, tools: Messages, reasoning: Callable[[Turn], str]) -> tuple[Turn, Messages] | None:
     """Returns the turn that a conversation continues, with the messages that are new; None where there is no such turn.
+
+    Clients send the whole conversation each time. Each turn is stored with the digest of the messages up to its answer; the longest
+    beginning of a request with such a digest is the turn that it continues.
 
     Args:
         reasoning: of a turn. Of several that say the same, the one counts whose reasoning the client has sent back, else the newest.
@@ -63,16 +66,18 @@ def continued(turns: Iterable[Turn], messages: Messages, tools: Messages, reason
     return None
 
 
-def _told(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what of a message tells it from others. Reasoning is none of it: many clients do not send it back."""
-    told = {key: value for key, value in message.items() if key in ("role", "content", "name", "tool_call_id")}
+def _identity(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what identifies a message. Reasoning does not: many clients do not send it back."""
+    identity = {key: value for key, value in message.items() if key in ("role", "content", "name", "tool_call_id")}
     if message.get("role") == "assistant":
-        told.pop("name", None)
-        told["calls"] = [[call["function"]["name"], _object(call["function"]["arguments"])] for call in message.get("tool_calls") or ()]
-    return told
+        identity.pop("name", None)
+        identity["calls"] = [
+            [call["function"]["name"], _parsed_arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
+        ]
+    return identity
 
 
-def _object(arguments: Any) -> Any:
+def _parsed_arguments(arguments: Any) -> Any:
     """Returns the arguments of a call as an object where they are one: some clients write their text anew."""
     try:
         return shallow(json.loads(arguments)) if isinstance(arguments, str) else arguments
@@ -84,11 +89,11 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+# A request's fields that change which tokens are likely, with the task's: until ``min_new_tokens`` the engine forbids what ends a turn
 _DISTRIBUTION = {name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")} | {"min_tokens": "min_new_tokens"}
-"""A request's fields that change which tokens are likely, with the task's: until ``min_new_tokens`` the engine forbids what ends a turn."""
 
 
-def kept_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:
+def fixed_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:
     """Returns the names of the fields that a client asked otherwise, and that stand as the task has them."""
     given = [name for name, field in _DISTRIBUTION.items() if getattr(asked, name) not in (None, getattr(session.sampling, field))]
     stops = ["stop_token_ids"] if asked.stop_token_ids != _further_stops(session, asked) else []
@@ -100,10 +105,14 @@ def _further_stops(session: Session, asked: RequestedSampling) -> tuple[int, ...
     return () if session.sampling.min_new_tokens and not session.evaluation else asked.stop_token_ids
 
 
-def drawn_sampling(
+def turn_sampling(
     session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int], place: str = "messages"
 ) -> Sampling:
-    """Returns how a turn is drawn.
+    """Returns how a turn is sampled: by the task where it is trained, and within its limits.
+
+    The trainer computes log-probs under the run's temperature, and a policy is trained on what it would sample by itself. So in a session
+    that is trained the task's temperature, top-p, top-k and the like stand, whatever a client asks; it may end a turn earlier. In an
+    evaluation the client's own values stand. What a `Sampling` has no field for is refused by the formats (`services.gateway.wire`).
 
     Args:
         prompt: tokens of the prompt. context: the most tokens of prompt and completion. stop_ids: tokens that end a turn of this model.
@@ -196,19 +205,19 @@ def _called(call: ParsedCall, request: str, index: int) -> CalledTool:
     return CalledTool(id=call.id or f"call_{request[-24:]}_{index}", name=call.name, arguments=text)
 
 
-class StopEdge:
-    """The edge between what a turn has, int32 [T], and what is drawn next. ``stops``: strings that end it; ``text``: of tokens."""
+class StopStringTracker:
+    """The edge between what a turn has, int32 [T], and what is sampled next. ``stops``: strings that end it; ``text``: of tokens."""
 
     def __init__(self, before: NDArray[np.int32], stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> None:
         self._before, self._stops, self._text = before, stops, text
 
     def whole(self, drawn: Drawn) -> Drawn:
-        """Returns what was drawn, up to the turn's end if that is in it."""
+        """Returns what was sampled, up to the turn's end if that is in it."""
         count = end_across(self._before, drawn.completion, self._stops, self._text)
         return drawn if count is None else drawn.stopped_at(count)
 
     def hearing(self, hear: Hear) -> Hear:
-        """Returns what hears the pieces of one draw, and tells ``hear`` of them up to the turn's end."""
+        """Returns a callback for the pieces of one draw, which passes them to ``hear`` up to the turn's end."""
         heard: list[int] = []
         over = False
 

@@ -1,6 +1,6 @@
-"""Says what of a turn's text is sure while it is drawn. It is pure.
+"""Says what of a turn's text is sure while it is sampled. It is pure.
 
-A turn's message is what the family's parser makes of the whole completion (`ChatTokens.parse`); what is told earlier must be its beginning
+A turn's message is what the family's parser makes of the whole completion (`ChatTokens.parse`); what is sent earlier must be its beginning
 to the letter. So the parser is asked once for the channel that is open, reasoning or content, by a letter that is appended and looked for;
 from there on plain tokens are decoded as they come. Held back is what the next tokens may still change: white space and parts of a
 character at the end, what may become a stop string or a marker, and all content from a marker on, since it may be a tool call.
@@ -13,37 +13,28 @@ from typing import Literal
 from services.gateway.chat_tokens import ChatTokens, Messages
 from services.gateway.wire.request import TurnDelta, TurnRefused, TurnResult
 
+# The beginning of what some family's parser reads otherwise than as text
 MARKER = re.compile(
     r"<[|/]?[^<>\s]{0,60}?(?:tool|think|function|invoke|parameter|channel|message|content|call|dsml|arg_|sep|turn)", re.IGNORECASE
 )
-"""The beginning of what some family's parser reads otherwise than as text."""
-
-MARKER_BEGUN = re.compile(r"<[^<>\s]{0,70}$")
-"""What may become one."""
-
-CONTEXT = 8
-"""Tokens before new ones that are decoded with them: the text of a token may depend on its neighbours."""
-
+MARKER_BEGUN = re.compile(r"<[^<>\s]{0,70}$")  # What may become one
+CONTEXT = 8  # Tokens before new ones that are decoded with them: the text of a token may depend on its neighbours
+# By how much a completion has to grow until the parser is asked again for the channel that is open: so often is never too often
 PATIENCE = 1.1
-"""By how much a completion has to grow until the parser is asked again for the channel that is open: so often is never too often."""
 
 
 class TurnText:
-    """The text of one turn, told piece by piece.
-
-    Args:
-        prompt: token ids. stops: strings that end the turn.
-    """
+    """The text of one turn, sent piece by piece. ``prompt``: token ids. ``stops``: strings that end the turn."""
 
     def __init__(self, chat: ChatTokens, prompt: Sequence[int], tools: Messages, stops: Sequence[str]) -> None:
         self._chat, self._prompt, self._tools, self._stops = chat, list(prompt), tools, stops
         self._ids: list[int] = []
-        self._reasoning, self._content = "", ""  # what has been told
+        self._reasoning, self._content = "", ""  # what was sent
         self._open: Literal["", "reasoning", "content"] = ""
         self._text = ""  # of the channel that is open
         self._read = 0  # tokens of which the text is made
-        self._next_look = 0
-        self._frozen = not chat.told_early  # nothing is sure any more before the turn's end
+        self._next_read = 0
+        self._frozen = not chat.streams_text  # nothing is sure any more before the turn's end
 
     def add(self, tokens: Sequence[int]) -> list[TurnDelta]:
         """Returns what is sure by these further tokens, and was not before."""
@@ -52,17 +43,17 @@ class TurnText:
             return []
         deltas: list[TurnDelta] = []
         if self._open and not self._append():
-            deltas += self._told()  # what came before the marker
+            deltas += self._sure_deltas()  # what came before the marker
             if self._open == "content" and not self._chat.plain_markers:
                 self._frozen = True
                 return deltas
-            self._open, self._next_look = "", 0
-        if not self._open and len(self._ids) >= self._next_look:
-            deltas += self._look()
-        return deltas + self._told()
+            self._open, self._next_read = "", 0
+        if not self._open and len(self._ids) >= self._next_read:
+            deltas += self._read_channel()
+        return deltas + self._sure_deltas()
 
     def finish(self, result: TurnResult) -> list[TurnDelta]:
-        """Returns all that has not been told of the whole turn. Raises TurnRefused where what was told is not its beginning."""
+        """Returns all of the whole turn that was not sent. Raises TurnRefused where what was sent is not its beginning."""
         reasoning, content = result.reasoning, result.content
         begins = reasoning.startswith(self._reasoning) and content.startswith(self._content)
         if not begins or (self._content and reasoning != self._reasoning):
@@ -71,9 +62,9 @@ class TurnText:
         calls = [TurnDelta(tool_call=call) for call in result.tool_calls]
         return [piece for piece in texts if piece.reasoning or piece.content] + calls
 
-    def _look(self) -> list[TurnDelta]:
+    def _read_channel(self) -> list[TurnDelta]:
         """Asks the parser which channel is open, and for its text. Returns the rest of the reasoning where it has ended."""
-        self._next_look = int(len(self._ids) * PATIENCE) + 1
+        self._next_read = int(len(self._ids) * PATIENCE) + 1
         settled = self._settled()
         if not settled:
             return []
@@ -85,9 +76,9 @@ class TurnText:
             self._open, self._text = "content", parsed.content[: -len(self._chat.LETTER)]
         elif parsed.reasoning.endswith(self._chat.LETTER):
             self._open, self._text = "reasoning", parsed.reasoning[: -len(self._chat.LETTER)]
-        told = self._content if self._open == "content" else self._reasoning
+        sent = self._content if self._open == "content" else self._reasoning
         ended = self._open == "content" and parsed.reasoning != self._reasoning
-        if not self._text.startswith(told) or (ended and (self._content or not parsed.reasoning.startswith(self._reasoning))):
+        if not self._text.startswith(sent) or (ended and (self._content or not parsed.reasoning.startswith(self._reasoning))):
             self._frozen = True
             return []
         if not self._text.strip():
@@ -123,25 +114,25 @@ class TurnText:
             self._text, self._read = self._text + text[len(before) :], end
         return plain == len(further)
 
-    def _told(self) -> list[TurnDelta]:
-        """Returns what of the open channel's text is sure and was not told yet."""
+    def _sure_deltas(self) -> list[TurnDelta]:
+        """Returns what of the open channel's text is sure and was not sent yet."""
         if not self._open or self._frozen:
             return []
-        told = self._content if self._open == "content" else self._reasoning
-        sure = self._sure(len(told))
-        if len(sure) <= len(told):
+        sent = self._content if self._open == "content" else self._reasoning
+        sure = self._sure(len(sent))
+        if len(sure) <= len(sent):
             return []
         if self._open == "content":
             self._content = sure
-            return [TurnDelta(content=sure[len(told) :])]
+            return [TurnDelta(content=sure[len(sent) :])]
         self._reasoning = sure
-        return [TurnDelta(reasoning=sure[len(told) :])]
+        return [TurnDelta(reasoning=sure[len(sent) :])]
 
-    def _sure(self, told: int) -> str:
-        """Returns the beginning of the text that nothing to come can change; ``told``: characters that were told before."""
+    def _sure(self, sent: int) -> str:
+        """Returns the beginning of the text that nothing to come can change; ``sent``: characters that were sent before."""
         text, content = self._text, self._open == "content"
-        ends = [at for stop in self._stops if content and (at := text.find(stop, told)) >= 0]
-        if (marker := MARKER.search(text, told)) is not None:
+        ends = [at for stop in self._stops if content and (at := text.find(stop, sent)) >= 0]
+        if (marker := MARKER.search(text, sent)) is not None:
             ends.append(marker.start())
         if ends:
             self._frozen = content
@@ -150,7 +141,7 @@ class TurnText:
             text = text[: min(ends)]
         else:
             held = [_overlap(text, stop) for stop in self._stops if content]
-            begun = MARKER_BEGUN.search(text, max(told, len(text) - 72))
+            begun = MARKER_BEGUN.search(text, max(sent, len(text) - 72))
             text = text[: len(text) - max([0, *held, *([] if begun is None else [len(text) - begun.start()])])]
         return text.rstrip().rstrip("\ufffd").rstrip()
 

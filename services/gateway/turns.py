@@ -6,10 +6,9 @@ asked for again, here or at another gateway, it is answered with what was sample
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,17 +17,9 @@ from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.replicas import DrawClient, Hear, ReplicaFailed, Replicas
-from services.gateway.turn_decisions import StopEdge, TurnAnswers, check_tokens, continued, digests, drawn_sampling, stops_of
+from services.gateway.turn_decisions import StopStringTracker, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import (
-    ChatTurn,
-    RequestedSampling,
-    TokenTurn,
-    TurnRefused,
-    TurnResult,
-    assistant_message,
-    overlong_prompt,
-)
+from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
 from shared.config.gateway_section import GatewaySection
 from shared.runtime.awake_timeout import put_off
 from shared.runtime.errors import MyxoError
@@ -53,7 +44,8 @@ from shared.tracing.traces import Traces
 
 
 class LiveTurn:
-    """One turn. ``prompt``: its token ids, once it has begun. ``cached``: of them, those that the first draw found in the prefix cache."""
+    """A turn's tokens as they are sampled, for the answer that streams it. ``prompt``: its token ids, once it has begun. ``cached``: of
+    them, those that the first draw found in the prefix cache."""
 
     def __init__(self) -> None:
         self.prompt: list[int] = []
@@ -62,7 +54,7 @@ class LiveTurn:
         self._news = asyncio.Event()
 
     def begin(self, pending: PendingTurn) -> None:
-        """Notes the turn's prompt, and what another gateway has drawn of it already."""
+        """Notes the turn's prompt, and what another gateway has sampled of it already."""
         self.prompt = pending.prompt.tolist()
         self._note(pending.completion.tolist())
 
@@ -93,19 +85,12 @@ class LiveTurn:
         return heard
 
 
-WATCH_SECONDS = 0.5
-"""The interval at which is seen which sessions have ended: those of all turns in one round trip."""
+WATCH_SECONDS = 0.5  # The interval at which is seen which sessions have ended: those of all turns in one round trip
 
 
 class SessionWatch:
-    """The sessions whose turns this gateway draws.
-
-    Args:
-        asleep: whether replicas sleep now.
-
-    Attributes:
-        stopped: whether it draws no more.
-    """
+    """Ends turns while they are sampled: of sessions that end, and all of them when the gateway stops. No turn's time runs while replicas
+    sleep for a trainer. ``asleep``: whether replicas sleep now. ``stopped``: whether it samples no more."""
 
     def __init__(self, sessions: SessionStore, asleep: Callable[[], bool]) -> None:
         self._sessions, self._asleep, self.stopped = sessions, asleep, False
@@ -113,7 +98,7 @@ class SessionWatch:
 
     @asynccontextmanager
     async def turn(self, log: SessionLog, seconds: float) -> AsyncIterator[None]:
-        """Runs the body for so many seconds, and not beyond the session's end. Raises TimeoutError; ``log.ended`` tells which it was,
+        """Runs the body for so many seconds, and not beyond the session's end. Raises TimeoutError; ``log.ended`` says which it was,
         `stopped` whether the gateway stops."""
         async with asyncio.timeout(0 if self.stopped else seconds) as limit:
             self._watched[limit] = log
@@ -131,58 +116,30 @@ class SessionWatch:
             elapsed, before = loop.time() - before, loop.time()
             for limit in self._watched if self._asleep() else ():
                 put_off(limit, elapsed)
-            with contextlib.suppress(MyxoError):  # the store is away: turns see that where they are recorded
+            with suppress(MyxoError):  # the store is away: turns see that where they are recorded
                 await self._sessions.refresh_all(self._watched.values())
             for limit, log in self._watched.items():
                 if log.ended is not None and not limit.expired():
                     limit.reschedule(loop.time())
 
     def stop(self) -> None:
-        """Ends all turns: what was recorded of them is gone on from elsewhere."""
+        """Ends all turns: what was recorded of them is continued elsewhere."""
         self.stopped, now = True, asyncio.get_running_loop().time()
         for limit in self._watched:
             if not limit.expired():
                 limit.reschedule(now)
 
 
-TURN = "turn"
-
-
-@dataclass
-class TracedTurn:
-    """A turn that is being drawn. ``turn``: set by who draws it, once it has ended."""
-
-    turn: Turn | None = None
-
-
-@contextmanager
-def traced_turn(traces: Traces, log: SessionLog, begun: PendingTurn) -> Iterator[TracedTurn]:
-    """Adds the turn's span when the body is over, whatever ends it. ``begun``: the turn as it is taken up."""
-    found, started, error = TracedTurn(), time.time(), ""
-    before = len(begun.completion)  # more is added to it as it is drawn
-    try:
-        yield found
-    except BaseException as raised:
-        error = _why(log, raised)
-        raise
-    finally:
-        if traces.on:
-            traces.add(turn_span(log, begun, found.turn, (started, time.time()), before, error))
-
-
 def turn_span(
     log: SessionLog, begun: PendingTurn, turn: Turn | None, times: tuple[float, float], before: int = 0, error: str = ""
 ) -> TraceSpan:
-    """Returns the span of a turn.
-
-    Args:
-        turn: None where it failed. times: of its begin and end, seconds since the epoch. before: tokens that others had drawn of it.
-    """
+    """Returns the span of a turn. ``turn``: None where it failed. ``times``: of its begin and end, seconds since the epoch. ``before``:
+    tokens that others had sampled of it."""
     session = log.session
     completion, versions = begun.completion if turn is None else turn.completion, [] if turn is None else [span[2] for span in turn.spans]
     return TraceSpan(
         trace=session.group,
-        name=TURN,
+        name="turn",
         started=times[0],
         ended=times[1],
         error=error,
@@ -213,23 +170,17 @@ def _why(log: SessionLog, raised: BaseException) -> str:
     return str(raised) or type(raised).__name__
 
 
+# For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time
 LEASE_SECONDS, RENEWALS = 12.0, 4
-"""For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time."""
-
-HELD_SECONDS = 0.2
-"""The interval at which a turn that another gateway draws is looked at."""
-
-PAUSE_SECONDS = 0.2
-"""The pause after a replica failed, or an engine aborted a draw: the push that caused it is still in progress."""
-
-
-LONG_BYTES = 1 << 15
-"""The text from which on a prompt is made in another thread: a millisecond and more of work."""
+HELD_SECONDS = 0.2  # The interval at which a turn that another gateway draws is looked at
+PAUSE_SECONDS = 0.2  # The pause after a replica failed, or an engine aborted a draw: the push that caused it is still in progress
+LONG_BYTES = 1 << 15  # The text from which on a prompt is made in another thread: a millisecond and more of work
+_RECORDED = ("request", "completion", "log_probs", "spans", "finish", "conversation", "cached", "replica")  # of a turn that has ended
 
 
 @dataclass(frozen=True)
 class TurnPrompt:
-    """What a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are."""
+    """The tokens that a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are."""
 
     tokens: NDArray[np.int32]
     parent: Turn | None
@@ -248,14 +199,14 @@ class Turns:
         self,
         sessions: SessionStore,
         replicas: Replicas,
-        door: DrawClient,
+        client: DrawClient,
         chat: ChatTokens,
         model: str,
         holder: str,
         limits: GatewaySection,
         traces: Traces,
     ) -> None:
-        self._sessions, self._replicas, self._door, self._chat_tokens = sessions, replicas, door, chat
+        self._sessions, self._replicas, self._client, self._chat = sessions, replicas, client, chat
         self._holder, self._limits, self._traces = holder, limits, traces
         self._answers = TurnAnswers(chat, model)
         self.watch = SessionWatch(sessions, lambda: replicas.asleep)
@@ -263,22 +214,21 @@ class Turns:
 
     def noted(self, asked: ChatTurn) -> ChatTurn:
         """Returns a request with what has no effect by the model: tools where its chat template shows none."""
-        if not asked.tools or self._chat_tokens.shows_tools:
+        if not asked.tools or self._chat.shows_tools:
             return asked
         return replace(asked, ignored=(*asked.ignored, "tools"))
 
     async def chat(self, log: SessionLog, asked: ChatTurn, live: LiveTurn | None = None) -> TurnResult:
-        """Returns the next message of a conversation; ``live`` hears its tokens as they are drawn. Raises TurnRefused."""
+        """Returns the next message of a conversation; ``live`` hears its tokens as they are sampled. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)
         if turn is None:
             await self._check(log, asked)
-            prompt = await self._prompt(log, asked)
-            turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, asked, live)
+            turn = await self._turn(log, await self._prompt(log, asked), asked, live)
         return self._answers.chat(turn, log.session, asked)
 
     def text(self, log: SessionLog, asked: ChatTurn, live: LiveTurn) -> TurnText:
-        """Returns what tells the text of a turn as it is drawn."""
-        return TurnText(self._chat_tokens, live.prompt, asked.tools, stops_of(log.session, asked))
+        """Returns the text of a turn as it is sampled."""
+        return TurnText(self._chat, live.prompt, asked.tools, stops_of(log.session, asked))
 
     async def tokens(self, log: SessionLog, asked: TokenTurn) -> TurnResult:
         """Returns the tokens that follow a prompt. Raises TurnRefused."""
@@ -286,8 +236,7 @@ class Turns:
         if turn is None:
             await self._check(log, asked)
             check_tokens(int(asked.prompt.max()), self._replicas.vocabulary, asked.place)
-            prompt = TurnPrompt(asked.prompt, log.extended(asked.prompt))
-            turn = await self._turn(log, asked.request_id, prompt, asked.sampling, asked.min_version, None, None)
+            turn = await self._turn(log, TurnPrompt(asked.prompt, log.extended(asked.prompt)), asked, None)
         return self._answers.tokens(turn)
 
     async def count(self, log: SessionLog, asked: ChatTurn) -> int:
@@ -295,7 +244,7 @@ class Turns:
         await self._replicas.present(self._limits.gateway_wait)
         return len((await self._prompt(log, asked)).tokens)
 
-    # --- before it is drawn
+    # --- before it is sampled
 
     async def _check(self, log: SessionLog, asked: ChatTurn | TokenTurn) -> None:
         if log.ended is not None:
@@ -308,52 +257,40 @@ class Turns:
 
     async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Returns a turn's prompt; other requests do not wait while a long one is made. Raises TurnRefused."""
-        length = self._chat_tokens.text_bytes(asked.messages, asked.tools)
-        if length > self._replicas.context * self._chat_tokens.tokenizer.longest_token:
+        length = self._chat.text_bytes(asked.messages, asked.tools)
+        if length > self._replicas.context * self._chat.tokenizer.longest_token:
             raise overlong_prompt(length, self._replicas.context - 1, asked.place, "bytes of text")
         if length < LONG_BYTES:
             return self._made(log, asked)
         return await asyncio.to_thread(self._made, log, asked)
 
     def _made(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
-        """Carries on the turn that the conversation goes on from, where that can be done with its very ids; else renders it anew."""
-        found = continued(
-            log.turns.values(), asked.messages, asked.tools, lambda turn: self._chat_tokens.parse(turn, asked.tools).reasoning
-        )
+        """Carries on the turn that the conversation continues from, where that can be done with its very ids; else renders it anew."""
+        found = continued(log.turns.values(), asked.messages, asked.tools, lambda turn: self._chat.parse(turn, asked.tools).reasoning)
         if found is not None:
             turn, further = found
-            if (bridged := self._chat_tokens.bridge(turn, further, asked.tools)) is not None:
+            if (bridged := self._chat.bridge(turn, further, asked.tools)) is not None:
                 return TurnPrompt(bridged, turn)
-        tokens = self._chat_tokens.render(asked.messages, asked.tools, asked.place, log.turns.values())
+        tokens = self._chat.render(asked.messages, asked.tools, asked.place, log.turns.values())
         return TurnPrompt(tokens, log.extended(tokens))
 
     # --- drawing
 
-    async def _turn(
-        self,
-        log: SessionLog,
-        request: str,
-        prompt: TurnPrompt,
-        asked: RequestedSampling,
-        min_version: int,
-        chat: ChatTurn | None,
-        live: LiveTurn | None,
-    ) -> Turn:
-        seconds = min(self._limits.gateway_turn_timeout, log.deadline - time.time())
-        place = "token_ids" if chat is None else chat.place
-        sampling = drawn_sampling(log.session, asked, len(prompt.tokens), self._replicas.context, self._chat_tokens.stop_ids, place)
+    async def _turn(self, log: SessionLog, prompt: TurnPrompt, asked: ChatTurn | TokenTurn, live: LiveTurn | None) -> Turn:
+        seconds, context, stop_ids = (
+            min(self._limits.gateway_turn_timeout, log.deadline - time.time()),
+            self._replicas.context,
+            self._chat.stop_ids,
+        )
+        sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
         try:
             async with self.watch.turn(log, max(seconds, 0.1)):
-                begun = await self._begun(log, request, prompt)
+                begun = await self._begun(log, asked.request_id, prompt)
                 if isinstance(begun, Turn):
                     return begun
                 if live is not None:
                     live.begin(begun)
-                with traced_turn(self._traces, log, begun) as traced:
-                    async with self._held(log, request):
-                        turn = await self._drawn(log, begun, sampling, max(min_version, log.session.min_version), chat, live)
-                    traced.turn = turn
-                return turn
+                return await self._traced(log, begun, self._sampled(log, begun, sampling, asked, live))
         except TimeoutError:
             if log.ended is not None:
                 raise _over(log) from None
@@ -367,8 +304,23 @@ class Turns:
         except TurnHeld:
             raise TurnRefused(503, "another gateway has taken the turn over", code="turn_held", retry_after_s=1.0) from None
 
+    async def _traced(self, log: SessionLog, begun: PendingTurn, sampled: Awaitable[Turn]) -> Turn:
+        """Returns the turn that is sampled; its span is added whatever ends it."""
+        started, turn, error = time.time(), None, ""
+        before = len(begun.completion)  # more is added to it as it is sampled
+        try:
+            async with self._held(log, begun.request):
+                turn = await sampled
+            return turn
+        except BaseException as raised:
+            error = _why(log, raised)
+            raise
+        finally:
+            if self._traces.on:
+                self._traces.add(turn_span(log, begun, turn, (started, time.time()), before, error))
+
     async def _begun(self, log: SessionLog, request: str, prompt: TurnPrompt) -> PendingTurn | Turn:
-        """Begins a turn, or takes it over; waits while another gateway draws it."""
+        """Begins a turn, or takes it over; waits while another gateway samples it."""
         while True:
             try:
                 return await self._sessions.begin(log, self._record(request, prompt))
@@ -393,51 +345,43 @@ class Turns:
     async def _held(self, log: SessionLog, request: str) -> AsyncIterator[None]:
         """Holds a turn while the body runs, and lets go of it at once where it does not end."""
 
+        async def hold(seconds: float) -> None:
+            with suppress(MyxoError):  # the body will see what has become of the session
+                await self._sessions.begin(log, self._record(request, seconds=seconds))
+
         async def renew() -> None:
             while True:
                 await asyncio.sleep(LEASE_SECONDS / RENEWALS)
-                with contextlib.suppress(MyxoError):  # the body will see what has become of the session
-                    await self._sessions.begin(log, self._record(request))
+                await hold(LEASE_SECONDS)
 
         renewing = asyncio.create_task(renew())
         try:
             yield
         except BaseException:
             renewing.cancel()
-            released = asyncio.create_task(self._release(log, request))
-            await asyncio.shield(released)
+            await asyncio.shield(asyncio.create_task(hold(0.0)))
             raise
         finally:
             renewing.cancel()
 
-    async def _release(self, log: SessionLog, request: str) -> None:
-        with contextlib.suppress(MyxoError):
-            await self._sessions.begin(log, self._record(request, seconds=0.0))
-
-    async def _drawn(
-        self,
-        log: SessionLog,
-        pending: PendingTurn,
-        sampling: Sampling,
-        min_version: int,
-        chat: ChatTurn | None,
-        live: LiveTurn | None,
+    async def _sampled(
+        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, asked: ChatTurn | TokenTurn, live: LiveTurn | None
     ) -> Turn:
         cached: int | None = None
+        min_version = max(asked.min_version, log.session.min_version)
         while True:
             left = sampling.max_new_tokens - len(pending.completion)
             if left <= 0:
-                return await self._ended(log, pending, "length", cached or 0, chat)
-            edge = StopEdge(pending.completion, sampling.stop, self._chat_tokens.text)
+                return await self._ended(log, pending, "length", cached or 0, asked)
+            tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
             most = min(left, self._limits.gateway_checkpoint_tokens)
-            hear = None if live is None else edge.hearing(live.hear)
+            hear = None if live is None else tracker.hearing(live.hear)
             found, pending.replica = await self._draw(log, pending, sampling, most, min_version, hear)
-            drawn = edge.whole(found)
+            drawn = tracker.whole(found)
             cached = drawn.cached if cached is None else cached
             offset = len(pending.completion)
             if drawn.finish == "stop" or (drawn.finish == "length" and len(drawn.completion) >= left):
-                whole = _extended(pending, drawn)
-                return await self._ended(log, whole, drawn.finish, cached, chat)
+                return await self._ended(log, _extended(pending, drawn), drawn.finish, cached, asked)
             if len(drawn.completion):
                 pending = await self._sessions.extend(log, self._progress(pending, offset, drawn))
             if drawn.finish == "abort":
@@ -465,7 +409,7 @@ class Turns:
                     stream=hear is not None,
                 )
                 try:
-                    drawn = await self._door.draw(target.url, request, hear)
+                    drawn = await self._client.draw(target.url, request, hear)
                     limit.ended(drawn.retractions, time.monotonic())
                     return drawn, target.instance
                 except ReplicaFailed as error:
@@ -487,36 +431,15 @@ class Turns:
             replica=pending.replica,
         )
 
-    async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, chat: ChatTurn | None) -> Turn:
+    async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""
-        turn = Turn(
-            whole.request,
-            whole.parent,
-            whole.prompt,
-            whole.completion,
-            whole.log_probs,
-            whole.spans,
-            finish,
-            cached=cached,
-            replica=whole.replica,
-        )
-        if chat is not None:
-            result = self._answers.chat(turn, log.session, chat)
-            turn = replace(turn, conversation=digests([*chat.messages, assistant_message(result)], chat.tools)[-1])
-        return await self._sessions.append(
-            log,
-            TurnEnded(
-                request=turn.request,
-                holder=self._holder,
-                completion=turn.completion,
-                log_probs=turn.log_probs,
-                spans=turn.spans,
-                finish=finish,
-                conversation=turn.conversation,
-                cached=cached,
-                replica=turn.replica,
-            ),
-        )
+        drawn = (whole.prompt, whole.completion, whole.log_probs, whole.spans)
+        turn = Turn(whole.request, whole.parent, *drawn, finish, cached=cached, replica=whole.replica)
+        if isinstance(asked, ChatTurn):
+            result = self._answers.chat(turn, log.session, asked)
+            turn = replace(turn, conversation=digests([*asked.messages, assistant_message(result)], asked.tools)[-1])
+        recorded = {name: getattr(turn, name) for name in _RECORDED}
+        return await self._sessions.append(log, TurnEnded(holder=self._holder, **recorded))
 
 
 def _over(log: SessionLog) -> TurnRefused:
@@ -525,7 +448,7 @@ def _over(log: SessionLog) -> TurnRefused:
 
 
 def _extended(pending: PendingTurn, drawn: Drawn) -> PendingTurn:
-    """Returns a turn with what was drawn last; nothing is recorded."""
+    """Returns a turn with what was sampled last; nothing is recorded."""
     return replace(
         pending,
         completion=np.concatenate([pending.completion, drawn.completion]),

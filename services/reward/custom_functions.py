@@ -30,8 +30,7 @@ KEEP = "rollout.dynamic_sampling_filter_path"
 REMOVE = "rollout.rollout_sample_filter_path"
 SEE = "rollout.rollout_all_samples_process_path"
 
-LONGEST_REASON = 100
-"""The most characters of the reason for which a group is dropped."""
+LONGEST_REASON = 100  # The most characters of the reason for which a group is dropped
 
 
 def is_scoring(field: str) -> bool:
@@ -65,14 +64,9 @@ class Functions:
         """Those of the verbs whose functions are all async: while one call waits, others may be made."""
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answers a call in a worker.
-
-        Args:
-            request: ``{"verb": "score", "samples": [blob, …], "key": name or None}``, with the blobs of `shared.schema.sample`; or
-                ``{"verb": "select", "samples": [blob, …], "scores": [score, …]}``.
-
-        Returns a `FilterResult` as a map, or ``{"error": text}``.
-        """
+        """Answers a call in a worker. ``request``: ``{"verb": "score", "samples": [blob, …], "key": name or None}``, with the blobs of
+        `shared.schema.sample`; or ``{"verb": "select", "samples": [blob, …], "scores": [score, …]}``. Returns a `FilterResult` as a map, or
+        ``{"error": text}``."""
         samples = decode(request["samples"])
         try:
             if request["verb"] == "score":
@@ -82,11 +76,9 @@ class Functions:
             return {"error": str(error)}
 
     async def score(self, stored: list[StoredSample], key: str | None) -> list[Score]:
-        """Returns one score a sample, by ``custom_rm_path``, the evaluation set's own where it has one. Raises HookFailed.
-
-        The function gets one sample after the other; all samples of the group at once with ``group_rm``, which is the run's function's
-        alone; those of one rollout at once where it gave several.
-        """
+        """Returns one score a sample, by ``custom_rm_path``, the evaluation set's own where it has one. Raises HookFailed. The function
+        gets one sample after the other; all samples of the group at once with ``group_rm``, which is the run's function's alone; those of
+        one rollout at once where it gave several."""
         samples, group = [from_stored(sample) for sample in stored], stored[0].group
         field = reward_field(self._config, group)
         if self._group_rm and field == SCORE:

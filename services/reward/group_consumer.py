@@ -22,16 +22,7 @@ from shared.environment.protocol import EnvironmentFailed
 from shared.hooks.filters import BUILT_IN
 from shared.runtime.activities import WORK
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import (
-    INFRASTRUCTURE,
-    TASK,
-    BadMessage,
-    DeadlineExceeded,
-    Fault,
-    MessageTooLarge,
-    MyxoError,
-    PayloadMissing,
-)
+from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, Fault, MessageTooLarge, PayloadMissing
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema import sample
@@ -45,11 +36,7 @@ from shared.workers.worker_process import WorkerFailed
 
 
 class GroupFilter:
-    """Applies the filters of a run.
-
-    Args:
-        pool: runs the user's own functions; None where the run has none.
-    """
+    """Applies the filters of a run. ``pool``: runs the user's own functions; None where the run has none."""
 
     def __init__(self, config: RunConfig, pool: HooksPool | None) -> None:
         # a rollout function of the user's calls the run's filters itself, or does not
@@ -72,11 +59,8 @@ class GroupFilter:
 
 
 class PayloadReader:
-    """Reads groups out of the store. One for all queues of a service.
-
-    Args:
-        vocabulary: that of the run's model (`shared.bus.runs.vocabulary`).
-    """
+    """Reads groups out of the store. One for all queues of a service. ``vocabulary``: that of the run's model
+    (`shared.bus.runs.vocabulary`)."""
 
     def __init__(self, service: Service, vocabulary: int) -> None:
         self._service, self._limits = service, SampleLimits(vocabulary, log_probs_reader=service.config.log_probs_reader)
@@ -151,27 +135,17 @@ declare_metrics(
 )
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What code raises that meets input nobody has thought of: it costs the group that brought it, not the service. Errors of servers are not
+"""Errors of code on input that no one has thought of: it costs the group that brought it, not the service. Errors of servers are not
 among them."""
 
 
-SLOW_SECONDS = 30.0
-"""Scoring that takes so long, and longer than its time limit, does not go on."""
-
-HAND_BACK_SECONDS = 1.0
-"""The time after which a group goes to another service, or to this one again, where no other is."""
-
-
-class TryElsewhere(MyxoError):
-    """A group was not scored for a fault that is not its own: it is tried once more before it dies of it."""
+SLOW_SECONDS = 30.0  # scoring that takes so long, and longer than its time limit, is stuck
+HAND_BACK_SECONDS = 1.0  # The time after which a group goes to another service, or to this one again, where no other is
 
 
 class GroupConsumer:
-    """A queue and its groups in progress; a slow environment delays only the groups of its own queue.
-
-    Args:
-        scorer: says how many groups of the queue are in hand at once, and when it takes work. router: scores them.
-    """
+    """A queue and its groups in progress; a slow environment delays only the groups of its own queue. ``scorer``: says how many groups of
+    the queue are in hand at once, and when it takes work. ``router``: scores them."""
 
     def __init__(self, service: Service, reader: PayloadReader, scorer: Scorer, router: RewardRouter, group_filter: GroupFilter) -> None:
         self._service, self._reader, self._scorer, self._router, self._filter = service, reader, scorer, router, group_filter
@@ -221,11 +195,7 @@ class GroupConsumer:
     async def _handle(self, lease: MessageLease[Generated]) -> None:
         started = time.time()
         async with lease.held():
-            try:
-                outcome = await self._outcome(lease)
-            except TryElsewhere as error:
-                self._service.log.warning("group_handed_back", group=lease.message.group, error=str(error))
-                self._service.metrics.add("groups_tried_again", environment=lease.message.environment)
+            if (outcome := await self._outcome(lease)) is None:
                 return await lease.hand_back(delay=HAND_BACK_SECONDS)
             try:
                 await self._publish(outcome)
@@ -244,7 +214,8 @@ class GroupConsumer:
     async def _publish(self, outcome: Outcome) -> None:
         await self._service.bus.publish(self._service.subjects.scored(REWARD), outcome, msg_id=uuid.uuid4().hex, deadline=600)
 
-    async def _outcome(self, lease: MessageLease[Generated]) -> Scored | Failed:
+    async def _outcome(self, lease: MessageLease[Generated]) -> Scored | Failed | None:
+        """Returns a group's outcome; None where it is tried once more, since it was not scored for a fault that is not its own."""
         group = lease.message
         log = self._service.log.bind(group=group.group, environment=group.environment)
         if lease.exhausted:
@@ -253,7 +224,9 @@ class GroupConsumer:
             return await self._scored(group, log)
         except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
             if error.fault == INFRASTRUCTURE and lease.deliveries == 1:
-                raise TryElsewhere(str(error)) from error
+                log.warning("group_handed_back", error=str(error))
+                self._service.metrics.add("groups_tried_again", environment=group.environment)
+                return None
             (log.error if error.fault == TASK else log.warning)("group_not_scored", error=str(error), fault=error.fault)
             return self._failed(group, str(error), error.fault)
         except _ON_INPUT as error:

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import re
 import sqlite3
@@ -23,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from services.reward.remote_rewards import HttpCalls, from_environment
+from services.reward.remote_rewards import HttpCalls
 from services.reward.scorer import Scorer
 from shared.config.reward_section import JUDGE, TOURNAMENT, RewardSection
 from shared.environment.environment_url import without_credentials
@@ -33,17 +34,13 @@ from shared.runtime.errors import ConfigError
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 
-KEPT = 100_000
-"""The most verdicts that a reward service keeps in memory."""
-
+MOST_VERDICTS = 100_000  # The most verdicts that a reward service keeps in memory
 _BUSY_SECONDS = 30.0
 
 
 class VerdictCache:
-    """What the judge has said, in memory and, where a file is named, in that: reward services of one machine may share it.
-
-    Raises ConfigError for a file that cannot be used. One that fails later is done without.
-    """
+    """The judge's answers, in memory and, where a file is named, in that: reward services of one machine may share it. Raises
+    ConfigError for a file that cannot be used. One that fails later is done without."""
 
     def __init__(self, path: Path | None) -> None:
         self._recent: OrderedDict[str, str] = OrderedDict()
@@ -71,7 +68,7 @@ class VerdictCache:
         """Keeps what was said."""
         with self._lock:
             self._recent[asked] = said
-            while len(self._recent) > KEPT:
+            while len(self._recent) > MOST_VERDICTS:
                 self._recent.popitem(last=False)
             self._execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", asked, said)
 
@@ -90,9 +87,6 @@ class VerdictCache:
             return []
 
 
-_AGAIN = (408, 409, 425, 429)
-
-
 class JudgeCalls:
     """Asks the judge; the same question is asked once. Raises ConfigError where its key or its cache cannot be had."""
 
@@ -101,10 +95,13 @@ class JudgeCalls:
         url = f"{config.judge_url.rstrip('/')}/chat/completions"
         headers = {}
         if config.judge_key_variable is not None:
-            headers["Authorization"] = f"Bearer {from_environment('reward.judge_key_variable', config.judge_key_variable)}"
+            if not (key := os.environ.get(config.judge_key_variable)):
+                expected = "a variable that is set where the reward service starts"
+                raise ConfigError("reward.judge_key_variable", config.judge_key_variable, expected)
+            headers["Authorization"] = f"Bearer {key}"
         self._config, self._concurrency = config, asyncio.Semaphore(config.judge_concurrency)
         label = f"{JUDGE} {config.judge_model} at {without_credentials(url)}"
-        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, _may_pass)
+        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, _worth_another_try)
         self._verdicts = VerdictCache(config.judge_cache)
         self._asked: dict[str, asyncio.Task[str]] = {}
 
@@ -133,30 +130,23 @@ class JudgeCalls:
         except (TypeError, LookupError):
             said = None
         if not isinstance(said, str):
-            raise EnvironmentFailed(
-                self._calls.label, f"answered {shown(answer)}; expected a chat completion with choices[0].message.content"
-            )
+            expected = "expected a chat completion with choices[0].message.content"
+            raise EnvironmentFailed(self._calls.label, f"answered {shown(answer)}; {expected}")
         await asyncio.to_thread(self._verdicts.put, asked, said)
         return said
 
 
-def task_of(sample: Sample) -> dict[str, str]:
-    """Returns what the templates of the judge's questions name of a sample's task."""
-    return {"prompt": _text(sample.prompt_text), "label": sample.label or ""}
+def question(template: str, sample: Sample, **parts: str) -> str:
+    """Returns a template with the ``{name}`` of each part, and of the sample's task, replaced once: what a part holds stays as it is."""
+    prompt: Any = sample.prompt_text
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt if isinstance(message, dict))
+    known = {"prompt": prompt, "label": sample.label or "", **parts}
+    return re.sub(r"\{(\w+)\}", lambda field: known.get(field[1], field[0]), template)
 
 
-def _text(prompt: Any) -> str:
-    """Returns a prompt as text: of chat messages, each behind its role."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt if isinstance(message, dict))
-
-
-def _may_pass(status: int) -> bool:
-    return status in _AGAIN or status >= 500
-
-
-_FIELD = re.compile(r"\{(\w+)\}")
+def _worth_another_try(status: int) -> bool:
+    return status in (408, 409, 425, 429) or status >= 500
 
 
 class Judge(Scorer):
@@ -170,16 +160,11 @@ class Judge(Scorer):
         return await asyncio.gather(*(self._score(sample) for sample in samples))
 
     async def _score(self, sample: Sample) -> Score:
-        verdict = await self._calls.said(filled(self._config.judge_prompt, {**task_of(sample), "response": sample.text}))
+        verdict = await self._calls.said(question(self._config.judge_prompt, sample, response=sample.text))
         try:
             return reward_values.read(score_in(self._config, verdict), None)
         except ValueError as error:
             return Score(reward=0.0, unread=words(f"{JUDGE}: {error}"))
-
-
-def filled(template: str, parts: Mapping[str, str]) -> str:
-    """Returns a template with each ``{name}`` of ``parts`` replaced, once: what a part holds stays as it is."""
-    return _FIELD.sub(lambda field: parts.get(field[1], field[0]), template)
 
 
 def last_match(field: str, pattern: str, verdict: str) -> str:
@@ -213,7 +198,7 @@ Round = list[tuple[int, int]]
 Form = Generator[Round, list[float], list[float]]
 
 
-def round_robin(count: int, draw: random.Random) -> Form:
+def round_robin(count: int, rng: random.Random) -> Form:
     """Each against each: count × (count - 1) / 2 comparisons."""
     pairs = list(itertools.combinations(range(count), 2))
     points = [0.0] * count
@@ -223,16 +208,14 @@ def round_robin(count: int, draw: random.Random) -> Form:
     return placed(points)
 
 
-def anchor(count: int, draw: random.Random) -> Form:
+def anchor(count: int, rng: random.Random) -> Form:
     """All against the first: count - 1 comparisons. The first one's points are the mean of what it won."""
     return placed((yield from _seeding(count)))
 
 
-def single_elimination(count: int, draw: random.Random) -> Form:
-    """Seeded by `anchor`, then a bracket in which who loses is out: 2 × (count - 1) comparisons.
-
-    Those that go out in one round are placed by their mean points.
-    """
+def single_elimination(count: int, rng: random.Random) -> Form:
+    """Seeded by `anchor`, then a bracket in which the loser is out: 2 × (count - 1) comparisons. Those that go out in one round are placed
+    by their mean points."""
     record = _Record(count)
     for index, points in enumerate((yield from _seeding(count))):
         record.add(index, points)
@@ -244,35 +227,31 @@ def single_elimination(count: int, draw: random.Random) -> Form:
     return placed_in_order([*going, *_last_out_first(gone, record)])
 
 
-def double_elimination(count: int, draw: random.Random) -> Form:
-    """Who has lost twice is out: up to 2 × count - 2 comparisons. Pairs are drawn anew for each round.
-
-    Those that go out in one round are placed by their mean points.
-    """
+def double_elimination(count: int, rng: random.Random) -> Form:
+    """A sample that has lost twice is out: up to 2 × count - 2 comparisons. Pairs are shuffled for each round. Those that go out in one
+    round are placed by their mean points."""
     record, going, fallen = _Record(count), list(range(count)), list[list[int]]()
     while len(going) > 1:
-        draw.shuffle(going)
+        rng.shuffle(going)
         going, lost = yield from record.knock_out(going)
         fallen.append(lost)
     second, gone = list[int](), list[list[int]]()
     while fallen or len(second) > 1:
         second += fallen.pop(0) if fallen else []
         if len(second) > 1:
-            draw.shuffle(second)
+            rng.shuffle(second)
             second, lost = yield from record.knock_out(second)
             gone.append(lost)
     final, lost = yield from record.knock_out([*going, *second])
     return placed_in_order([*final, *lost, *_last_out_first(gone, record)])
 
 
-def swiss(count: int, draw: random.Random) -> Form:
-    """⌈log2 count⌉ rounds among neighbours in the table who have not met; ties are broken by the points of those whom one met.
-
-    Who is left over in a round wins it, and nobody twice as long as others have not.
-    """
+def swiss(count: int, rng: random.Random) -> Form:
+    """⌈log2 count⌉ rounds among neighbours in the table who have not met; ties are broken by the points of the opponents. The one that
+    is left over in a round wins it; none twice while others have not."""
     points, met, rested = [0.0] * count, [set[int]() for _ in range(count)], set[int]()
     for _ in range(min(math.ceil(math.log2(count)), count - 1)):
-        table = draw.sample(range(count), count)
+        table = rng.sample(range(count), count)
         table.sort(key=lambda one: points[one], reverse=True)
         if count % 2:
             rests = next((one for one in reversed(table) if one not in rested), table[-1])
@@ -288,10 +267,10 @@ def swiss(count: int, draw: random.Random) -> Form:
     return placed([(points[one], sum(points[other] for other in met[one])) for one in range(count)])
 
 
+# By their names in the config
 FORMS: dict[str, Callable[[int, random.Random], Form]] = {
     form.__name__: form for form in (round_robin, anchor, single_elimination, double_elimination, swiss)
 }
-"""By their names in the config."""
 
 
 def placed(keys: Sequence[Any]) -> list[float]:
@@ -321,7 +300,7 @@ class _Record:
         return sum(self._points[index]) / len(self._points[index]) if self._points[index] else 0.0
 
     def knock_out(self, going: Sequence[int | None]) -> Generator[Round, list[float], tuple[list[int], list[int]]]:
-        """Compares neighbours. Returns who goes on, the first of a tie and who has no neighbour among them, and who has lost."""
+        """Compares neighbours. Returns the winners, the first of a tie and those without a neighbour among them, and the losers."""
         couples = [[one for one in going[at : at + 2] if one is not None] for at in range(0, len(going), 2)]
         pairs = [(couple[0], couple[1]) for couple in couples if len(couple) == 2]
         lost = list[int]()
@@ -362,10 +341,8 @@ def _neighbours(table: list[int], met: Sequence[set[int]]) -> Round:
 
 
 class GroupJudge(Scorer):
-    """Plays the tournament ``judge_tournament`` among the samples of a group; each gets the share of the others that it is placed before.
-
-    A comparison of which the judge's words say no winner is a tie, and counted as ``unread`` for both.
-    """
+    """Plays the tournament ``judge_tournament`` among the samples of a group; each gets the share of the others that it is placed before. A
+    comparison of which the judge's words say no winner is a tie, and counted as ``unread`` for both."""
 
     def __init__(self, config: RewardSection, calls: JudgeCalls) -> None:
         super().__init__(TOURNAMENT, config.environment_concurrency)
@@ -397,7 +374,6 @@ class GroupJudge(Scorer):
 
     async def _points(self, first: Sample, second: Sample) -> float:
         """Returns the points of the first where the judge reads it first. Raises ValueError where its words say no winner."""
-        parts = {**task_of(first), "first": first.text, "second": second.text}
-        said = await self._calls.said(filled(self._config.judge_pair_prompt, parts))
+        said = await self._calls.said(question(self._config.judge_pair_prompt, first, first=first.text, second=second.text))
         found = last_match("judge_pair_pattern", self._config.judge_pair_pattern, said)
         return worth("judge_pair_points", self._config.judge_pair_points, found)

@@ -14,13 +14,10 @@ from typing import Any
 from services.reward.time_limit import OutOfTime, within
 from shared.rewards.names import QUEUES, RUNS_CODE, TEXT, base, needs_label
 from shared.rewards.reference import Reference
-from shared.rewards.verifiers import Value, load, read_label, verify
+from shared.rewards.verifiers import load, read_label, verify
 
-LABEL_SECONDS = 5.0
-"""The time for a label. One that needs more would take it from every response that is compared with it."""
-
-MISSING = 3
-"""Exit code where a verifier's package is not installed."""
+LABEL_SECONDS = 5.0  # The time for a label. One that needs more would take it from every response that is compared with it.
+MISSING = 3  # Exit code where a verifier's package is not installed
 
 
 def answers(verifier: str, label: str) -> list[str]:
@@ -47,12 +44,9 @@ def _tried(verifier: str, label: str) -> dict[str, Any]:
     reads = read_label(verifier, reference)
     if not needs_label(verifier) or base(verifier) in RUNS_CODE:
         return {"matches": True, "reads": reads, "why": ""}
-    matches = bool(label.strip()) and any(_right(verify(verifier, answer, reference)) for answer in answers(verifier, label))
+    values = (verify(verifier, answer, reference) for answer in answers(verifier, label) if label.strip())
+    matches = any((value["score"] if isinstance(value, Mapping) else value) >= 1 for value in values)
     return {"matches": matches, "reads": reads, "why": ""}
-
-
-def _right(value: Value) -> bool:
-    return (value["score"] if isinstance(value, Mapping) else value) >= 1
 
 
 def needs_parser(verifier: str, label: str) -> bool:

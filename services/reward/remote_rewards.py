@@ -4,38 +4,30 @@ The server is trusted as little as an environment is (`shared.environment.http_e
 """
 
 import asyncio
-import json
-import os
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
-from yarl import URL
 
 from services.reward.scorer import Scorer
 from shared.config.reward_section import REMOTE, RewardSection
 from shared.config.run_config import RunConfig
-from shared.environment.environment_url import blocked, without_credentials
-from shared.environment.http_environment import BlockedAddress, open_session, read_body
+from shared.environment.environment_url import without_credentials
+from shared.environment.http_environment import BlockedAddress, JsonServer
 from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, words
 from shared.hooks import reward_values
-from shared.runtime.errors import ConfigError, DeadlineExceeded
+from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.untrusted_files import parse_json
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 
-LONGEST_PAUSE = 30.0
-"""The most seconds between two tries; the first pause is one second, and each is twice the one before."""
+LONGEST_PAUSE = 30.0  # The most seconds between two tries; the first pause is one second, and each is twice the one before
 
 
-class HttpCalls:
-    """Calls to one URL.
-
-    Args:
-        label: the server's name in errors. url: may have a user, a password and a query. connections: at once, others wait.
-        timeout_s: for each try. tries: how often a call is made at most. again: whether an HTTP status is worth another try.
-    """
+class HttpCalls(JsonServer):
+    """Calls to one URL. ``url``: may have a user, a password and a query. ``timeout_s``: for each try. ``tries``: how often a call is made
+    at most. ``again``: whether an HTTP status is worth another try."""
 
     def __init__(
         self,
@@ -47,17 +39,12 @@ class HttpCalls:
         headers: Mapping[str, str] | None = None,
         again: Callable[[int], bool] = lambda status: True,
     ) -> None:
-        self.label, self._url, self._timeout, self._tries, self._again = label, URL(url), timeout_s, tries, again
-        self._headers = {"Accept": "application/json", "Content-Type": "application/json", "User-Agent": "myxo", **(headers or {})}
-        self._connections = connections
-        self._session: aiohttp.ClientSession | None = None
+        super().__init__(label, url, connections)
+        self._timeout, self._tries, self._again, self._headers = timeout_s, tries, again, headers or {}
 
     async def post(self, body: object) -> Any:
         """Returns the decoded answer. Raises EnvironmentFailed or DeadlineExceeded, as the last try ended."""
-        try:
-            data = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise EnvironmentFailed(self.label, f"the request does not go into JSON: {error}") from error
+        data = self.encoded(body)
         for number in range(self._tries - 1):
             try:
                 return await self._try(data)
@@ -67,17 +54,10 @@ class HttpCalls:
                 await asyncio.sleep(min(2.0**number, LONGEST_PAUSE) + random.random())
         return await self._try(data)
 
-    async def close(self) -> None:
-        """Closes the connections."""
-        if self._session is not None:
-            await self._session.close()
-
     async def _try(self, data: bytes) -> Any:
-        if why := blocked(self._url.host or ""):
-            raise _Hopeless(self.label, f"{self._url.host} is {why}, which is never connected to")
         try:
             async with asyncio.timeout(self._timeout):
-                status, answer = await self._exchange(data)
+                status, answer, _ = await self.exchange("POST", self.url, data, self._headers)
         except TimeoutError:
             raise DeadlineExceeded("the answer", self.label, self._timeout, "given up") from None
         except BlockedAddress as error:
@@ -94,34 +74,16 @@ class HttpCalls:
         except ValueError as error:
             raise EnvironmentFailed(self.label, f"answered {words(repr(answer[:60]))}; expected JSON ({words(error)})") from None
 
-    async def _exchange(self, data: bytes) -> tuple[int, bytes]:
-        if self._session is None:
-            self._session = open_session(self._connections)
-        async with self._session.post(self._url, data=data, headers=self._headers, allow_redirects=False) as response:
-            return response.status, await read_body(response)
-
 
 class _Hopeless(EnvironmentFailed):
-    """What another try would not change."""
+    """Error that another try would not change."""
 
 
-def from_environment(field: str, variable: str) -> str:
-    """Returns the value of an environment variable. Raises ConfigError for ``field`` where it is not set."""
-    if not (value := os.environ.get(variable)):
-        raise ConfigError(field, variable, "a variable that is set where the reward service starts")
-    return value
-
-
-CONNECTIONS = 64
-"""The most connections of a reward service to the server, as in slime."""
+CONNECTIONS = 64  # The most connections of a reward service to the server, as in slime
 
 
 class RemoteScorer(Scorer):
-    """Asks the server at ``rm_url`` for each sample.
-
-    Args:
-        prompt_text: gives the prompt of a sample as the server gets it.
-    """
+    """Asks the server at ``rm_url`` for each sample. ``prompt_text``: gives the prompt of a sample as the server gets it."""
 
     def __init__(self, config: RewardSection, prompt_text: Callable[[Sample], object]) -> None:
         super().__init__(REMOTE, config.environment_concurrency)
@@ -146,10 +108,8 @@ class RemoteScorer(Scorer):
 
 
 def prompt_text(config: RunConfig) -> Callable[[Sample], object]:
-    """Returns what gives a sample's prompt as slime has it: as it stands in the file, or as the chat template rendered it.
-
-    Raises ConfigError where that takes the model's tokenizer and there is none.
-    """
+    """Returns what gives a sample's prompt as slime has it: as it stands in the file, or as the chat template rendered it. Raises
+    ConfigError where that takes the model's tokenizer and there is none."""
     if not config.data.apply_chat_template:
         return lambda sample: sample.prompt_text
     from shared.data.tokenizer import Tokenizer  # tokenizers and jinja2 are for runs that need them

@@ -24,12 +24,9 @@ from shared.rewards.names import QUEUES, queue_of
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 
-declare_metrics(
-    MetricSpec("scoring", "groups", "what is being scored"),
-)
+declare_metrics(MetricSpec("scoring", "groups", "what is being scored"))
 
-POLL_INTERVAL_S = 0.5
-"""The interval at which the gauge of groups in progress is updated."""
+POLL_INTERVAL_S = 0.5  # The interval at which the gauge of groups in progress is updated
 
 
 async def serve(service: Service) -> None:

@@ -56,21 +56,14 @@ class ScoringPool(WorkerPool):
 
 @dataclass(frozen=True)
 class Verification:
-    """What is asked of a verifier.
-
-    name: the verifier. responses: their texts. references: what each is compared with, or one for all. pattern: takes the answer out of a
-    response. key: the reward that counts of several.
-    """
+    """A request to the verifier ``name``. references: one for each response, or one for all. pattern: takes the answer out of a response.
+    key: the reward that counts of several."""
 
     name: str
     responses: Sequence[str]
     references: Sequence[Reference]
     pattern: str | None = None
     key: str | None = None
-
-    def request(self, seconds: float) -> dict[str, Any]:
-        """Returns the request to a worker, which `services.reward.worker.VerifierCalls.answer` reads."""
-        return {**asdict(self), "seconds": seconds}
 
     def each(self) -> list["Verification"]:
         """Returns a verification for each response alone."""
@@ -79,25 +72,21 @@ class Verification:
 
 
 class VerifierPool(ScoringPool):
-    """Runs the verifiers of one queue.
-
-    Args:
-        queue: its name. names: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`. sandbox: for those that run code.
-    """
+    """Runs the verifiers of one queue. ``queue``: its name. ``names``: the verifiers, keys of `shared.rewards.verifiers.VERIFIERS`.
+    ``sandbox``: for those that run code."""
 
     def __init__(self, queue: str, names: Sequence[str], size: int, module: str = _MODULE, sandbox: SandboxSection | None = None) -> None:
         fields = sandbox.model_dump(mode="json") if sandbox is not None else None
         super().__init__(queue, size, {"verifiers": list(names), "sandbox": fields}, module)
 
     async def score(self, asked: Verification, deadline: float) -> list[Score]:
-        """Returns one score a response; those that could not be verified have that of a wrong answer, and say why in ``unread``.
-
-        The worker gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each
-        alone, within as long again. Raises as `ask` does, but for the errors that a response is the cause of.
-        """
+        """Returns one score a response; those that could not be verified have that of a wrong answer, and say why in ``unread``. The worker
+        gives each response its share of ``deadline`` seconds. Where one holds up or ends the whole process, fresh ones get each alone,
+        within as long again. Raises as `ask` does, but for the errors that a response is the cause of."""
         count, source = len(asked.responses), f"verifier {asked.name}"
         try:
-            return (await self.scores(asked.request(deadline), count, "the rewards", source, deadline + LOOP_SECONDS)).scores
+            request = {**asdict(asked), "seconds": deadline}  # which `services.reward.worker.VerifierCalls.answer` reads
+            return (await self.scores(request, count, "the rewards", source, deadline + LOOP_SECONDS)).scores
         except (CallLate, WorkerDied) as error:
             if count == 1:
                 return [Score(reward=wrong(asked.name), unread=str(error))]
@@ -135,7 +124,13 @@ class HooksPool(ScoringPool):
 
 
 class EnvironmentHealthCheck:
-    """The health check of one environment. Every reward service makes its own; they publish the same status."""
+    """Asks one environment for its description every few seconds, publishes its status, and gives it no work while it is unreachable.
+
+    States: `starting` until the first answer; `ready`; `away`: no connection can be made; `refused`: the server is no environment of this
+    protocol version; `late`: it takes connections and does not answer in time. While it is starting, away or refused, its groups wait in
+    the queue. A late one still gets work: its groups die at their deadlines and are replaced, so that it cannot stop the run.
+    Every reward service makes its own; they publish the same status.
+    """
 
     def __init__(self, service: Service, environment: Environment) -> None:
         self._service, self._environment = service, environment
@@ -157,30 +152,29 @@ class EnvironmentHealthCheck:
         with contextlib.suppress(MyxoError, *TRANSIENT):
             await self._service.registry.leave(self._status())
 
-    def lost(self, reason: str) -> None:
-        """Stops taking groups until the environment has described itself again, because a caller could not reach it."""
-        self._say("away", reason)
-
     async def _describe(self) -> None:
         try:
             description = await self._environment.describe(self._describe_seconds)
         except EnvironmentAway as error:
-            self._say("away", error.reason)
+            self.report("away", error.reason)
         except EnvironmentFailed as error:
-            self._say("refused", error.reason)
+            self.report("refused", error.reason)
         except DeadlineExceeded:
-            self._say("late", f"describe was not answered within {self._describe_seconds:g} s")
+            self.report("late", f"describe was not answered within {self._describe_seconds:g} s")
         else:
             if not description.scores:
-                self._say("refused", f"verbs is {', '.join(description.verbs)}; expected 'score' where it is to score")
+                self.report("refused", f"verbs is {', '.join(description.verbs)}; expected 'score' where it is to score")
                 return
             needs, given = description.timeout, self._service.config.reward.reward_timeout
-            self._say("ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else "")
+            self.report(
+                "ready", f"needs up to {needs:g} s, reward_timeout gives {given:g} s" if needs is not None and needs > given else ""
+            )
 
-    def _say(self, state: str, detail: str) -> None:
+    def report(self, state: str, detail: str) -> None:
+        """Logs a new state, and has groups taken or not by it."""
         if state != self.state:
-            tell = self._log.info if state == "ready" and not detail else self._log.warning
-            tell("environment_state", state=state, reason=detail, before=self.state)
+            log = self._log.info if state == "ready" and not detail else self._log.warning
+            log("environment_state", state=state, reason=detail, before=self.state)
         self.state, self.detail = state, detail
         if state in ("ready", "late"):
             self.reachable.set()
@@ -200,19 +194,13 @@ class EnvironmentHealthCheck:
         )
 
 
-IN_HAND = 4
-"""The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
-"""Seconds between tries while an environment cannot be reached."""
+IN_HAND = 4  # The number of groups in progress for each verifier process: the next one's payload is read while this one is scored
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # Seconds between tries while an environment cannot be reached
 
 
 class Scorer(ABC):
-    """Scores whole groups.
-
-    Args:
-        name: of the environment. limit: groups in hand at once. open_: set while groups may be taken from the queue; None: always.
-    """
+    """Scores whole groups. ``name``: of the environment. ``limit``: groups in hand at once. ``open_``: set while groups may be taken from
+    the queue; ``None``: always."""
 
     def __init__(self, name: str, limit: int, open_: asyncio.Event | None = None) -> None:
         self.name, self.limit = name, limit
@@ -222,14 +210,9 @@ class Scorer(ABC):
 
     @abstractmethod
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
-        """Returns one score a sample, in order, within the run's `reward_timeout`.
-
-        Args:
-            environment: what scores these samples of the group: one of those of this scorer's queue. key: the name of the reward that
-                counts, where there are several.
-
-        Raises WorkerFailed, EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up.
-        """
+        """Returns one score a sample, in order, within the run's `reward_timeout`. ``environment``: what scores these samples of the group:
+        one of those of this scorer's queue. ``key``: the name of the reward that counts, where there are several. Raises WorkerFailed,
+        EnvironmentFailed, BadMessage or DeadlineExceeded: the group is given up."""
 
 
 def shown(samples: list[Sample], environment: str, config: RewardSection) -> list[Sample]:
@@ -288,7 +271,7 @@ class CustomScorer(Scorer):
 
 
 class ExternalScorer(Scorer):
-    """An environment outside of Myxo. Its health check tells whether it is reachable; groups that it had when it left are tried again."""
+    """An environment outside of Myxo. Its health check reports whether it is reachable; groups that it had when it left are tried again."""
 
     def __init__(self, environment: Environment, health: EnvironmentHealthCheck, config: RunConfig) -> None:
         super().__init__(environment.name, config.reward.environment_concurrency, health.reachable)
@@ -303,7 +286,7 @@ class ExternalScorer(Scorer):
                 return self._counted(await self._environment.score(request, left), key)
             except EnvironmentAway as error:
                 reason = error.reason
-                self._health.lost(reason)
+                self._health.report("away", reason)  # no groups until it has described itself again
                 await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
                 pause = min(2 * pause, LONGEST_PAUSE)
             except DeadlineExceeded:
@@ -341,11 +324,9 @@ def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:
 
 
 class RewardRouter:
-    """Scores groups whose samples may name different environments: a generate function may change a sample's metadata.
-
-    Args:
-        scorers: every scorer of the run, by the name of its queue.
-    """
+    """Decides what scores a sample: the reward that it came with, else its ``metadata.rm_type``, else what its group was sent to. Scores
+    groups whose samples may name different environments: a generate function may change a sample's metadata. ``scorers``: every scorer of
+    the run, by the name of its queue."""
 
     def __init__(self, config: RunConfig, scorers: dict[str, Scorer]) -> None:
         self._config, self._scorers = config, scorers
@@ -381,11 +362,7 @@ def _given(sample: Sample, key: str | None) -> Score:
 
 
 class WeightedScorer(Scorer):
-    """Scores by all of ``reward_weights``.
-
-    Args:
-        scorers: those of the run, by queue.
-    """
+    """Scores by all of ``reward_weights``. ``scorers``: those of the run, by queue."""
 
     def __init__(self, config: RewardSection, scorers: Mapping[str, Scorer]) -> None:
         super().__init__(WEIGHTED, config.environment_concurrency)

@@ -10,12 +10,11 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-REPEAT_SECONDS = 0.2
-"""The pause between the alarms of a computation that goes on after its deadline."""
+REPEAT_SECONDS = 0.2  # The pause between the alarms of a computation that continues after its deadline
 
 
 class OutOfTime(BaseException):
-    """The time of a computation is over. No Exception: libraries that go on after any error must not go on after this one."""
+    """The time of a computation is over. No Exception: libraries that continue after any error must not continue after this one."""
 
 
 _armed = False

@@ -21,25 +21,18 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.failures import error_words
 from shared.workers.call_server import Calls, serve_calls
 
+# The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours.
 MEMORY_BYTES = 4 << 30
-"""The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""
 
 
-NAMED = {"dapo": "score", "unit_tests": "score"}
-"""The reward that counts of verifiers that give several, where the run names none."""
-
-LONGEST_PROBLEM = 200
-"""The most characters of why a response or a label was not read: a library's error may repeat it whole."""
+NAMED = {"dapo": "score", "unit_tests": "score"}  # The reward that counts of verifiers that give several, where the run names none
+LONGEST_PROBLEM = 200  # The most characters of why a response or a label was not read: a library's error may repeat it whole
 
 
 class VerifierCalls:
     """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets 0 and costs no other.
-
-    Args:
-        names: the verifiers that will be asked for. sandbox: the fields of ``[sandbox]``, for those that run code.
-
-    Raises ConfigError where one needs a package that is not installed, or a sandbox that cannot be started.
-    """
+    ``names``: the verifiers that will be asked for. ``sandbox``: the fields of ``[sandbox]``, for those that run code. Raises ConfigError
+    where one needs a package that is not installed, or a sandbox that cannot be started."""
 
     def __init__(self, names: list[str], sandbox: dict[str, Any] | None = None) -> None:
         for name in names:

@@ -8,225 +8,37 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
+from shared.environment import protocol
 from shared.environment.protocol import (
-    CLOSE,
-    PROTOCOL,
-    SCORE,
-    CloseRequest,
     Description,
     Environment,
     EnvironmentAway,
     EnvironmentFailed,
     OpenedSession,
-    ResetRequest,
     ScoreRequest,
-    ScoreSample,
-    StepRequest,
     TurnOutcome,
-    read_scores,
 )
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.sample import Score
 
-MOST_TURNS = 64
-"""Turns after which an episode that goes on is left."""
-
-SIDE_BY_SIDE = 8
-
-ODD_MESSAGES = ("", "答えは42です \U0001f9ee one\u2028two", "7 " * 50_000)
-
-NamedCheck = tuple[str, Callable[[], Awaitable[str]]]
-
-
-class SteppingChecks:
-    """The checks of episodes in one environment; each returns its report, and raises if it failed.
-
-    Args:
-        seconds: returns the deadline of one request. responses: what the model is made to say, one after the other.
-    """
-
-    def __init__(
-        self,
-        environment: Environment,
-        run: str,
-        prompt: str,
-        label: str | None,
-        responses: Sequence[str],
-        seconds: Callable[[], float],
-        closes: bool,
-    ) -> None:
-        self._environment, self._run, self._prompt, self._label = environment, run, prompt, label
-        self._responses, self._seconds, self._closes = responses, seconds, closes
-
-    def checks(self) -> list[NamedCheck]:
-        """Returns the checks by name, in order. Those of what can go wrong in a turn come first."""
-        return [
-            ("a reset", self._opens),
-            ("the same reset twice", self._reset_twice),
-            ("another reset", self._another_session),
-            ("a first step", self._first_step),
-            ("an episode to its end", self._to_the_end),
-            ("the same step twice", self._step_twice),
-            ("a turn out of order", self._out_of_order),
-            ("an unknown session", self._unknown_session),
-            ("odd messages", self._odd_messages),
-            (f"{SIDE_BY_SIDE} episodes at once", self._side_by_side),
-            ("a step after the end", self._after_the_end),
-            *([("close", self._close)] if self._closes else []),
-        ]
-
-    async def _opens(self) -> str:
-        opened = await self._reset(self._request())
-        return f"session {opened.session[:32]}, {len(opened.messages)} messages, {len(opened.tools)} tools"
-
-    async def _reset_twice(self) -> str:
-        request = self._request()
-        first, second = await self._reset(request), await self._reset(request)
-        if first.session != second.session:
-            raise self._failed(
-                f"opened {first.session!r:.40}, then {second.session!r:.40}; a reset that comes again opens no second session"
-            )
-        if first != second:
-            raise self._failed("gave other messages or tools the second time")
-        return "the same session"
-
-    async def _another_session(self) -> str:
-        first, second = await self._reset(self._request()), await self._reset(self._request())
-        if first.session == second.session:
-            raise self._failed(f"opened {first.session!r:.40} for two episodes; each needs a session of its own")
-        return "a session of its own"
-
-    async def _first_step(self) -> str:
-        return _told(await self._step(await self._reset(self._request()), 0, self._responses[0]))
-
-    async def _step_twice(self) -> str:
-        opened = await self._reset(self._request())
-        first, second = await self._step(opened, 0, self._responses[0]), await self._step(opened, 0, self._responses[0])
-        if first != second:
-            raise self._failed(f"gave {_told(first)}, then {_told(second)}; a step that comes again is not taken twice")
-        (_, once), (_, repeated), (_, once_more) = await self._played(), await self._played(times=2), await self._played()
-        if once == once_more and repeated != once:
-            raise self._failed(
-                f"ended after {len(repeated)} turns where each step came twice, after {len(once)} otherwise; a step that comes again is "
-                "not taken twice"
-            )
-        return "taken once"
-
-    async def _out_of_order(self) -> str:
-        opened = await self._reset(self._request())
-        return await self._refused(lambda: self._step(opened, 5, self._responses[0]), "turn 5 of a session that has had none")
-
-    async def _unknown_session(self) -> str:
-        unknown = OpenedSession(f"no-such-{uuid.uuid4().hex}", [])
-        return await self._refused(lambda: self._step(unknown, 0, self._responses[0]), "a step of a session that nobody opened")
-
-    async def _odd_messages(self) -> str:
-        for text in ODD_MESSAGES:
-            await self._step(await self._reset(self._request()), 0, text)
-        return "empty, beyond ASCII, and 100 kB long: taken"
-
-    async def _side_by_side(self) -> str:
-        opened = await asyncio.gather(*(self._reset(self._request(rollout=index)) for index in range(SIDE_BY_SIDE)))
-        if len({one.session for one in opened}) < SIDE_BY_SIDE:
-            raise self._failed("opened the same session for several episodes")
-        await asyncio.gather(*(self._step(one, 0, text) for one, text in zip(opened, itertools.cycle(self._responses), strict=False)))
-        return "each went on by itself"
-
-    async def _to_the_end(self) -> str:
-        _, outcomes = await self._played()
-        if not outcomes[-1].done:
-            return f"not over after {MOST_TURNS} turns of this model's"
-        rewards = [outcome.reward.reward for outcome in outcomes if outcome.reward is not None]
-        if not rewards:
-            raise self._failed("done is true and no step had a reward; expected at least one")
-        return f"{len(outcomes)} turns, rewards {', '.join(f'{reward:g}' for reward in rewards[:8])}"
-
-    async def _after_the_end(self) -> str:
-        opened, outcomes = await self._played()
-        if not outcomes[-1].done:
-            return "not tried: no episode ended"
-        return await self._refused(lambda: self._step(opened, len(outcomes), self._responses[0]), "a step of an episode that is over")
-
-    async def _close(self) -> str:
-        opened = await self._reset(self._request())
-        request = CloseRequest(run=self._run, session=opened.session, done=False)
-        for _ in range(2):  # a close may come twice, too
-            await self._environment.end(request, self._seconds())
-        return await self._refused(lambda: self._step(opened, 0, self._responses[0]), "a step of a closed session")
-
-    # --- asking
-
-    async def _played(self, times: int = 1) -> tuple[OpenedSession, list[TurnOutcome]]:
-        """Plays an episode, each step sent so many times; returns the last answer to each."""
-        opened, outcomes = await self._reset(self._request()), list[TurnOutcome]()
-        while len(outcomes) < MOST_TURNS and not (outcomes and outcomes[-1].done):
-            turn, text = len(outcomes), self._responses[len(outcomes) % len(self._responses)]
-            outcomes.append([await self._step(opened, turn, text) for _ in range(times)][-1])
-        return opened, outcomes
-
-    def _request(self, rollout: int = 0) -> ResetRequest:
-        return ResetRequest(
-            run=self._run,
-            episode=uuid.uuid4().hex,
-            group="conformance",
-            attempt=0,
-            rollout=rollout,
-            prompt=self._prompt,
-            label=self._label,
-            metadata={},
-        )
-
-    async def _reset(self, request: ResetRequest) -> OpenedSession:
-        return await self._again(lambda: self._environment.reset(request, self._seconds()))
-
-    async def _step(self, opened: OpenedSession, turn: int, text: str) -> TurnOutcome:
-        message = {"role": "assistant", "content": text}
-        request = StepRequest(run=self._run, session=opened.session, turn=turn, message=message, finish="stop")
-        return await self._again(lambda: self._environment.step(request, self._seconds()))
-
-    @staticmethod
-    async def _again(ask: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            return await ask()
-        except EnvironmentAway:  # a server may close an idle connection in the moment when it is used again
-            return await ask()
-
-    async def _refused(self, ask: Callable[[], Awaitable[TurnOutcome]], what: str) -> str:
-        try:
-            answered = await ask()
-        except EnvironmentFailed as error:
-            if error.own_words:
-                return f"refused: {error.own_words}"
-            raise self._failed(f"{what} is to be refused with an error in words of its own; {error.reason}") from None
-        raise self._failed(f"{what} is to be refused with an error; it was answered with {_told(answered)}")
-
-    def _failed(self, reason: str) -> EnvironmentFailed:
-        return EnvironmentFailed(self._environment.label, reason)
-
-
-def _told(outcome: TurnOutcome) -> str:
-    reward = "no reward" if outcome.reward is None else f"reward {outcome.reward.reward:g}"
-    return f"{len(outcome.messages)} messages, {reward}, {'done' if outcome.done else 'not done'}"
-
-
 DESCRIBE_SECONDS = 5.0
-SCORE_SECONDS = 30.0
-"""Deadline of a score where neither the environment nor the caller names one: the default of `reward_timeout`."""
-
-CONCURRENT = 8
-LONG = 100_000
-"""The characters of the long response."""
-
+SCORE_SECONDS = 30.0  # where neither the environment nor the caller names a deadline: the default of `reward_timeout`
+CONCURRENT = 8  # requests, or episodes
+LONG = 100_000  # characters of the long response
 BEYOND_ASCII = ("答えは42です", "\U0001f9ee ∑ = 42", "one\u2028two\x00three", "\u202e24")
+ODD_MESSAGES = ("", "答えは42です \U0001f9ee one\u2028two", "7 " * 50_000)
+MOST_TURNS = 64  # after which an episode that has not ended is left
 
+# what a program raises by accident on an unexpected null, instead of an answer of its own
 _CRASH = re.compile(
     r"NoneType|Traceback|\b(Attribute|Type|Key|Index|Name)Error\b|of (null|undefined)\b|null ?pointer|nil pointer", re.IGNORECASE
 )
-"""Patterns of errors that a program raises by accident on an unexpected null, instead of an answer of its own."""
 
 Result = Literal["ok", "warning", "FAILED"]
+Checks = list[tuple[str, Callable[[], Awaitable[str]]]]
 
 
 @dataclass(frozen=True)
@@ -249,46 +61,28 @@ class Example:
 
 
 class Conformance:
-    """The checks of one environment.
-
-    Args:
-        timeout: seconds for one score; None: what the environment asks for.
-    """
+    """The checks of one environment. Each check of a name returns its report, and raises where it failed. ``timeout``: seconds for one
+    answer; ``None``: what the environment asks for."""
 
     def __init__(self, environment: Environment, run: str, example: Example, timeout: float | None = None) -> None:
-        self._environment, self._run, self._example, self._timeout = environment, run or "conformance", example, timeout
+        self._environment, self._run, self._timeout = environment, run or "conformance", timeout
+        self._example, self._responses = example, list(example.responses)
+        asked = {"run": self._run, "group": "conformance", "attempt": 0, "metadata": {}}
+        self._asked: dict[str, Any] = {**asked, "prompt": example.prompt, "label": example.label}
         self._deadline = timeout or SCORE_SECONDS
         self._slowest, self._unanswered = 0.0, False
         self._described: Description | None = None
 
     async def checks(self) -> AsyncIterator[Check]:
         """Yields all checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
-        responses = list(self._example.responses)
-        four = [responses[index % len(responses)] for index in range(4)]
         yield await self._check("describe", self._describe)
         if self._described is None:
             return
         if self._environment.content_type is not None:
             yield await self._check("content type", self._content_type)
-        must: list[tuple[str, Callable[[], Awaitable[str]]]] = [
-            ("one sample", lambda: self._scored(responses[:1])),
-            ("a group of 4", lambda: self._scored(four)),
-            *([(f"the {len(responses)} responses", lambda: self._scored(responses))] if len(responses) > 1 and responses != four else []),
-            ("an empty response", lambda: self._scored([""])),
-            ("responses beyond ASCII", lambda: self._scored(list(BEYOND_ASCII))),
-            ("a response of 100 kB", lambda: self._scored(["7 " * (LONG // 2)])),
-            ("unknown fields in the request", self._unknown_fields),
-            (f"{CONCURRENT} requests at once", self._concurrent),
-            ("no label", self._no_label),
-        ]
-        should: list[tuple[str, Callable[[], Awaitable[str]]]] = [
-            ("a prompt of chat messages", self._chat),
-            ("the same request twice", lambda: self._twice([responses[0], responses[-1]])),
-        ]
-        if not self._described.scores:
-            must, should = [], []
+        must, should = (self._of_scoring(), self._warnings()) if self._described.scores else ([], [])
         if self._described.steps:
-            must += self._stepping(self._described).checks()
+            must += self._of_stepping(closes=protocol.CLOSE in self._described.verbs)
         for name, check in must:
             yield await self._check(name, check)
             if self._unanswered:
@@ -299,51 +93,81 @@ class Conformance:
             yield replace(done, result="warning") if done.result == "FAILED" else done
         yield Check("time", "ok", f"the slowest answer took {self._slowest:.2f} s of {self._deadline:g} s", self._slowest)
 
-    # --- one check each: returns its report, raises if the check failed
+    def _of_scoring(self) -> Checks:
+        responses = self._responses
+        four = [responses[index % len(responses)] for index in range(4)]
+        return [
+            ("one sample", partial(self._scored, responses[:1])),
+            ("a group of 4", partial(self._scored, four)),
+            *([(f"the {len(responses)} responses", partial(self._scored, responses))] if len(responses) > 1 and responses != four else []),
+            ("an empty response", partial(self._scored, [""])),
+            ("responses beyond ASCII", partial(self._scored, list(BEYOND_ASCII))),
+            ("a response of 100 kB", partial(self._scored, ["7 " * (LONG // 2)])),
+            ("unknown fields in the request", self._unknown_fields),
+            (f"{CONCURRENT} requests at once", self._concurrent),
+            ("no label", self._no_label),
+        ]
+
+    def _warnings(self) -> Checks:
+        return [
+            ("a prompt of chat messages", self._chat),
+            ("the same request twice", partial(self._twice, [self._responses[0], self._responses[-1]])),
+        ]
+
+    def _of_stepping(self, closes: bool) -> Checks:
+        """Returns the checks of episodes. Those of what can go wrong in a turn come first."""
+        return [
+            ("a reset", self._opens),
+            ("the same reset twice", self._reset_twice),
+            ("another reset", self._another_session),
+            ("a first step", self._first_step),
+            ("an episode to its end", self._to_the_end),
+            ("the same step twice", self._step_twice),
+            ("a turn out of order", self._out_of_order),
+            ("an unknown session", self._unknown_session),
+            ("odd messages", self._odd_messages),
+            (f"{CONCURRENT} episodes at once", self._side_by_side),
+            ("a step after the end", self._after_the_end),
+            *([("close", self._close)] if closes else []),
+        ]
+
+    # --- one check each
 
     async def _describe(self) -> str:
         description = await self._environment.describe(DESCRIBE_SECONDS)
         self._deadline = self._timeout or description.timeout or SCORE_SECONDS
         self._described = description
-        return _in_words(description)
+        timeout = "no timeout named" if description.timeout is None else f"at most {description.timeout:g} s a score"
+        return f"protocol {protocol.PROTOCOL}, {json.dumps(description.name)}, verbs {', '.join(description.verbs)}, {timeout}"
 
     async def _content_type(self) -> str:
         found = self._environment.content_type or ""
         if found.partition(";")[0].strip().lower() != "application/json":
-            raise EnvironmentFailed(self._environment.label, f"Content-Type is {found!r}; expected application/json")
+            raise self._failed(f"Content-Type is {found!r}; expected application/json")
         return found
 
-    def _stepping(self, description: Description) -> SteppingChecks:
-        example, closes = self._example, CLOSE in description.verbs
-        texts = list(example.responses)
-        return SteppingChecks(self._environment, self._run, example.prompt, example.label, texts, lambda: self._deadline, closes)
-
     async def _scored(self, responses: list[str]) -> str:
-        scores = await self._score(self._request(responses))
-        return _rewards(scores)
+        return _rewards(await self._score(self._request(responses)))
 
     async def _unknown_fields(self) -> str:
-        question = self._request([self._example.responses[0]]).model_dump()
-        question |= {"x_unknown": {"a": [1, None]}, "protocol_minor": 7}
+        question = self._request(self._responses[:1]).model_dump() | {"x_unknown": {"a": [1, None]}, "protocol_minor": 7}
         question["samples"] = [{**sample, "x_unknown": 1.5} for sample in question["samples"]]
         await self._ask(question, 1)
         return "ignored"
 
     async def _concurrent(self) -> str:
-        responses = [self._example.responses[index % len(self._example.responses)] for index in range(CONCURRENT)]
+        responses = itertools.islice(itertools.cycle(self._responses), CONCURRENT)
         requests = [self._request([response] * (1 + index % 3), group=f"concurrent-{index}") for index, response in enumerate(responses)]
-        await asyncio.gather(*(self._score(request) for request in requests))
+        await asyncio.gather(*map(self._score, requests))
         return "each got its own answer"
 
     async def _chat(self) -> str:
-        request = self._request([self._example.responses[0]])
-        await self._score(request.model_copy(update={"prompt": [{"role": "user", "content": self._example.prompt}]}))
+        await self._score(self._request(self._responses[:1], prompt=[{"role": "user", "content": self._example.prompt}]))
         return "taken"
 
     async def _no_label(self) -> str:
-        request = self._request([self._example.responses[0]]).model_copy(update={"label": None})
         try:
-            return _rewards(await self._score(request))
+            return _rewards(await self._score(self._request(self._responses[:1], label=None)))
         except EnvironmentFailed as error:
             if error.own_words and not _CRASH.search(error.own_words):
                 return f"refused, and why: {error.own_words}"
@@ -353,16 +177,91 @@ class Conformance:
         request = self._request(responses)
         first, second = await self._score(request), await self._score(request)
         if first != second:
-            raise EnvironmentFailed(self._environment.label, f"gave {_rewards(first)}, then {_rewards(second)}")
+            raise self._failed(f"gave {_rewards(first)}, then {_rewards(second)}")
         return "the same rewards"
+
+    async def _opens(self) -> str:
+        opened = await self._reset()
+        return f"session {opened.session[:32]}, {len(opened.messages)} messages, {len(opened.tools)} tools"
+
+    async def _reset_twice(self) -> str:
+        episode = uuid.uuid4().hex
+        first, second = await self._reset(episode), await self._reset(episode)
+        if first.session != second.session:
+            raise self._failed(
+                f"opened {first.session!r:.40}, then {second.session!r:.40}; a reset that comes again opens no second session"
+            )
+        if first != second:
+            raise self._failed("gave other messages or tools the second time")
+        return "the same session"
+
+    async def _another_session(self) -> str:
+        first, second = await self._reset(), await self._reset()
+        if first.session == second.session:
+            raise self._failed(f"opened {first.session!r:.40} for two episodes; each needs a session of its own")
+        return "a session of its own"
+
+    async def _first_step(self) -> str:
+        return _outcome(await self._step(await self._reset(), 0))
+
+    async def _step_twice(self) -> str:
+        opened = await self._reset()
+        first, second = await self._step(opened, 0), await self._step(opened, 0)
+        if first != second:
+            raise self._failed(f"gave {_outcome(first)}, then {_outcome(second)}; a step that comes again is not taken twice")
+        (_, once), (_, repeated), (_, once_more) = await self._played(), await self._played(times=2), await self._played()
+        if once == once_more and repeated != once:
+            raise self._failed(
+                f"ended after {len(repeated)} turns where each step came twice, after {len(once)} otherwise; a step that comes again is "
+                "not taken twice"
+            )
+        return "taken once"
+
+    async def _out_of_order(self) -> str:
+        return await self._refused(self._step(await self._reset(), 5), "turn 5 of a session that has had none")
+
+    async def _unknown_session(self) -> str:
+        unknown = OpenedSession(f"no-such-{uuid.uuid4().hex}", [])
+        return await self._refused(self._step(unknown, 0), "a step of a session that nobody opened")
+
+    async def _odd_messages(self) -> str:
+        for text in ODD_MESSAGES:
+            await self._step(await self._reset(), 0, text)
+        return "empty, beyond ASCII, and 100 kB long: taken"
+
+    async def _side_by_side(self) -> str:
+        opened = await asyncio.gather(*(self._reset(rollout=index) for index in range(CONCURRENT)))
+        if len({one.session for one in opened}) < CONCURRENT:
+            raise self._failed("opened the same session for several episodes")
+        await asyncio.gather(*(self._step(one, 0, text) for one, text in zip(opened, itertools.cycle(self._responses), strict=False)))
+        return "each went on by itself"
+
+    async def _to_the_end(self) -> str:
+        _, outcomes = await self._played()
+        if not outcomes[-1].done:
+            return f"not over after {MOST_TURNS} turns of this model's"
+        rewards = [outcome.reward.reward for outcome in outcomes if outcome.reward is not None]
+        if not rewards:
+            raise self._failed("done is true and no step had a reward; expected at least one")
+        return f"{len(outcomes)} turns, rewards {', '.join(f'{reward:g}' for reward in rewards[:8])}"
+
+    async def _after_the_end(self) -> str:
+        opened, outcomes = await self._played()
+        if not outcomes[-1].done:
+            return "not tried: no episode ended"
+        return await self._refused(self._step(opened, len(outcomes)), "a step of an episode that is over")
+
+    async def _close(self) -> str:
+        opened = await self._reset()
+        for _ in range(2):  # a close may come twice, too
+            await self._environment.end(protocol.CloseRequest(run=self._run, session=opened.session, done=False), self._deadline)
+        return await self._refused(self._step(opened, 0), "a step of a closed session")
 
     # --- asking
 
-    def _request(self, responses: list[str], group: str = "conformance") -> ScoreRequest:
-        samples = [ScoreSample(index=index, response=text, tokens=len(text), finish="stop") for index, text in enumerate(responses)]
-        return ScoreRequest(
-            run=self._run, group=group, attempt=0, prompt=self._example.prompt, label=self._example.label, metadata={}, samples=samples
-        )
+    def _request(self, responses: list[str], **other: Any) -> ScoreRequest:
+        samples = [{"index": index, "response": text, "tokens": len(text), "finish": "stop"} for index, text in enumerate(responses)]
+        return ScoreRequest(**{**self._asked, "samples": samples, **other})
 
     async def _score(self, request: ScoreRequest) -> list[Score]:
         return await self._ask(request.model_dump(), len(request.samples))
@@ -370,12 +269,39 @@ class Conformance:
     async def _ask(self, question: dict[str, Any], count: int) -> list[Score]:
         started = time.monotonic()
         try:
-            answer = await self._environment.ask(SCORE, question, self._deadline)
-        except EnvironmentAway:  # a server may close an idle connection in the moment when it is used again
-            answer = await self._environment.ask(SCORE, question, self._deadline)
+            answer = await _again(lambda: self._environment.ask(protocol.SCORE, question, self._deadline))
         finally:
             self._slowest = max(self._slowest, time.monotonic() - started)
-        return read_scores(answer, count, self._environment.label)
+        return protocol.read_scores(answer, count, self._environment.label)
+
+    async def _played(self, times: int = 1) -> tuple[OpenedSession, list[TurnOutcome]]:
+        """Plays an episode, each step sent so many times; returns the last answer to each."""
+        opened, outcomes = await self._reset(), list[TurnOutcome]()
+        while len(outcomes) < MOST_TURNS and not (outcomes and outcomes[-1].done):
+            turn, text = len(outcomes), self._responses[len(outcomes) % len(self._responses)]
+            outcomes.append([await self._step(opened, turn, text) for _ in range(times)][-1])
+        return opened, outcomes
+
+    async def _reset(self, episode: str = "", rollout: int = 0) -> OpenedSession:
+        request = protocol.ResetRequest(**self._asked, episode=episode or uuid.uuid4().hex, rollout=rollout)
+        return await _again(lambda: self._environment.reset(request, self._deadline))
+
+    async def _step(self, opened: OpenedSession, turn: int, text: str | None = None) -> TurnOutcome:
+        message = {"role": "assistant", "content": self._responses[0] if text is None else text}
+        request = protocol.StepRequest(run=self._run, session=opened.session, turn=turn, message=message, finish="stop")
+        return await _again(lambda: self._environment.step(request, self._deadline))
+
+    async def _refused(self, step: Awaitable[TurnOutcome], what: str) -> str:
+        try:
+            answered = await step
+        except EnvironmentFailed as error:
+            if error.own_words:
+                return f"refused: {error.own_words}"
+            raise self._failed(f"{what} is to be refused with an error in words of its own; {error.reason}") from None
+        raise self._failed(f"{what} is to be refused with an error; it was answered with {_outcome(answered)}")
+
+    def _failed(self, reason: str) -> EnvironmentFailed:
+        return EnvironmentFailed(self._environment.label, reason)
 
     async def _check(self, name: str, check: Callable[[], Awaitable[str]]) -> Check:
         started = time.monotonic()
@@ -393,9 +319,16 @@ class Conformance:
         return Check(name, result, detail, time.monotonic() - started)
 
 
-def _in_words(description: Description) -> str:
-    timeout = "no timeout named" if description.timeout is None else f"at most {description.timeout:g} s a score"
-    return f"protocol {PROTOCOL}, {json.dumps(description.name)}, verbs {', '.join(description.verbs)}, {timeout}"
+async def _again(ask: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await ask()
+    except EnvironmentAway:  # a server may close an idle connection in the moment when it is used again
+        return await ask()
+
+
+def _outcome(outcome: TurnOutcome) -> str:
+    reward = "no reward" if outcome.reward is None else f"reward {outcome.reward.reward:g}"
+    return f"{len(outcome.messages)} messages, {reward}, {'done' if outcome.done else 'not done'}"
 
 
 def _rewards(scores: list[Score]) -> str:

@@ -13,13 +13,8 @@ from shared.schema import codec
 
 
 def open_environment(name: str, url: str, bus: Bus | None = None, run: str = "") -> Environment:
-    """Returns the client for an address of `shared.environment.environment_url`; it connects with its first request.
-
-    Args:
-        name: of the environment in the run. bus, run: for ``nats:NAME``.
-
-    Raises ConfigError for an address that is none.
-    """
+    """Returns the client for an address of `shared.environment.environment_url`; it connects with its first request. ``name``: of the
+    environment in the run. ``bus``, ``run``: for ``nats:NAME``. Raises ConfigError for an address that is none."""
     try:
         address = parse(url)
     except ValueError as error:

@@ -8,9 +8,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-NAME = re.compile(r"[A-Za-z0-9_-]{1,63}\Z")
-"""The form of an environment's name, which becomes part of subject and key names."""
-
+NAME = re.compile(r"[A-Za-z0-9_-]{1,63}\Z")  # The form of an environment's name, which becomes part of subject and key names
 NATS = "nats:"
 EXPECTED = "http://host:port, https://host:port or nats:NAME"
 
@@ -21,11 +19,8 @@ _THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")
 
 @dataclass(frozen=True)
 class EnvironmentUrl:
-    """One environment's address.
-
-    url: as HTTP requests use it, credentials included, no slash at the end ("" on the bus). responder: its name on the bus ("" over
-    HTTP). shown: without credentials, for logs and statuses.
-    """
+    """One environment's address. url: as HTTP requests use it, credentials included, no slash at the end ("" on the bus). responder: its
+    name on the bus ("" over HTTP). shown: without credentials, for logs and statuses."""
 
     url: str
     responder: str

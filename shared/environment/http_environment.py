@@ -1,13 +1,13 @@
 """Environments over HTTP, in JSON: the client, and a server: ``GET /describe``, and ``POST`` for each other verb, below one URL.
 
 The client does not trust the environment: no redirect is followed, no proxy and no netrc of this process's environment is used, no cookie
-is kept; a name is resolved once for each connection, and only the checked addresses are connected to; an answer is read up to a limit.
+is stored; a name is resolved once for each connection, and only the checked addresses are connected to; an answer is read up to a limit.
 """
 
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,11 +23,9 @@ from shared.environment.serving import EpisodeRefused, ServedEnvironment
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.untrusted_files import parse_json
 
-CONNECT_SECONDS = 3.0
-"""The seconds that resolving and connecting may take before the environment counts as unreachable."""
-
+CONNECT_SECONDS = 3.0  # The seconds that resolving and connecting may take before the environment counts as unreachable
+# Idle connections are closed after this: the usual servers close theirs after 5 s, and a request sent into that moment would be lost
 IDLE_SECONDS = 3.0
-"""Idle connections are closed after this: the usual servers close theirs after 5 s, and a request sent into that moment would be lost."""
 
 
 class BlockedAddress(Exception):
@@ -48,12 +46,7 @@ class CheckedResolver(ThreadedResolver):
 def open_session(connections: int, connect_seconds: float | None = None) -> aiohttp.ClientSession:
     """Returns a session of at most so many connections, 0 for any number, to servers that are not trusted."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=connections,
-            keepalive_timeout=IDLE_SECONDS,
-            use_dns_cache=False,
-            resolver=CheckedResolver(),
-        ),
+        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=IDLE_SECONDS, use_dns_cache=False, resolver=CheckedResolver()),
         timeout=aiohttp.ClientTimeout(total=None, connect=connect_seconds),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
@@ -72,24 +65,49 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body[: MAX_ANSWER + 1])
 
 
+class JsonServer:
+    """Requests in JSON to a server that is not trusted. ``label``: its name in errors. ``connections``: at once, others wait; 0: any."""
+
+    def __init__(self, label: str, url: str, connections: int, connect_seconds: float | None = None) -> None:
+        self.label, self.url, self._limits = label, URL(url), (connections, connect_seconds)
+        self._session: aiohttp.ClientSession | None = None
+
+    def encoded(self, body: object) -> bytes:
+        """Returns a request's body. Raises EnvironmentFailed for what JSON does not have."""
+        try:
+            return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EnvironmentFailed(self.label, f"the request does not go into JSON: {error}") from error
+
+    async def exchange(self, method: str, url: URL, data: bytes | None, headers: Mapping[str, str]) -> tuple[int, bytes, str]:
+        """Returns status, body, of which one byte over the limit is read at most, and content type. Raises BlockedAddress, and aiohttp's
+        errors."""
+        if why := blocked(self.url.host or ""):
+            raise BlockedAddress(f"{self.url.host} is {why}, which is never connected to")
+        self._session = self._session or open_session(*self._limits)
+        own = {"Accept": "application/json", "User-Agent": "myxo", **({} if data is None else {"Content-Type": "application/json"})}
+        async with self._session.request(method, url, data=data, headers={**own, **headers}, allow_redirects=False) as response:
+            return response.status, await read_body(response), response.headers.get("Content-Type", "")
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
 class HttpEnvironment(Environment):
     """``GET /describe``, and ``POST`` for each other verb, below one URL."""
 
     def __init__(self, name: str, address: EnvironmentUrl) -> None:
         super().__init__(name, address.shown)
-        self._url = URL(address.url)
-        self._session: aiohttp.ClientSession | None = None
+        self._server = JsonServer(self.label, address.url, 0, CONNECT_SECONDS)  # the service limits the requests in flight
 
     async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:
-        if why := blocked(self._url.host or ""):
-            raise EnvironmentFailed(self.label, f"{self._url.host} is {why}, which is never connected to")
-        try:
-            data = None if question is None else json.dumps(question, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise EnvironmentFailed(self.label, f"the request does not go into JSON: {error}") from error
+        data, method = (None, "GET") if question is None else (self._server.encoded(question), "POST")
         try:
             async with asyncio.timeout(deadline):
-                status, answer = await self._exchange(verb, data)
+                url = self._server.url / verb
+                status, answer, self.content_type = await self._server.exchange(method, url, data, {"Accept-Encoding": "identity"})
         except aiohttp.ConnectionTimeoutError:
             raise EnvironmentAway(self.label, f"no connection within {CONNECT_SECONDS:g} s") from None
         except TimeoutError:
@@ -103,16 +121,6 @@ class HttpEnvironment(Environment):
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, as the answer's head shows
             raise EnvironmentFailed(self.label, f"expected an HTTP answer to {verb}: {words(error)}") from error
         return self._read(verb, status, answer)
-
-    async def _exchange(self, verb: str, data: bytes | None) -> tuple[int, bytes]:
-        """Returns status and body, of which one byte over the limit is read at most."""
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "myxo"}
-        if data is not None:
-            headers["Content-Type"] = "application/json"
-        method = "GET" if data is None else "POST"
-        async with self._open().request(method, self._url / verb, data=data, headers=headers, allow_redirects=False) as response:
-            self.content_type = response.headers.get("Content-Type", "")
-            return response.status, await read_body(response)
 
     def _read(self, verb: str, status: int, answer: bytes) -> object:
         if 300 <= status < 400:
@@ -131,14 +139,8 @@ class HttpEnvironment(Environment):
             raise EnvironmentFailed(self.label, f"answered {verb} with HTTP {status}", words(said) if said else "")
         return value
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = open_session(0, CONNECT_SECONDS)  # the service limits the requests in flight
-        return self._session
-
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._server.close()
 
 
 def _reason(error: Exception) -> str:
@@ -147,8 +149,7 @@ def _reason(error: Exception) -> str:
     return words(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
 
 
-MOST_BYTES = 64 << 20
-"""The largest request: a group of long responses."""
+MOST_BYTES = 64 << 20  # The largest request: a group of long responses
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ is answered as the first one was.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -22,9 +22,7 @@ from shared.schema.sample import Score
 PROTOCOL = 1
 DESCRIBE, SCORE = "describe", "score"
 
-MAX_ANSWER = 4 << 20
-"""The most bytes of an answer."""
-
+MAX_ANSWER = 4 << 20  # The most bytes of an answer
 _SHOWN = 80
 
 
@@ -42,7 +40,7 @@ class EnvironmentFailed(MyxoError):
 
 
 class EnvironmentAway(MyxoError):
-    """Nobody can be connected to at the environment's address, or the connection broke: the same request may be sent again.
+    """Error for an address at which nothing can be connected to, or a broken connection: the same request may be sent again.
 
     Args:
         environment: the environment, by name and address. reason: why.
@@ -77,9 +75,7 @@ class ScoreRequest(BaseModel):
 
 class Description(BaseModel):
     """An environment's description of itself. ``timeout``: the most seconds that one score or step may need, as the environment states.
-
-    ``session_ttl``: seconds after which it forgets a session that nobody steps.
-    """
+    ``session_ttl``: seconds after which it forgets a session that no one steps."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -103,28 +99,22 @@ class Description(BaseModel):
 def read_description(answer: object, environment: str) -> Description:
     """Checks the answer to ``describe``. Raises EnvironmentFailed."""
     fields = read_map(answer, environment)
-    version = fields.get("protocol")
-    if version != PROTOCOL or isinstance(version, bool | float):
-        said = f"protocol is {shown(version)}" if "protocol" in fields else "protocol is missing"
-        raise EnvironmentFailed(environment, f"{said}; expected {PROTOCOL}, the version that is spoken here")
+    spoken = f"{PROTOCOL}, the version that is spoken here"
+    _field(fields, "protocol", lambda value: value == PROTOCOL and not isinstance(value, bool | float), spoken, environment)
     try:
         description = Description.model_validate(fields)
     except ValidationError as error:
         raise EnvironmentFailed(environment, first_problem(error)) from None
     if not (description.scores or description.steps):
-        raise EnvironmentFailed(
-            environment, f"verbs is {shown(description.verbs)}; expected a list with {SCORE!r}, or with 'reset' and 'step'"
-        )
+        expected = f"expected a list with {SCORE!r}, or with 'reset' and 'step'"
+        raise EnvironmentFailed(environment, f"verbs is {shown(description.verbs)}; {expected}")
     return description
 
 
 def read_scores(answer: object, count: int, environment: str) -> list[Score]:
     """Checks the answer to ``score`` for a group of ``count`` samples. Raises EnvironmentFailed."""
     fields = read_map(answer, environment)
-    rewards = fields.get("rewards")
-    if not isinstance(rewards, list):
-        found = f"rewards is {shown(rewards)}" if "rewards" in fields else "rewards is missing"
-        raise EnvironmentFailed(environment, f"{found}; expected a list with one entry a sample")
+    rewards = _field(fields, "rewards", lambda value: isinstance(value, list), "a list with one entry a sample", environment)
     if len(rewards) != count:
         raise EnvironmentFailed(environment, f"rewards has {len(rewards)} entries; expected {count}, one a sample")
     return [read_score(entry, f"rewards[{index}]", environment) for index, entry in enumerate(rewards)]
@@ -142,9 +132,8 @@ def read_score(entry: object, field: str, environment: str) -> Score:
     for name, value in entry.items():
         if not isinstance(name, str) or not is_part_name(name):
             raise EnvironmentFailed(environment, f"{field} has the name {shown(name)}; expected 1 to {MAX_NAME} printable characters")
-        parts[name] = _number(
-            value, f"{field}.{name}" if name.isidentifier() else f"{field}[{shown(name)}]", environment, "a finite number"
-        )
+        path = f"{field}.{name}" if name.isidentifier() else f"{field}[{shown(name)}]"
+        parts[name] = _number(value, path, environment, "a finite number")
     return Score(reward=parts.pop("reward"), parts=parts)
 
 
@@ -159,6 +148,14 @@ def _number(value: object, field: str, environment: str, expected: str) -> float
         if math.isfinite(number):
             expected = f"a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
     raise EnvironmentFailed(environment, f"{field} is {shown(value)}; expected {expected}")
+
+
+def _field(fields: Mapping[str, object], name: str, fits: Callable[[Any], bool], expected: str, environment: str, path: str = "") -> Any:
+    """Returns a field of an answer. Raises EnvironmentFailed where it does not fit."""
+    if fits(value := fields.get(name)):
+        return value
+    found = f"is {shown(value)}" if name in fields else "is missing"
+    raise EnvironmentFailed(environment, f"{path}{name} {found}; expected {expected}")
 
 
 def read_map(answer: object, environment: str) -> Mapping[str, object]:
@@ -200,24 +197,15 @@ def shown(value: object) -> str:
 
 RESET, STEP, CLOSE = "reset", "step", "close"
 
-MAX_MESSAGES, MAX_TOOLS = 64, 128
-"""The most messages, and tools, of one answer."""
-
-MAX_SESSION = 128
-"""The most characters of a session's id."""
-
-ROLES = ("system", "user", "tool")
-"""Who an environment may speak as: what the model says is the model's."""
-
-Reply = dict[str, Any]
-"""A chat message: ``role``, ``content`` and what else a chat template reads of it, such as ``tool_call_id``."""
+MAX_MESSAGES, MAX_TOOLS = 64, 128  # The most messages, and tools, of one answer
+MAX_SESSION = 128  # The most characters of a session's id
+ROLES = ("system", "user", "tool")  # Who an environment may speak as: what the model says is the model's
+Reply = dict[str, Any]  # A chat message: ``role``, ``content`` and what else a chat template reads of it, such as ``tool_call_id``
 
 
 class ResetRequest(BaseModel):
-    """Opens a session for one rollout of a prompt. ``episode`` names the request: the same one opens no second session.
-
-    ``rollout``: which of the group's rollouts it is, from 0. ``evaluation``: the prompt is held out.
-    """
+    """Opens a session for one rollout of a prompt. ``episode`` names the request: the same one opens no second session. ``rollout``: which
+    of the group's rollouts it is, from 0. ``evaluation``: the prompt is held out."""
 
     protocol: int = PROTOCOL
     run: str
@@ -243,7 +231,7 @@ class StepRequest(BaseModel):
 
 
 class CloseRequest(BaseModel):
-    """Nobody steps this session any more. ``done``: the environment has said so itself."""
+    """Ends a session that is not stepped any more. ``done``: the environment has said so itself."""
 
     protocol: int = PROTOCOL
     run: str
@@ -278,7 +266,7 @@ class OpenedSession:
 
 @dataclass(frozen=True)
 class TurnOutcome:
-    """What came of a turn, checked."""
+    """The outcome of a turn, checked."""
 
     messages: list[Reply]
     reward: Score | None
@@ -288,23 +276,23 @@ class TurnOutcome:
 def read_reset(answer: object, environment: str) -> OpenedSession:
     """Checks the answer to ``reset``. Raises EnvironmentFailed."""
     fields = read_map(answer, environment)
-    session = fields.get("session")
-    if not isinstance(session, str) or not 0 < len(session) <= MAX_SESSION or not session.isprintable():
-        found = f"session is {shown(session)}" if "session" in fields else "session is missing"
-        raise EnvironmentFailed(environment, f"{found}; expected 1 to {MAX_SESSION} printable characters")
-    tools = fields.get("tools") or []
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS or not all(isinstance(tool, dict) for tool in tools):
-        raise EnvironmentFailed(environment, f"tools is {shown(tools)}; expected a list of at most {MAX_TOOLS} objects")
-    return OpenedSession(session, _messages(fields, environment), tools)
+    session = _field(fields, "session", _is_session, f"1 to {MAX_SESSION} printable characters", environment)
+    tools = _field(fields, "tools", lambda value: not value or _are_tools(value), f"a list of at most {MAX_TOOLS} objects", environment)
+    return OpenedSession(session, _messages(fields, environment), tools or [])
+
+
+def _is_session(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION and value.isprintable()
+
+
+def _are_tools(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_TOOLS and all(isinstance(tool, dict) for tool in value)
 
 
 def read_step(answer: object, environment: str) -> TurnOutcome:
     """Checks the answer to ``step``. Raises EnvironmentFailed."""
     fields = read_map(answer, environment)
-    done = fields.get("done")
-    if not isinstance(done, bool):
-        found = f"done is {shown(done)}" if "done" in fields else "done is missing"
-        raise EnvironmentFailed(environment, f"{found}; expected true or false")
+    done = _field(fields, "done", lambda value: isinstance(value, bool), "true or false", environment)
     messages = _messages(fields, environment)
     if not done and not messages:
         raise EnvironmentFailed(environment, "messages is empty and done is false; expected what the model is to answer")
@@ -322,27 +310,22 @@ def _messages(fields: Mapping[str, object], environment: str) -> list[Reply]:
 def _message(message: object, path: str, environment: str) -> Reply:
     if not isinstance(message, dict):
         raise EnvironmentFailed(environment, f"{path} is {shown(message)}; expected an object with role and content")
-    if message.get("role") not in ROLES:
-        raise EnvironmentFailed(environment, f"{path}.role is {shown(message.get('role'))}; expected one of {', '.join(ROLES)}")
-    if not isinstance(message.get("content"), str):
-        raise EnvironmentFailed(environment, f"{path}.content is {shown(message.get('content'))}; expected text")
+    _field(message, "role", lambda value: value in ROLES, f"one of {', '.join(ROLES)}", environment, f"{path}.")
+    _field(message, "content", lambda value: isinstance(value, str), "text", environment, f"{path}.")
     if not all(isinstance(name, str) and len(name) <= MAX_NAME for name in message):
         raise EnvironmentFailed(environment, f"{path} has names that are no text of at most {MAX_NAME} characters")
     return dict(message)
 
 
 class Environment(ABC):
-    """An environment outside of Myxo. It must be made, used and closed in one event loop.
-
-    Args:
-        name: its name in the run. shown: its address without credentials.
-    """
+    """An environment outside of Myxo. It must be made, used and closed in one event loop. ``name``: its name in the run. ``shown``: its
+    address without credentials."""
 
     def __init__(self, name: str, shown: str) -> None:
         self.name, self.shown = name, shown
         self.label = f"environment {name} at {shown}"
         self.content_type: str | None = None
-        """The type that the newest answer said it is of, where its transport tells."""
+        """The content type of the newest answer, where its transport has one."""
 
     @abstractmethod
     async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:

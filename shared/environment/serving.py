@@ -21,11 +21,9 @@ from shared.environment.protocol import CLOSE, DESCRIBE, PROTOCOL, RESET, SCORE,
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
+# Seconds after which a session that no one steps is forgotten, and the most sessions at once; of more, the oldest go
 SESSION_TTL, MOST_SESSIONS = 3600.0, 10_000
-"""Seconds after which a session that nobody steps is forgotten, and the most sessions at once; of more, the oldest go."""
-
-MOST_OPENING = 256
-"""Episodes whose resets are remembered beyond twice the sessions that are open."""
+MOST_OPENING = 256  # Episodes whose resets are remembered beyond twice the sessions that are open
 
 
 class EpisodeRefused(Exception):
@@ -47,11 +45,7 @@ class _Session:
 
 
 class ServedEnvironment:
-    """The verbs of one object.
-
-    Args:
-        name: for people. made: the object. timeout: the most seconds that one of its calls may need.
-    """
+    """The verbs of one object. ``name``: for people. ``made``: the object. ``timeout``: the most seconds that one of its calls may need."""
 
     def __init__(self, name: str, made: Any, timeout: float = 30.0, session_ttl: float = SESSION_TTL) -> None:
         self.name, self._made, self._timeout, self._ttl = name, made, timeout, session_ttl

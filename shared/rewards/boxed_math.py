@@ -50,6 +50,7 @@ def extract_answer(passage: str) -> str | None:
 
 _TEXT = re.compile(r"^\\text\{(.+?)\}$")
 
+# What is replaced first, one after the other, and by what
 _REWRITTEN = (
     ("\n", ""),
     ("\\!", ""),
@@ -62,8 +63,6 @@ _REWRITTEN = (
     ("^\\circ", ""),
     ("\\$", ""),
 )
-"""What is replaced first, one after the other, and by what."""
-
 _UNIT = "\\text{ "
 _HALF = "\\frac{1}{2}"
 
@@ -94,30 +93,19 @@ def strip_string(text: str) -> str:
     """Returns LaTeX in one form of the several that mean the same. Raises an exception for a root or a fraction of nothing."""
     for before, after in _REWRITTEN:
         text = text.replace(before, after)
-    text = _without_unit(text).replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
-    if not text:
-        return text
-    text = _right_side("0" + text if text.startswith(".") else text)
-    text = _braced_fractions(_braced_roots(text).replace(" ", ""))
-    return _built_fraction(_HALF if text == "0.5" else text)
-
-
-def _without_unit(text: str) -> str:
-    number, *units = text.split(_UNIT)
+    text, *units = text.split(_UNIT)
     if len(units) > 1:
         raise _Unreadable(text)
-    return number
-
-
-def _right_side(text: str) -> str:
-    """Returns what a symbol of one or two letters is said to equal."""
-    left, *right = text.split("=")
-    return right[0] if len(right) == 1 and len(left) <= 2 else text
-
-
-def _braced_roots(text: str) -> str:
-    head, *rest = text.split("\\sqrt")
-    return head + "".join("\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}") for part in rest)
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    left, *right = ("0" + text if text.startswith(".") else text).split("=")
+    if len(right) == 1 and len(left) <= 2:  # a symbol of one or two letters, and what it is said to equal
+        left, right = right[0], []
+    head, *roots = "=".join([left, *right]).split("\\sqrt")
+    text = head + "".join("\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}") for part in roots)
+    text = _braced_fractions(text.replace(" ", ""))
+    return _built_fraction(_HALF if text == "0.5" else text)
 
 
 def _braced_fractions(text: str) -> str:
@@ -146,6 +134,7 @@ def _built_fraction(text: str) -> str:
 
 _ENCLOSED = re.compile(r"^\\text\{(.+?)\}$")
 
+# What is replaced first, one after the other, and by what
 _REPLACED = (
     ("\\%", "%"),
     ("\\$", "$"),
@@ -157,12 +146,8 @@ _REPLACED = (
     ("billion", "*10^9"),
     ("trillion", "*10^12"),
 )
-"""What is replaced first, one after the other, and by what."""
-
 _NAMES = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard"
-_UNITS = [re.compile(rf"{unit}(?:es)?s? *(?:\^[0-9]+)?") for unit in _NAMES.split()]
-"""Units that are left out, one after the other."""
-
+_UNITS = [re.compile(rf"{unit}(?:es)?s? *(?:\^[0-9]+)?") for unit in _NAMES.split()]  # Units that are left out, one after the other
 _CIRCLE = re.compile(r"\^ *\\circ")
 _SPACED_COMMA = re.compile(r",\\! *")
 _MINUS = re.compile("- *")
@@ -172,12 +157,8 @@ _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _SYMBOLS = str.maketrans({"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"})
 _BRACKETS = "()[]"
 
-MOST_LETTERS = 2
-"""The most different letters of an expression that is computed, those of ``sqrt`` and ``frac`` aside."""
-
-_ENDLESS = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
-"""Powers that sympy might compute on for ever."""
-
+MOST_LETTERS = 2  # The most different letters of an expression that is computed, those of ``sqrt`` and ``frac`` aside
+_ENDLESS = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")  # Powers that sympy might compute on for ever
 _WHOLE = 1e-7
 
 
@@ -209,22 +190,13 @@ def _same_part(expected: str, found: str) -> bool:
 def are_equal_under_sympy(expected: str, found: str) -> bool:
     """Returns whether sympy simplifies the difference to 0; False for what it cannot read, or may not."""
     difference = f"({expected})-({found})"
-    if not should_allow_eval(difference):
+    letters = {letter for letter in difference.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
+    if len(letters) > MOST_LETTERS or _ENDLESS.search(difference) is not None:
         return False
     try:
         return bool(_simplified(difference) == 0)
     except Exception:  # sympy raises anything for what is no expression
         return False
-
-
-def should_allow_eval(expression: str) -> bool:
-    """Returns whether an expression may be computed."""
-    return count_unknown_letters(expression) <= MOST_LETTERS and _ENDLESS.search(expression) is None
-
-
-def count_unknown_letters(expression: str) -> int:
-    """Returns how many different letters an expression has besides ``sqrt`` and ``frac``."""
-    return len({letter for letter in expression.replace("sqrt", "").replace("frac", "") if letter.isalpha()})
 
 
 def normalize(answer: str | None) -> str | None:
@@ -256,17 +228,11 @@ def _plain(answer: str) -> str:
         pass
     if "\\" not in answer:
         return answer
+    latex = answer.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")  # keeps a mixed fraction apart
     try:
-        return _plain_text(answer)
+        return str(_converter().latex_to_text(latex)).translate(_SYMBOLS).strip()
     except Exception:  # the parser of LaTeX raises anything for what is none
         return answer
-
-
-def _plain_text(latex: str) -> str:
-    for command in ("\\tfrac", "\\dfrac"):
-        latex = latex.replace(command, "\\frac")
-    text: str = _converter().latex_to_text(latex.replace("\\frac", " \\frac"))  # with the space a mixed fraction keeps its parts apart
-    return text.translate(_SYMBOLS).strip()
 
 
 def _is_whole(number: float) -> bool:
@@ -324,9 +290,7 @@ def _simplified(expression: str) -> Any:
     return sympy.simplify(read)
 
 
-REMEMBERED = 200
-"""The most characters of an answer that is compared once for all responses that give it: those of a group often agree."""
-
+REMEMBERED = 200  # The most characters of an answer that is compared once for all responses that give it: those of a group often agree
 _THOUGHT, _RESPONSE = "</think>", "###Response"
 
 
@@ -342,10 +306,8 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
 
 
 def get_deepscaler_rule_based_reward(response: str, label: str | float) -> int:
-    """Returns 1 where the last box behind the thoughts has the right answer, else 0 (``deepscaler``).
-
-    Behind the thoughts means after the last ``</think>``, without one after the first ``###Response``; without both the reward is 0.
-    """
+    """Returns 1 where the last box behind the thoughts has the right answer, else 0 (``deepscaler``). Behind the thoughts means after the
+    last ``</think>``, without one after the first ``###Response``; without both the reward is 0."""
     if _THOUGHT in response:
         solution = response.rpartition(_THOUGHT)[2]
     elif _RESPONSE in response:

@@ -26,26 +26,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-PASSED = b"passed"
-"""What the tests' process reports when they have come to their end."""
-
+PASSED = b"passed"  # What the tests' process reports when they have come to their end
 _REPORT, _PR_SET_DUMPABLE = 3, 4
 _CHUNK = 1 << 16
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _KINDS: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes, *_CONTAINERS)
 _SCALARS = {type(None), bool, int, float, str}
+# The least integer that is sent in hexadecimal: Python reads decimals of any length on request only, and in quadratic time
 _LONG = 1 << 4096
-"""The least integer that is sent in hexadecimal: Python reads decimals of any length on request only, and in quadratic time."""
 _TYPES: tuple[type[Any], ...] = (*_KINDS, bytearray, range)
 _MADE: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _CONTAINERS}
+# Scalars that JSON does not have
 _TEXTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "int": (hex, lambda text: int(text, 16)),
     "complex": (lambda sent: [sent.real, sent.imag], lambda parts: complex(*parts)),
     "bytes": (lambda sent: sent.decode("latin-1"), lambda text: text.encode("latin-1")),
     "ellipsis": (lambda _: None, lambda _: ...),
 }
-"""Scalars that JSON does not have."""
+# Other types that cross by value: what is sent of them, and how they are made of it
 _WRITTEN: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {
     ("builtins", "bytearray"): (bytes, lambda kind, held: kind(held)),
     ("builtins", "range"): (lambda sent: (sent.start, sent.stop, sent.step), lambda kind, held: kind(*held)),
@@ -56,10 +55,8 @@ _WRITTEN: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] =
     },
     **{key: (str, lambda kind, held: kind(held)) for key in (("decimal", "Decimal"), ("fractions", "Fraction"))},
 }
-"""Other types that cross by value: what is sent of them, and how they are made of it."""
-_OPEN = ("tests", "collections", "types")
-"""The modules of which the code may ask attributes of objects that the tests gave it."""
-
+_OPEN = ("tests", "collections", "types")  # The modules of which the code may ask attributes of objects that the tests gave it
+# What the owner of an object does with it
 _OWNERS: dict[str, Callable[..., Any]] = {
     "__call__": lambda owned, *given, **named: owned(*given, **named),
     "__getattr__": getattr,
@@ -71,14 +68,11 @@ _OWNERS: dict[str, Callable[..., Any]] = {
     **{f"__{function.__name__}__": function for function in (len, iter, next, str, repr, bool, hash, reversed)},
     **{f"__{name}__": getattr(_operator, name) for name in ("getitem", "setitem", "delitem", "contains")},
 }
-"""What the owner of an object does with it."""
-
+# What the owner does with two of its objects; with one of them, its plain value is taken
 _BETWEEN = {
     f"__{name.rstrip('_')}__": getattr(_operator, name)
     for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor")
 }
-"""What the owner does with two of its objects; with one of them, its plain value is taken."""
-
 _REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _OF_VALUES = {
     **{f"__{function.__name__}__": function for function in (abs, int, float, round)},
@@ -87,7 +81,7 @@ _OF_VALUES = {
 
 
 class _Reading:
-    """What the scanner of JSON asks for, as `json.JSONDecoder` has it; importing `json` takes longer than all else here."""
+    """The settings that the scanner of JSON asks for, as `json.JSONDecoder` has it; importing `json` takes longer than all else here."""
 
     strict, object_hook, object_pairs_hook = True, None, None
     parse_float, parse_int, parse_constant = float, int, {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}.get
@@ -157,11 +151,8 @@ def _plain(owned: Any) -> Any:
 
 
 class Peer:
-    """One end of the two processes: asks the other for what it owns, and answers what it is asked meanwhile.
-
-    Args:
-        read, write: descriptors. tests: this is the tests' end, which lets nobody look into what is not the tests' own.
-    """
+    """One end of the two processes: asks the other for what it owns, and answers what it is asked meanwhile. ``read``, ``write``:
+    descriptors. ``tests``: this is the tests' end, which lets no one look into what is not the tests' own."""
 
     def __init__(self, read: int, write: int, tests: bool) -> None:
         self._read, self._write, self._tests = read, write, tests
@@ -195,14 +186,14 @@ class Peer:
         try:
             value = self._done(name, given, named)
         except BaseException as raised:
-            error = _told(raised)
+            error = _sent_error(raised)
         finally:
             sys.stdout = outside
         mutable = [each if type(each) in (list, dict, set, bytearray) else None for each in given]
         try:
             self._send(("answered", value, error, mutable, printed.getvalue()))
         except Exception as raised:
-            self._send(("answered", None, _told(raised), [], printed.getvalue()))
+            self._send(("answered", None, _sent_error(raised), [], printed.getvalue()))
 
     def _done(self, name: str, given: list[Any], named: dict[str, Any]) -> Any:
         owned = given[0]
@@ -320,7 +311,7 @@ def _names(kind: type[BaseException]) -> tuple[str, ...]:
     return tuple(each.__name__ for each in kind.__mro__[: kind.__mro__.index(BaseException) + 1])
 
 
-def _told(raised: BaseException) -> tuple[tuple[str, ...], tuple[Any, ...], str]:
+def _sent_error(raised: BaseException) -> tuple[tuple[str, ...], tuple[Any, ...], str]:
     """Returns an exception as it is sent: its classes, its arguments, and the line of the code that raised it."""
     where, trace = "", raised.__traceback__
     while trace is not None:
@@ -357,11 +348,8 @@ def _load(code: str) -> dict[str, Any]:
 
 
 def run(code: str, entry: str) -> None:
-    """Runs the tests on standard input on the code, and reports `PASSED` where they come to their end.
-
-    Args:
-        entry: the name of the function that is tested. Other names of builtins keep their meaning in the tests, whatever the code defines.
-    """
+    """Runs the tests on standard input on the code, and reports `PASSED` where they come to their end. ``entry``: the name of the function
+    that is tested. Other names of builtins keep their meaning in the tests, whatever the code defines."""
     libc, work = ctypes.CDLL(None), os.getcwd()
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     (asked_read, asked_write), (answered_read, answered_write) = os.pipe(), os.pipe()

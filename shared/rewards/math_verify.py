@@ -81,11 +81,9 @@ def math_label(label: str) -> str:
 
 @lru_cache(64)  # the samples of a group have one label
 def math_labels(label: str) -> tuple[str, ...]:
-    """Returns the label in the forms that ``math`` and ``deepscaler`` are to compare answers with: right is what is one of them.
-
-    That is the label itself, and besides, where a number stands in it in a form that they may not read (``5 km/h``), that number. They read
-    a mixed fraction rightly only as a sum. Raises ValueError for a negative one, which they take for ``-2 + 1/2``.
-    """
+    """Returns the label in the forms that ``math`` and ``deepscaler`` are to compare answers with: right is what is one of them. That is
+    the label itself, and besides, where a number stands in it in a form that they may not read (``5 km/h``), that number. They read a mixed
+    fraction rightly only as a sum. Raises ValueError for a negative one, which they take for ``-2 + 1/2``."""
     text = bare(label)
     if (parts := mixed(text)) is not None:
         sign, whole, above, below = parts
@@ -149,21 +147,18 @@ def math_verify(response: str, label: str) -> float:
     truth, said = _truth(label), response.rpartition(_THOUGHT)[2]
     response = said if said.strip() else response
     answer = _marked(response)
-    if answer is None:
-        return _unmarked(_tail(response), truth)
-    return _marked_reward(answer, label) if len(answer) <= LONGEST_ANSWER else 0.0
+    if answer is not None:
+        return _marked_reward(answer, label) if len(answer) <= LONGEST_ANSWER else 0.0
+    response = _tail(response)
+    if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
+        return truth.equals(ending["number"])
+    inside = bare(response)
+    return _compared(inside, lambda: _mixed(inside) or response, truth)
 
 
 @lru_cache(1024)  # the responses of a group often give the same answer
 def _marked_reward(answer: str, label: str) -> float:
     return _compared(bare(answer), lambda: _latex(answer), _truth(label))
-
-
-def _unmarked(response: str, truth: _Truth) -> float:
-    if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
-        return truth.equals(ending["number"])
-    inside = bare(response)
-    return _compared(inside, lambda: _mixed(inside) or response, truth)
 
 
 def _compared(answer: str, expression: Callable[[], str], truth: _Truth) -> float:

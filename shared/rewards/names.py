@@ -3,17 +3,14 @@
 import importlib.metadata
 import importlib.util
 
-BOXED = "boxed_"
-"""The prefix of a reward that gets what stands in a response's last box, in place of the whole response."""
-
-REASONING_GYM = "reasoning_gym"
-"""The reward of tasks that the package reasoning-gym has made, and the key of its metadata."""
-
+BOXED = "boxed_"  # The prefix of a reward that gets what stands in a response's last box, in place of the whole response
+REASONING_GYM = "reasoning_gym"  # The reward of tasks that the package reasoning-gym has made, and the key of its metadata
 TEXT, SYMBOLIC, LENIENT, INSTRUCTIONS = "verifiers", "verifiers-sympy", "verifiers-math-verify", "verifiers-ifbench"
 GENERATED, SANDBOXED = "verifiers-reasoning-gym", "verifiers-sandbox"
 """The queues of verifiers. Each has processes of its own, which load what its verifiers need: nothing, sympy, math-verify, IFBench,
 reasoning-gym, and sandboxes."""
 
+# The queue of each verifier
 QUEUES = {
     "dapo": TEXT,
     "deepscaler": SYMBOLIC,
@@ -27,28 +24,20 @@ QUEUES = {
     REASONING_GYM: GENERATED,
     "unit_tests": SANDBOXED,
 }
-"""The queue of each verifier."""
-
+# The packages that the verifiers of a queue import, and what pip installs for each
 PACKAGES = {
     SYMBOLIC: {"sympy": "myxo[reward]", "pylatexenc": "myxo[reward]"},
     LENIENT: {"math_verify": "myxo[reward]"},
     INSTRUCTIONS: {"ifbench": "ifbench @ git+https://github.com/allenai/IFBench"},
     GENERATED: {"reasoning_gym": "myxo[reasoning-gym]"},
 }
-"""The packages that the verifiers of a queue import, and what pip installs for each."""
-
-VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))
-"""Every ``rm_type`` that the reward service scores with itself."""
-
+VERIFIERS = (*QUEUES, *(BOXED + name for name in QUEUES))  # Every ``rm_type`` that the reward service scores with itself
+# Verifiers that a prompt needs no label for: they look into its metadata, or at nothing
 WITHOUT_LABEL = ("gpqa", "ifbench", "random", REASONING_GYM)
-"""Verifiers that a prompt needs no label for: they look into its metadata, or at nothing."""
-
-RUNS_CODE = ("unit_tests",)
-"""Verifiers that run a response's code in a sandbox. Their labels are tests, and no answers."""
+RUNS_CODE = ("unit_tests",)  # Verifiers that run a response's code in a sandbox. Their labels are tests, and no answers.
 
 
-GIVEN = "given"
-"""The ``rm_type`` of samples that come with their reward, or whose prompts name what scores them: slime's default."""
+GIVEN = "given"  # The ``rm_type`` of samples that come with their reward, or whose prompts name what scores them: slime's default
 
 
 def base(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a response is compared with: the label and the metadata of its prompt."""
+"""The reference that a response is compared with: the label and the metadata of its prompt."""
 
 import json
 import math
@@ -13,10 +13,8 @@ from shared.rewards.unit_test_cases import cases_of
 
 @dataclass(frozen=True)
 class Reference:
-    """The label and the metadata of a prompt.
-
-    label: as text, None where there is none. is_json: the label is the JSON text of a number, a list or an object, and no text itself.
-    """
+    """The label and the metadata of a prompt. label: as text, None where there is none. is_json: the label is the JSON text of a number, a
+    list or an object, and no text itself."""
 
     label: str | None
     is_json: bool = False
@@ -36,10 +34,8 @@ class Reference:
 
 
 def label_problem(environment: str, reference: Reference, *, taught: bool = False) -> str | None:
-    """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is.
-
-    ``taught``: a teacher is learned from besides rewards. Then a prompt may have no label, and every response earns 0, as with slime.
-    """
+    """Returns what is wrong with a prompt's label, given what scores its responses; None where nothing is. ``taught``: a teacher is learned
+    from besides rewards. Then a prompt may have no label, and every response earns 0, as with slime."""
     if environment not in VERIFIERS or (taught and reference.label is None and needs_label(environment)):
         return None
     if (problem := _metadata_problem(environment, reference)) is not None:
@@ -47,7 +43,11 @@ def label_problem(environment: str, reference: Reference, *, taught: bool = Fals
     if reference.label is None:
         return f"expected the answer that {environment} compares with: text or a number, found None" if needs_label(environment) else None
     if base(environment) in RUNS_CODE:
-        return _tests_problem(reference)
+        try:
+            cases_of(reference.value)
+        except ValueError as error:
+            return str(error)
+        return None
     if isinstance(reference.value, str | int | float) and not isinstance(reference.value, bool):
         return None
     return f"expected text or a number for {environment} to compare with, found {reference.label[:80]}; custom_rm_path takes other values"
@@ -63,20 +63,10 @@ def _metadata_problem(environment: str, reference: Reference) -> str | None:
     return None
 
 
-def _tests_problem(reference: Reference) -> str | None:
-    try:
-        cases_of(reference.value)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def label_text(value: Any) -> tuple[str | None, bool]:
-    """Returns a label of a prompt file as text, and whether that is JSON.
-
-    A number keeps the text that it has in the file (`shared.data.json_numbers`); one that has none is written in decimal digits, for nobody
-    answers ``1e-05``. Raises ValueError for NaN and infinities, TypeError for what is no JSON.
-    """
+    """Returns a label of a prompt file as text, and whether that is JSON. A number keeps the text that it has in the file
+    (`shared.data.json_numbers`); one that has none is written in decimal digits, for no one answers ``1e-05``. Raises ValueError for NaN
+    and infinities, TypeError for what is no JSON."""
     if value is None or isinstance(value, str):
         return value, False
     if not isinstance(value, float):

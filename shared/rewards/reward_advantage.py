@@ -1,4 +1,4 @@
-"""What a sample's reward says beside the others of its group: the part of an advantage that needs no token. Pure.
+"""A sample's reward relative to the others of its group: the part of an advantage that needs no token. Pure.
 
 Always by group id, one vote per rollout, never by the shape of a batch. A group that lost samples (dropped, dead, rejected) is normalised
 over those it has; two groups never mix.
@@ -49,12 +49,9 @@ def group_relative(
 
 
 def leave_one_out(rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None) -> FloatArray:
-    """Returns ``r - mean of the other rollouts' votes`` within each group: float64 [N].
-
-    A rollout's vote is the mean of its samples' rewards. Arguments, and where this is exactly 0: as for ``group_relative``.
-
-    Source: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), eq. 9; Kool et al. 2019.
-    """
+    """Returns ``r - mean of the other rollouts' votes`` within each group: float64 [N]. A rollout's vote is the mean of its samples'
+    rewards. Arguments, and where this is exactly 0: as for ``group_relative``. Source: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), eq.
+    9; Kool et al. 2019."""
     values, advantages = np.asarray(rewards, dtype=np.float64), np.zeros(len(rewards))
     for group in _groups(values, groups, rollout_ids):
         rewards_of, own = values[group.samples], group.weights * group.rollouts
@@ -90,11 +87,9 @@ def _groups(values: FloatArray, groups: Sequence[Hashable], rollout_ids: Sequenc
 def reward_advantages(
     config: AlgorithmSection, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
 ) -> FloatArray:
-    """Returns each sample's reward as its estimator uses it, before token-level terms and whitening: float64 [N].
-
-    grpo, gspo, cispo: ``group_relative``; reinforce_plus_plus_baseline: the same without the std; rloo: ``leave_one_out``; ppo,
-    reinforce_plus_plus, and all of them without ``normalize_rewards``: the reward as it is.
-    """
+    """Returns each sample's reward as its estimator uses it, before token-level terms and whitening: float64 [N]. grpo, gspo, cispo:
+    ``group_relative``; reinforce_plus_plus_baseline: the same without the std; rloo: ``leave_one_out``; ppo, reinforce_plus_plus, and all
+    of them without ``normalize_rewards``: the reward as it is."""
     if not config.compares_rewards:
         return np.array(rewards, dtype=np.float64)
     if config.advantage_estimator == "rloo":

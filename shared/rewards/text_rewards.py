@@ -14,16 +14,10 @@ from shared.rewards.boxed_math import BOX, last_boxed
 from shared.rewards.names import REASONING_GYM
 from shared.runtime.errors import nearest
 
-LAST_CHARACTERS = 300
-"""The characters at a response's end that are looked at."""
-
-LAST_OF_BOX = 100
-"""The same where the answer has to stand in a box."""
-
+LAST_CHARACTERS = 300  # The characters at a response's end that are looked at
+LAST_OF_BOX = 100  # The same where the answer has to stand in a box
 ANSWER = r"(?i)Answer\s*:\s*([^\n]+)"
-INVALID = "[INVALID]"
-"""The prediction of a response that names no answer."""
-
+INVALID = "[INVALID]"  # The prediction of a response that names no answer
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -38,6 +32,7 @@ _REPLACED = (
 )
 
 # fmt: off
+# What is left out, one after the other
 _REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet", "minutes",
     "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples",
@@ -45,8 +40,7 @@ _REMOVED = (
     "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>",
 )
 # fmt: on
-"""What is left out, one after the other."""
-
+# Enclosing commands, and arguments without braces
 _REWRITTEN = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -59,16 +53,13 @@ _REWRITTEN = tuple(
         (r"sqrt([^{])", r"sqrt{\1}"),
     )
 )
-"""Enclosing commands, and arguments without braces."""
 
 
 def compute_score(
     solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
-    """Returns ``score``, 1.0 or -1.0; ``acc``, whether the answer is right; ``pred``, the answer as it was read.
-
-    Raises ValueError for a ``ground_truth`` that is no number.
-    """
+    """Returns ``score``, 1.0 or -1.0; ``acc``, whether the answer is right; ``pred``, the answer as it was read. Raises ValueError for a
+    ``ground_truth`` that is no number."""
     right, found = verify(solution_str[-LAST_CHARACTERS:], ground_truth, strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": found}
 
@@ -132,8 +123,7 @@ def normalize_final_answer(answer: Any) -> str:
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_WHOLE = ("yes", "no", "noanswer")
-"""Answers that are right as a whole or wrong."""
+_WHOLE = ("yes", "no", "noanswer")  # Answers that are right as a whole or wrong
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
@@ -156,12 +146,9 @@ def normalize_answer(s: str) -> str:
     return " ".join(_ARTICLE.sub(" ", s.lower().translate(_PUNCTUATION)).split())
 
 
-LETTERS = list(string.ascii_uppercase[:10])
-"""The letters of a question that says neither its letters nor its choices."""
-
-ANSWERS = ("correct_letter", "correct_answer", "answer_text")
-"""The fields of a question's metadata that say what is right."""
-
+LETTERS = list(string.ascii_uppercase[:10])  # The letters of a question that says neither its letters nor its choices
+ANSWERS = ("correct_letter", "correct_answer", "answer_text")  # The fields of a question's metadata that say what is right
+# How a response names its letter, tried one after the other
 _NAMED = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -170,21 +157,15 @@ _NAMED = [
         r"final\s*(?:answer|option)\s*(?:is|:)?\s*([A-Z])",
     )
 ]
-"""How a response names its letter, tried one after the other."""
-
 _LONE = re.compile(r"\b([A-Z])\b")
 _OTHER = re.compile(r"[^a-z0-9]+")
 _THOUGHT = "</think>"
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """Returns 1.0 where the response names the right letter, or without a letter has the right answer's text in it; else 0.0.
-
-    Args:
-        label: the letter, the number of the choice from 0, or the text of the choice.
-        metadata: ``choices`` (a list, or an object by letter), ``valid_letters``, ``correct_letter``; ``correct_answer`` and
-            ``answer_text`` name texts that are right, too.
-    """
+    """Returns 1.0 where the response names the right letter, or without a letter has the right answer's text in it; else 0.0. ``label``:
+    the letter, the number of the choice from 0, or the text of the choice. ``metadata``: ``choices`` (a list, or an object by letter),
+    ``valid_letters``, ``correct_letter``; ``correct_answer`` and ``answer_text`` name texts that are right, too."""
     if response is None:
         return 0.0
     metadata = metadata or {}
@@ -247,14 +228,9 @@ def _words(text: str) -> str:
 
 
 def compute_ifbench_reward(response: str | None, label: Any = None, metadata: Mapping[str, Any] | None = None) -> float:
-    """Returns 1.0 where the response keeps all instructions, strictly; else 0.0, and where the metadata name no instruction.
-
-    Args:
-        label: not looked at.
-        metadata: ``instruction_id_list``; ``kwargs``, the arguments of each instruction, or of all; ``prompt_text``.
-
-    Raises ImportError where IFBench is not installed, KeyError for an instruction that it does not have.
-    """
+    """Returns 1.0 where the response keeps all instructions, strictly; else 0.0, and where the metadata name no instruction. ``label``: not
+    looked at. ``metadata``: ``instruction_id_list``; ``kwargs``, the arguments of each instruction, or of all; ``prompt_text``. Raises
+    ImportError where IFBench is not installed, KeyError for an instruction that it does not have."""
     names = instructions(metadata or {})
     if response is None or metadata is None or not names:
         return 0.0

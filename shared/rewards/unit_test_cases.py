@@ -27,6 +27,7 @@ EXPECTED = (
     "calls, or {test, entry_point}"
 )
 
+# Makes a value of Python's plain types: what it prints as says all of it
 _PLAIN = """
 def _myxo_plain(value):
     for kind in (bool, int, float, complex, str, bytes):
@@ -44,7 +45,6 @@ def _myxo_plain(value):
         return float(value)
     raise TypeError(f"a value of type {type(value).__name__} is not compared")
 """
-"""Makes a value of Python's plain types: what it prints as says all of it."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,7 @@ assert _myxo_ran.testsRun and _myxo_ran.wasSuccessful()
 
 Case = OutputCase | ValueCase | ScriptCase
 
-_AS_MODULE = "__name__ = 'solution'"
-"""What stands under ``if __name__ == "__main__"`` is for programs that are run, and waits for an input."""
+_AS_MODULE = "__name__ = 'solution'"  # What stands under ``if __name__ == "__main__"`` is for programs that are run, and waits for an input
 
 
 def fenced_code(response: str) -> str | None:

@@ -27,12 +27,9 @@ from shared.runtime.errors import ConfigError
 from shared.sandbox.program import ProgramResult, SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxPool, SandboxUnavailable
 
-WARM = 2
-"""Sandboxes that have started before a response needs them, in each process."""
-
+WARM = 2  # Sandboxes that have started before a response needs them, in each process
+# After a test that reached one of these limits the others are not run: they would most likely reach it, too, each after its time
 _OVER = ("wall_time", "cpu_time", "memory", "processes")
-"""After a test that reached one of these limits the others are not run: they would most likely reach it, too, each after its time."""
-
 _pool: SandboxPool | None = None
 
 
@@ -59,10 +56,8 @@ def close_sandboxes() -> None:
 
 
 def unit_tests(response: str, reference: Reference) -> Mapping[str, float]:
-    """Returns ``score``, 1.0 where the code of a response passes all tests of its label, and ``passed``, the share that it passes.
-
-    Raises ValueError for a label that holds no tests.
-    """
+    """Returns ``score``, 1.0 where the code of a response passes all tests of its label, and ``passed``, the share that it passes. Raises
+    ValueError for a label that holds no tests."""
     cases, code = cases_of(reference.value), fenced_code(response)
     if code is None:
         return {"score": 0.0, "passed": 0.0}
@@ -75,7 +70,7 @@ def unit_tests(response: str, reference: Reference) -> Mapping[str, float]:
 
 
 class CaseOutcome(NamedTuple):
-    """What came of one test."""
+    """The outcome of one test."""
 
     passed: bool
     result: ProgramResult
@@ -101,11 +96,8 @@ def _never_runs(result: ProgramResult) -> bool:
     )
 
 
-Value = float | Mapping[str, Any]
-"""One reward, or several by name."""
-
-Verifier = Callable[[str, Reference], Value]
-"""(response text, what it is compared with) → reward."""
+Value = float | Mapping[str, Any]  # One reward, or several by name
+Verifier = Callable[[str, Reference], Value]  # (response text, what it is compared with) → reward
 
 
 def exact(response: str, reference: Reference) -> float:
@@ -113,45 +105,31 @@ def exact(response: str, reference: Reference) -> float:
     return float(response.strip() == reference.text.strip())
 
 
-def _math(response: str, reference: Reference) -> float:
-    return float(any(grade_answer_verl(response, label) for label in math_labels(reference.text)))
+def _any(graded: Callable[[str, str], bool | int], response: str, reference: Reference) -> float:
+    return float(any(graded(response, label) for label in math_labels(reference.text)))
 
 
-def _deepscaler(response: str, reference: Reference) -> float:
-    return float(any(get_deepscaler_rule_based_reward(response, label) for label in math_labels(reference.text)))
-
-
-def _dapo(response: str, reference: Reference) -> Mapping[str, Any]:
-    return compute_score(response, integer_label(reference.text))
-
-
-def _gpqa(response: str, reference: Reference) -> float:
-    return compute_gpqa_reward(response, reference.value, reference.metadata)
-
-
+# The verifiers, by ``rm_type``
 VERIFIERS: dict[str, Verifier] = {
-    "dapo": _dapo,
-    "deepscaler": _deepscaler,
+    "dapo": lambda response, reference: compute_score(response, integer_label(reference.text)),
+    "deepscaler": lambda response, reference: _any(get_deepscaler_rule_based_reward, response, reference),
     "exact": exact,
     "f1": lambda response, reference: f1_score(response, reference.text)[0],
-    "gpqa": _gpqa,
+    "gpqa": lambda response, reference: compute_gpqa_reward(response, reference.value, reference.metadata),
     "ifbench": lambda response, reference: compute_ifbench_reward(response, reference.value, reference.metadata),
-    "math": _math,
+    "math": lambda response, reference: _any(grade_answer_verl, response, reference),
     "math_verify": lambda response, reference: math_verify(response, reference.text),
     REASONING_GYM: lambda response, reference: compute_reasoning_gym_reward(response, reference.label, reference.metadata),
     "random": lambda response, reference: float(random.randint(0, 1)),
     "unit_tests": unit_tests,
 }
-"""The verifiers, by ``rm_type``."""
-
 READ_LABEL: dict[str, Callable[[str], str]] = {"dapo": integer_label, "deepscaler": math_label, "math": math_label, "math_verify": read}
-"""What a verifier reads in a label, by ``rm_type``; raises ValueError for one that it would compare wrongly, or with nothing.
+"""Readers of labels, by ``rm_type``; raises ValueError for one that it would compare wrongly, or with nothing.
 
 The others take a label as it is."""
 
 
-_RESPONSE, _LABEL = "</think>\\boxed{\\frac{2x}{2}}", "x"
-"""A response and a label over which verifiers load their libraries."""
+_RESPONSE, _LABEL = "</think>\\boxed{\\frac{2x}{2}}", "x"  # A response and a label over which verifiers load their libraries
 
 
 def load(names: Iterable[str]) -> None:
@@ -163,9 +141,7 @@ def load(names: Iterable[str]) -> None:
 
 def verify(name: str, response: str, reference: Reference) -> Value:
     """Returns the reward of a response by the verifier ``name``, which gets what stands in the last box where it has slime's prefix for it.
-
-    Raises ValueError for a label that it cannot compare with.
-    """
+    Raises ValueError for a label that it cannot compare with."""
     if name.startswith(BOXED):
         response, name = extract_answer(response) or "", name.removeprefix(BOXED)
     return VERIFIERS[name](response, reference)

@@ -14,12 +14,8 @@ from shared.rewards.verifiers import CaseOutcome, run_tests
 from shared.sandbox.program import Program, ProgramResult, SandboxSettings
 from shared.sandbox.sandbox import Sandbox
 
-SOLUTION = "solution.py"
-"""The file that tests are run on."""
-
-LONGEST_ANSWER = 4000
-"""The most characters of an answer to the model: of a longer one the beginning and the end."""
-
+SOLUTION = "solution.py"  # The file that tests are run on
+LONGEST_ANSWER = 4000  # The most characters of an answer to the model: of a longer one the beginning and the end
 _PATH = {"type": "string", "description": f"a path in the work folder, such as {SOLUTION}"}
 _TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "write_file": ("Writes a file, in place of what it held.", {"path": _PATH, "content": {"type": "string"}}),
@@ -33,6 +29,7 @@ _TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _OPTIONAL = ("stdin",)
 
+# The tools as OpenAI's chat completions take them
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -49,15 +46,11 @@ TOOLS: list[dict[str, Any]] = [
     }
     for name, (description, properties) in _TOOLS.items()
 ]
-"""The tools as OpenAI's chat completions take them."""
 
 
 class CodingTools:
-    """Answers calls of the tools in one sandbox, which lasts as long as the conversation.
-
-    Args:
-        settings: of the sandbox. cases: the tests that `SOLUTION` has to pass.
-    """
+    """Answers calls of the tools in one sandbox, which lasts as long as the conversation. ``settings``: of the sandbox. ``cases``: the
+    tests that `SOLUTION` has to pass."""
 
     def __init__(self, settings: SandboxSettings, cases: Sequence[Case]) -> None:
         self._sandbox, self._cases = Sandbox(settings), list(cases)
@@ -85,17 +78,17 @@ class CodingTools:
             return f"error: {error}"
 
     def _write_file(self, path: str, content: str) -> str:
-        return _told(self._sandbox.write_file(path, content.encode(errors="replace"))) or f"wrote {path}"
+        return _problem(self._sandbox.write_file(path, content.encode(errors="replace"))) or f"wrote {path}"
 
     def _read_file(self, path: str) -> str:
         result = self._sandbox.read_file(path)
-        return _told(result) or result.stdout.decode(errors="replace")
+        return _problem(result) or result.stdout.decode(errors="replace")
 
     def _edit_file(self, path: str, old: str, new: str) -> str:
         result = self._sandbox.read_file(path)
         text = result.stdout.decode(errors="replace")
         if not result.ok:
-            return _told(result)
+            return _problem(result)
         if (count := text.count(old) if old else 0) != 1:
             return f"error: old occurs {count} times in {path}; it has to occur once"
         return self._write_file(path, text.replace(old, new))
@@ -142,7 +135,7 @@ def _fields(name: str, arguments: str) -> dict[str, str]:
     return given
 
 
-def _told(result: ProgramResult) -> str:
+def _problem(result: ProgramResult) -> str:
     """Returns what went wrong; nothing where nothing did."""
     return "" if result.ok else f"error: {result.stderr.decode(errors='replace').strip() or result.words()}"
 

@@ -1,16 +1,14 @@
-"""What runs in a sandbox, within which limits, and what came of it."""
+"""Programs of a sandbox, their limits and their results."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import Literal
+from typing import Literal, get_args
 
+# How a program ended: by itself with exit code 0, with another one, or by a signal; or because it reached the limit that is named
 Status = Literal["ok", "exit_code", "signal", "wall_time", "cpu_time", "memory", "processes", "output"]
-"""How a program ended: by itself with exit code 0, with another one, or by a signal; or because it reached the limit that is named."""
-
-STATUSES: tuple[Status, ...] = ("ok", "exit_code", "signal", "wall_time", "cpu_time", "memory", "processes", "output")
-"""Every status, in the order of the numbers that the supervisor sends (`shared.sandbox.program_supervisor`)."""
-
+# Every status, in the order of the numbers that the supervisor sends (`shared.sandbox.program_supervisor`)
+STATUSES: tuple[Status, ...] = get_args(Status)
 _REFUSED_MEMORY = (b"MemoryError", b"std::bad_alloc", b"Cannot allocate memory")
 _LAST_WORDS = 4096
 
@@ -38,11 +36,11 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxSettings:
-    """What a sandbox is made of.
+    """The settings of a sandbox.
 
     kind: ``bwrap``; ``docker`` or ``podman``, in a container of ``image``; or ``none``, which isolates nothing and has to be asked for.
     packages: the packages of this environment, or of the image, can be imported. paths: files and folders that are read-only inside, where
-    they are outside. devices: device files, such as a GPU's. lease_s: the seconds after which a sandbox ends that nobody asks anything.
+    they are outside. devices: device files, such as a GPU's. lease_s: the seconds without a request after which a sandbox ends.
     """
 
     kind: SandboxKind = "bwrap"
@@ -56,28 +54,22 @@ class SandboxSettings:
 
 @dataclass(frozen=True)
 class Program:
-    """What is to run.
-
-    command: a program and its arguments; or else sources: Python, as text or compiled, executed one after the other in one namespace, in a
-    fork of an interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard input; it is nowhere
-    in a program's memory before that reads it.
-    """
+    """A program to run. command: a program and its arguments; or else sources: Python, as text or compiled, executed one after the other in
+    one namespace, in a fork of an interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard
+    input; it is nowhere in a program's memory before that reads it."""
 
     command: tuple[str, ...] = ()
     sources: tuple[str | CodeType, ...] = ()
     stdin: bytes = b""
 
 
-REPORT = 3
-"""The descriptor for a verdict beside the standard output, of `Program.sources`."""
+REPORT = 3  # The descriptor for a verdict beside the standard output, of `Program.sources`
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What came of a program.
-
-    stdout, stderr, report: what it wrote, up to the limit; truncated: it wrote more. wall_s, cpu_s, memory_bytes: what it took.
-    """
+    """The result of a program. stdout, stderr, report: what it wrote, up to the limit; truncated: it wrote more. wall_s, cpu_s,
+    memory_bytes: what it took."""
 
     status: Status
     exit_code: int | None

@@ -27,12 +27,9 @@ import sys
 import time
 import types
 
-FIRST = os.getpid() == 1
-"""Whether this is process 1 of a sandbox, which sees no others; without bubblewrap it is one of the host's."""
-
+FIRST = os.getpid() == 1  # Whether this is process 1 of a sandbox, which sees no others; without bubblewrap it is one of the host's
+# What the kernel keeps for a file of any size, and at most for data that no one has read from a local socket
 ENTRY_BYTES, SOCKET_BYTES = 2 << 10, 208 << 10
-"""What the kernel keeps for a file of any size, and at most for data that nobody has read from a local socket."""
-
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -134,12 +131,9 @@ whether output was cut off, lengths of standard output, standard error and repor
 
 OK, EXIT_CODE, SIGNAL, WALL_TIME, CPU_TIME, MEMORY, PROCESSES, OUTPUT = range(8)
 
-TICK_S = 0.01
-"""The pause between two looks at what the processes have taken."""
-
+TICK_S = 0.01  # The pause between two looks at what the processes have taken
+# What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves
 MEMORY_SLACK = 64 << 20
-"""What each process may allocate beyond the limit, so that the program is ended for what it uses, and not refused what it reserves."""
-
 _CHUNK = 1 << 16
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_FILTER = 4, 36, 38, 22, 2
 _STDIN, _REPORT = 0, 3
@@ -147,7 +141,7 @@ _ASIDE = 100
 
 
 def main(lease_s: float, work: str, user: int) -> None:
-    """Answers requests until nobody is there to ask. ``user``: that of the programs; 0: the supervisor's own."""
+    """Answers requests until no one is there to ask. ``user``: that of the programs; 0: the supervisor's own."""
     libc, own = ctypes.CDLL(None), os.getpid()
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # without bubblewrap, what a program leaves behind comes here all the same
@@ -160,7 +154,7 @@ def main(lease_s: float, work: str, user: int) -> None:
                 answer = answer[os.write(1, answer) :]
     except BrokenPipeError:  # who asked is gone
         pass
-    except BaseException:  # its last line is told by whoever asked
+    except BaseException:  # its last line is reported by the process that asked
         sys.excepthook(*sys.exc_info())
     finally:
         if os.getpid() == own:  # and no program that failed to start
@@ -178,7 +172,7 @@ def leave(work: str) -> None:
 
 
 def _request(lease_s: float) -> dict | None:  # type: ignore[type-arg]
-    """Returns the next request; None where the lease ran out, or nobody is there any more."""
+    """Returns the next request; None where the lease ran out, or no one is there any more."""
     if not _readable(lease_s):
         return None
     data, size = bytearray(), 4
@@ -264,7 +258,7 @@ class Run:
             now = time.monotonic()
             if now - looked >= TICK_S and not self.ended:
                 looked = now
-                self._look()
+                self._check_limits()
             if now - self.began > self.limits["wall_s"] and not self.ended:
                 self.status = WALL_TIME
         os.close(self._main)
@@ -336,7 +330,7 @@ class Run:
             if pid == self.pid:
                 self.wait_status, self.ended = status, True
 
-    def _look(self) -> None:
+    def _check_limits(self) -> None:
         """Compares what the living processes have taken with the limits."""
         count, cpu_s, memory = 0, self.cpu_s, filled(self.work)
         pids = processes()
@@ -367,7 +361,10 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
         for number in range(len(ends)):
             os.dup2(_ASIDE + number, number)
         os.closerange(_REPORT + 1, 1 << 16)
-        _become(request["user"])
+        if user := request["user"]:  # which takes all rights from it for good
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python ignores them, and what it starts would, too
             _signal.signal(number, _signal.SIG_DFL)
@@ -381,16 +378,8 @@ def _be_program(request: dict, ends: list[int], work: str, libc: ctypes.CDLL) ->
         os._exit(code)
 
 
-def _become(user: int) -> None:
-    """Makes the process another user, which takes all rights from it for good."""
-    if user:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-
-
 def _filter(syscalls: bytes, libc: ctypes.CDLL) -> None:
-    """Takes system calls from the process and all that it starts, where nobody has before; seccomp(2)."""
+    """Takes system calls from the process and all that it starts, where no one has before; seccomp(2)."""
     if not syscalls:
         return
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -418,7 +407,7 @@ def _limit(limits: dict) -> None:  # type: ignore[type-arg]
         _, hard = resource.getrlimit(number)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first by SIGXCPU, which tells what it was
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first by SIGXCPU, which reports what it was
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # the soft limit is that of the process that started this one
 
@@ -449,7 +438,7 @@ def _python(sources: list[str | types.CodeType], work: str) -> int:
             exec(compile(source, "main.py", "exec") if isinstance(source, str) else source, main_module.__dict__)
         code = 0
     except BaseException as error:
-        code = _told(error)
+        code = _print_error(error)
     try:
         if threads := sys.modules.get("threading"):
             threads._shutdown()
@@ -461,8 +450,8 @@ def _python(sources: list[str | types.CodeType], work: str) -> int:
     return code
 
 
-def _told(error: BaseException) -> int:
-    """Tells an error that nobody caught as the interpreter does, and returns its exit code."""
+def _print_error(error: BaseException) -> int:
+    """Prints an uncaught error as the interpreter does, and returns its exit code."""
     if not isinstance(error, SystemExit):
         trace = error.__traceback__
         sys.excepthook(type(error), error.with_traceback(trace and trace.tb_next), trace and trace.tb_next)

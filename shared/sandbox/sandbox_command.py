@@ -28,28 +28,23 @@ from pathlib import Path
 from shared.runtime.container_runtime import HARDENED
 from shared.sandbox.program import SandboxSettings
 
-WORK, TEMPORARY = "/sandbox", "/tmp"
-"""The folder that a program starts in, and the other one that it may write to."""
-
+WORK, TEMPORARY = "/sandbox", "/tmp"  # The folder that a program starts in, and the other one that it may write to
 SUPERVISOR = "/supervisor.pyc"
 
-USER = 1000
-"""The user and group of programs inside."""
-
+USER = 1000  # The user and group of programs inside
 OUTSIDE = 2_000_000_000
 """The user and group that they are outside, where root starts the sandbox: ones that own nothing. Any other user can only give them its
 own. Root's own would be refused by no limit of processes, and the kernel's settings belong to it."""
 
+# What the supervisor may do inside, where its programs are another user: make them that, end them and look at their memory
 SUPERVISOR_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_SYS_PTRACE")
-"""What the supervisor may do inside, where its programs are another user: make them that, end them and look at their memory."""
-
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 PASSWD = f"sandbox:x:{USER}:{USER}::{WORK}:/bin/sh\n".encode()
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# What the loader and commands such as ``cc`` need; no file of ``/etc`` holds a secret that is not named here
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives")
-"""What the loader and commands such as ``cc`` need; no file of ``/etc`` holds a secret that is not named here."""
 
 
 def bwrap_program() -> str | None:
@@ -88,21 +83,16 @@ def environment(settings: SandboxSettings, work: str) -> dict[str, str]:
 
 
 def supervisor_command(settings: SandboxSettings, supervisor: str, work: str, user: int = 0) -> list[str]:
-    """Returns the command line of the supervisor: an interpreter that starts with next to nothing, in 10 ms.
-
-    Args:
-        user: the user that it makes its programs; 0: its own.
-    """
+    """Returns the command line of the supervisor: an interpreter that starts with next to nothing, in 10 ms. ``user``: the user that it
+    makes its programs; ``0``: its own."""
     return [interpreter(), "-s", "-S", "-P", supervisor, f"{settings.lease_s:g}", work, str(user)]
 
 
 @dataclass(frozen=True)
 class SandboxDescriptors:
-    """The descriptors of a start.
-
-    supervisor, passwd, syscalls: to read the supervisor's code, `PASSWD` and the filter of system calls from. information: where bubblewrap
-    writes the supervisor's process id. mapped: where bubblewrap hears that users are mapped; None: it maps its own.
-    """
+    """The descriptors of a start. supervisor, passwd, syscalls: to read the supervisor's code, `PASSWD` and the filter of system calls
+    from. information: where bubblewrap writes the supervisor's process id. mapped: where bubblewrap hears that users are mapped; None: it
+    maps its own."""
 
     supervisor: int
     passwd: int
@@ -175,24 +165,17 @@ def _interpreter_folders() -> list[str]:
 
 FIRST_USER, USERS = 40_000, 20_000
 """Programs are one of these users, another in each sandbox: the kernel counts a user's processes over all containers. Systems give them to
-nobody, and where containers have users of their own, there are as many."""
+no one, and where containers have users of their own, there are as many."""
 
 SHARED_MEMORY = "/dev/shm"
-SHARED_MEMORY_BYTES = 1 << 20
-"""Room for semaphores. What lies there is not counted, as what lies in the other two folders is."""
-
+SHARED_MEMORY_BYTES = 1 << 20  # Room for semaphores. What lies there is not counted, as what lies in the other two folders is.
+# What the container may have beyond a program's limits: the supervisor, and what is taken between two of its looks
 SLACK_BYTES, SLACK_PROCESSES = 192 << 20, 8
-"""What the container may have beyond a program's limits: the supervisor, and what is taken between two of its looks."""
-
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def container_command(settings: SandboxSettings, name: str, user: int, supervisor: str) -> list[str]:
-    """Returns the command line of a sandbox.
-
-    Args:
-        user: that of its programs. supervisor: its source.
-    """
+    """Returns the command line of a sandbox. ``user``: that of its programs. ``supervisor``: its source."""
     limits = settings.limits
     memory = str(limits.memory_bytes + SLACK_BYTES)
     rooms = {WORK: limits.disk_bytes, TEMPORARY: limits.disk_bytes, SHARED_MEMORY: SHARED_MEMORY_BYTES}
@@ -222,84 +205,29 @@ def container_command(settings: SandboxSettings, name: str, user: int, superviso
     return [settings.kind, "run", "--rm", "--interactive", *hardened, *words, settings.image, *inside, *python]
 
 
+# The calls that are refused, with their numbers on x86-64 and on aarch64; None where there is no such call
+# fmt: off
 REFUSED = {
-    "acct": (163, 89),
-    "add_key": (248, 217),
-    "bpf": (321, 280),
-    "chroot": (161, 51),
-    "clock_adjtime": (305, 266),
-    "clock_settime": (227, 112),
-    "delete_module": (176, 106),
-    "finit_module": (313, 273),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fsopen": (430, 430),
-    "fspick": (433, 433),
-    "init_module": (175, 105),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_uring_setup": (425, 425),
-    "ioperm": (173, None),
-    "iopl": (172, None),
-    "kcmp": (312, 272),
-    "kexec_file_load": (320, 294),
-    "kexec_load": (246, 104),
-    "keyctl": (250, 219),
-    "lookup_dcookie": (212, 18),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "migrate_pages": (256, 238),
-    "modify_ldt": (154, None),
-    "mount": (165, 40),
-    "mount_setattr": (442, 442),
-    "move_mount": (429, 429),
-    "move_pages": (279, 239),
-    "msgget": (68, 186),
-    "name_to_handle_at": (303, 264),
-    "nfsservctl": (180, 42),
-    "open_by_handle_at": (304, 265),
-    "open_tree": (428, 428),
-    "perf_event_open": (298, 241),
-    "pidfd_getfd": (438, 438),
-    "pivot_root": (155, 41),
-    "process_madvise": (440, 440),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "ptrace": (101, 117),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "reboot": (169, 142),
-    "request_key": (249, 218),
-    "semget": (64, 190),
-    "setdomainname": (171, 162),
-    "sethostname": (170, 161),
-    "setns": (308, 268),
-    "settimeofday": (164, 170),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "shmget": (29, 194),
-    "swapoff": (168, 225),
-    "swapon": (167, 224),
-    "syslog": (103, 116),
-    "umount2": (166, 39),
-    "unshare": (272, 97),
-    "uselib": (134, None),
-    "userfaultfd": (323, 282),
-    "vhangup": (153, 58),
+    "acct": (163, 89), "add_key": (248, 217), "bpf": (321, 280), "chroot": (161, 51), "clock_adjtime": (305, 266),
+    "clock_settime": (227, 112), "delete_module": (176, 106), "finit_module": (313, 273), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fsopen": (430, 430), "fspick": (433, 433), "init_module": (175, 105), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425), "ioperm": (173, None), "iopl": (172, None), "kcmp": (312, 272), "kexec_file_load": (320, 294),
+    "kexec_load": (246, 104), "keyctl": (250, 219), "lookup_dcookie": (212, 18), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "migrate_pages": (256, 238), "modify_ldt": (154, None), "mount": (165, 40), "mount_setattr": (442, 442), "move_mount": (429, 429),
+    "move_pages": (279, 239), "msgget": (68, 186), "name_to_handle_at": (303, 264), "nfsservctl": (180, 42),
+    "open_by_handle_at": (304, 265), "open_tree": (428, 428), "perf_event_open": (298, 241), "pidfd_getfd": (438, 438),
+    "pivot_root": (155, 41), "process_madvise": (440, 440), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "ptrace": (101, 117), "quotactl": (179, 60), "quotactl_fd": (443, 443), "reboot": (169, 142), "request_key": (249, 218),
+    "semget": (64, 190), "setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268), "settimeofday": (164, 170),
+    "shmat": (30, 196), "shmctl": (31, 195), "shmget": (29, 194), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116),
+    "umount2": (166, 39), "unshare": (272, 97), "uselib": (134, None), "userfaultfd": (323, 282), "vhangup": (153, 58),
 }
-"""The calls that are refused, with their numbers on x86-64 and on aarch64; None where there is no such call."""
-
+# fmt: on
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _IOCTL, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (16, 29), (41, 198), (53, 199)
-_NAMESPACES = 0x7E020000
-"""CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET."""
-
-_TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX, which type into the terminal of whoever started the program."""
-
-_FAMILIES = (1,)
-"""AF_UNIX. Others have nobody to speak to; and what TCP holds for connections to oneself is counted for the whole machine."""
-
+_NAMESPACES = 0x7E020000  # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID and _NEWNET
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX, which type into the terminal of whoever started the program
+_FAMILIES = (1,)  # AF_UNIX. Others have no one to speak to; and what TCP holds for connections to oneself is counted for the whole machine.
 _X32 = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24

@@ -1,16 +1,16 @@
 """Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``.
 
-Thinking is told where ``thinking`` asks for it, as there; whether the model thinks is its chat template's affair. Beside Anthropic's own
-fields those of `DrawingFields`, by the client's ``extra_body``.
+Thinking is in the answer where ``thinking`` asks for it, as there; whether the model thinks is its chat template's affair. Beside
+Anthropic's own fields those of `ChatSamplingFields`, by the client's ``extra_body``.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from services.gateway.wire import request_body as fields
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling
 from services.gateway.wire.request import (
     CalledTool,
@@ -21,32 +21,14 @@ from services.gateway.wire.request import (
     TurnResult,
     TurnStart,
     TurnUsage,
-    aborted,
     assistant,
+    beside,
     chat_call,
     event,
     function_tool,
+    started,
 )
-from services.gateway.wire.request_body import (
-    MAX_CALLS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    AnyObject,
-    Arguments,
-    CalledName,
-    CallId,
-    DrawingFields,
-    Positive,
-    RequestFields,
-    StopTexts,
-    TextPart,
-    Texts,
-    ToolName,
-    TopP,
-    check_tool_results,
-    joined,
-    read_body,
-)
+from services.gateway.wire.request_body import RequestFields, read_body
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -64,9 +46,9 @@ class _ToolUseBlock(RequestFields):
     ECHOED = frozenset({"caller", "toolset_name"})
 
     type: Literal["tool_use"]
-    id: CallId
-    name: CalledName
-    input: Arguments = "{}"
+    id: fields.CallId
+    name: fields.CalledName
+    input: fields.Arguments = "{}"
 
 
 class _ToolResultBlock(RequestFields):
@@ -74,8 +56,8 @@ class _ToolResultBlock(RequestFields):
     ECHOED = frozenset({"toolset_name"})
 
     type: Literal["tool_result"]
-    tool_use_id: CallId
-    content: Texts = []
+    tool_use_id: fields.CallId
+    content: fields.Texts = []
 
 
 def _as_blocks(content: Any) -> Any:
@@ -86,50 +68,50 @@ def _as_blocks(content: Any) -> Any:
     return content
 
 
-_UserBlock = Annotated[TextPart | _ToolResultBlock, Field(discriminator="type")]
-_AssistantBlock = Annotated[TextPart | _ThinkingBlock | _ToolUseBlock, Field(discriminator="type")]
+_UserBlock = Annotated[fields.TextPart | _ToolResultBlock, Field(discriminator="type")]
+_AssistantBlock = Annotated[fields.TextPart | _ThinkingBlock | _ToolUseBlock, Field(discriminator="type")]
 
 
 class _UserMessage(RequestFields):
     role: Literal["user"]
-    content: Annotated[list[_UserBlock], Field(min_length=1, max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
+    content: Annotated[list[_UserBlock], Field(min_length=1, max_length=fields.MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
 
     def chat(self) -> list[dict[str, Any]]:
         """Returns the results of tools, each as a message of its own, and what the user says after them."""
         results = [block for block in self.content if isinstance(block, _ToolResultBlock)]
-        texts = [block for block in self.content if isinstance(block, TextPart)]
-        if any(isinstance(block, TextPart) for block in self.content[: len(results)]):
+        texts = [block for block in self.content if isinstance(block, fields.TextPart)]
+        if any(isinstance(block, fields.TextPart) for block in self.content[: len(results)]):
             raise TurnRefused(400, "a tool_result block stands behind another block of its message", field="messages", code="invalid_value")
-        messages = [{"role": "tool", "tool_call_id": result.tool_use_id, "content": joined(result.content)} for result in results]
-        return messages + ([{"role": "user", "content": joined(texts)}] if texts else [])
+        messages = [{"role": "tool", "tool_call_id": result.tool_use_id, "content": fields.joined(result.content)} for result in results]
+        return messages + ([{"role": "user", "content": fields.joined(texts)}] if texts else [])
 
 
 class _AssistantMessage(RequestFields):
     role: Literal["assistant"]
-    content: Annotated[list[_AssistantBlock], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
+    content: Annotated[list[_AssistantBlock], Field(max_length=fields.MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
 
     def chat(self) -> list[dict[str, Any]]:
         thinking = "\n".join(block.thinking for block in self.content if isinstance(block, _ThinkingBlock))
-        texts = [block for block in self.content if isinstance(block, TextPart)]
+        texts = [block for block in self.content if isinstance(block, fields.TextPart)]
         calls = [chat_call(block.id, block.name, block.input) for block in self.content if isinstance(block, _ToolUseBlock)]
-        return [assistant(joined(texts), thinking, calls)]
+        return [assistant(fields.joined(texts), thinking, calls)]
 
 
 class _SystemMessage(RequestFields):
     role: Literal["system"]
-    content: Texts
+    content: fields.Texts
 
     def chat(self) -> list[dict[str, Any]]:
-        return [{"role": "system", "content": joined(self.content)}]
+        return [{"role": "system", "content": fields.joined(self.content)}]
 
 
 class _Tool(RequestFields):
     WITHOUT_EFFECT = frozenset({"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"})
 
     type: Literal["custom"] = "custom"
-    name: ToolName
+    name: fields.ToolName
     description: str | None = None
-    input_schema: AnyObject
+    input_schema: fields.AnyObject
 
 
 class _ToolChoice(RequestFields):
@@ -152,23 +134,23 @@ class _OutputConfig(RequestFields):
 _Message = Annotated[_UserMessage | _AssistantMessage | _SystemMessage, Field(discriminator="role")]
 
 
-class _CountBody(DrawingFields):
+class _CountBody(fields.ChatSamplingFields):
     WITHOUT_EFFECT = frozenset({"cache_control", "context_management", "metadata", "service_tier", "inference_geo", "speed"})
 
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Texts = []
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
+    system: fields.Texts = []
+    tools: Annotated[list[_Tool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
 
 
 class _MessageBody(_CountBody):
-    max_tokens: Positive
+    max_tokens: fields.Positive
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: TopP | None = None
-    stop_sequences: StopTexts = []
+    top_p: fields.TopP | None = None
+    stop_sequences: fields.StopTexts = []
     stream: bool = False
 
 
@@ -180,10 +162,7 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
         raise TurnRefused(400, message, field="messages", code="unsupported_value")
     return ChatTurn(
         request_id=request_id,
-        model=asked.model,
-        messages=_messages(asked),
-        tools=_tools(asked),
-        tool_choice=_tool_choice(asked.tool_choice),
+        **_conversation(asked),
         sampling=sampling(asked, asked.max_tokens, asked.temperature, asked.top_p, asked.stop_sequences),
         stream=asked.stream,
         reasoning=asked.thinking is not None and asked.thinking.type != "disabled" and asked.thinking.display != "omitted",
@@ -195,26 +174,16 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
 def parse_count(body: bytes, request_id: str) -> ChatTurn:
     """Returns the turn whose prompt is to be counted. Raises TurnRefused."""
     asked, ignored = read_body(_CountBody, body)
-    choice = _tool_choice(asked.tool_choice)
-    return ChatTurn(
-        request_id=request_id, model=asked.model, messages=_messages(asked), tools=_tools(asked), tool_choice=choice, ignored=ignored
-    )
+    return ChatTurn(request_id=request_id, ignored=ignored, **_conversation(asked))
 
 
-def count_answer(tokens: int) -> dict[str, Any]:
-    """Returns the answer to a count of a prompt's tokens."""
-    return {"input_tokens": tokens}
-
-
-def _messages(asked: _CountBody) -> list[dict[str, Any]]:
-    system = [{"role": "system", "content": joined(asked.system)}] if asked.system else []
+def _conversation(asked: _CountBody) -> dict[str, Any]:
+    """Returns the fields of a turn that its prompt is made of."""
+    system = [{"role": "system", "content": fields.joined(asked.system)}] if asked.system else []
     messages = system + [one for message in asked.messages for one in message.chat()]
-    check_tool_results(messages, "messages")
-    return messages
-
-
-def _tools(asked: _CountBody) -> list[dict[str, Any]]:
-    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools]
+    fields.check_tool_results(messages, "messages")
+    tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools]
+    return {"model": asked.model, "messages": messages, "tools": tools, "tool_choice": _tool_choice(asked.tool_choice)}
 
 
 def _tool_choice(choice: _ToolChoice | None) -> Literal["auto", "none"]:
@@ -230,20 +199,14 @@ def _tool_choice(choice: _ToolChoice | None) -> Literal["auto", "none"]:
 
 def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
     """Returns the message. Raises TurnRefused where the turn was aborted."""
-    if result.finish == "abort":
-        raise aborted()
-    content: list[dict[str, Any]] = [_thinking(result.reasoning)] if result.reasoning and turn.reasoning else []
+    extra = beside(result)
+    content: list[dict[str, Any]] = []
+    if result.reasoning and turn.reasoning:
+        content.append({"type": "thinking", "thinking": result.reasoning, "signature": _signature(result.reasoning)})
     if result.content:
         content.append({"type": "text", "text": result.content, "citations": None})
     content += [_tool_use(call) | {"input": json.loads(call.arguments)} for call in result.tool_calls]
-    start = TurnStart(
-        request_id=result.request_id,
-        model=result.model,
-        created=result.created,
-        prompt=result.usage.prompt,
-        cached=result.usage.cached,
-    )
-    return _head(start) | {"content": content, "usage": _usage(result.usage), **_stopped(result), **_beside(result)}
+    return _head(started(result)) | {"content": content, "usage": _usage(result.usage), **_stopped(result), **extra}
 
 
 class MessageEvents(TurnEvents):
@@ -273,8 +236,8 @@ class MessageEvents(TurnEvents):
         return events
 
     def end(self, result: TurnResult) -> bytes:
-        told = _event("message_delta", delta=_stopped(result), usage=_usage(result.usage), **_beside(result))
-        return self._close() + told + _event("message_stop")
+        delta = _event("message_delta", delta=_stopped(result), usage=_usage(result.usage), **beside(result))
+        return self._close() + delta + _event("message_stop")
 
     def refused(self, error: TurnRefused) -> bytes:
         return event(error.body("anthropic"), "error")
@@ -322,17 +285,6 @@ def _stopped(result: TurnResult) -> dict[str, Any]:
     if result.finish == "stop" and result.stop_text is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": result.stop_text}
     return {"stop_reason": STOP_REASONS[result.finish], "stop_sequence": None}
-
-
-def _beside(result: TurnResult) -> dict[str, Any]:
-    """Returns what the answer has beside Anthropic's fields."""
-    versions = {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}}
-    malformed: Sequence[dict[str, str]] = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
-    return versions | ({"malformed_tool_calls": malformed} if malformed else {})
-
-
-def _thinking(text: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": text, "signature": _signature(text)}
 
 
 def _signature(text: str) -> str:

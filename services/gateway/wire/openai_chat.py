@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from services.gateway.wire import request_body as fields
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
@@ -19,55 +20,39 @@ from services.gateway.wire.request import (
     TurnResult,
     TurnTokens,
     TurnUsage,
-    aborted,
     assistant,
+    beside,
     chat_call,
     event,
     function_tool,
+    malformed,
 )
-from services.gateway.wire.request_body import (
-    MAX_CALLS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    AnyObject,
-    Arguments,
-    CalledName,
-    CallId,
-    DrawingFields,
-    Positive,
-    RequestFields,
-    StopTexts,
-    Texts,
-    ToolName,
-    TopP,
-    check_tool_results,
-    joined,
-    read_body,
-)
+from services.gateway.wire.request_body import RequestFields, read_body
 
-UNCONSTRAINED = "what is drawn is the policy's own: nothing constrains it, or its log-probs would be another's"
-"""Why whatever would have tokens drawn under a constraint is refused."""
+# Why whatever would have tokens drawn under a constraint is refused
+UNCONSTRAINED = "what is sampled is the policy's own: nothing constrains it, or its log-probs would be another's"
+TOP_LOGPROBS = "the log-probs of other tokens than the sampled ones are not stored; expected 0"
 
 
 class _SystemMessage(RequestFields):
     WITHOUT_EFFECT = frozenset({"name"})
 
     role: Literal["system", "developer", "user"]
-    content: Texts
+    content: fields.Texts
 
     def chat(self) -> dict[str, Any]:
-        return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
+        return {"role": "system" if self.role == "developer" else self.role, "content": fields.joined(self.content)}
 
 
 class _Function(RequestFields):
-    name: CalledName
-    arguments: Arguments = "{}"
+    name: fields.CalledName
+    arguments: fields.Arguments = "{}"
 
 
 class _Call(RequestFields):
     ECHOED = frozenset({"index", "provider_specific_fields"})
 
-    id: CallId
+    id: fields.CallId
     type: Literal["function"] = "function"
     function: _Function
 
@@ -77,33 +62,33 @@ class _AssistantMessage(RequestFields):
     ECHOED = frozenset({"annotations", "malformed_tool_calls", "provider_specific_fields"})
 
     role: Literal["assistant"]
-    content: Texts = []
+    content: fields.Texts = []
     reasoning_content: str = ""
     reasoning: str = ""
-    tool_calls: Annotated[list[_Call], Field(max_length=MAX_CALLS, fail_fast=True)] = []
+    tool_calls: Annotated[list[_Call], Field(max_length=fields.MAX_CALLS, fail_fast=True)] = []
 
     def chat(self) -> dict[str, Any]:
         calls = [chat_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
-        return assistant(joined(self.content), self.reasoning_content or self.reasoning, calls)
+        return assistant(fields.joined(self.content), self.reasoning_content or self.reasoning, calls)
 
 
 class _ToolMessage(RequestFields):
     role: Literal["tool"]
-    content: Texts
-    tool_call_id: CallId
-    name: ToolName | None = None
+    content: fields.Texts
+    tool_call_id: fields.CallId
+    name: fields.ToolName | None = None
 
     def chat(self) -> dict[str, Any]:
         named = {"name": self.name} if self.name else {}
-        return {"role": "tool", "tool_call_id": self.tool_call_id, "content": joined(self.content), **named}
+        return {"role": "tool", "tool_call_id": self.tool_call_id, "content": fields.joined(self.content), **named}
 
 
 class _FunctionTool(RequestFields):
     WITHOUT_EFFECT = frozenset({"strict"})
 
-    name: ToolName
+    name: fields.ToolName
     description: str | None = None
-    parameters: AnyObject | None = None
+    parameters: fields.AnyObject | None = None
 
 
 class _Tool(RequestFields):
@@ -117,46 +102,38 @@ class _StreamOptions(RequestFields):
     include_usage: bool = False
 
 
-class _ResponseFormat(RequestFields):
+class TextFormat(RequestFields):
     type: Literal["text"]
 
 
 _Message = Annotated[_SystemMessage | _AssistantMessage | _ToolMessage, Field(discriminator="role")]
-_Stop = Annotated[StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
+_Stop = Annotated[fields.StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 
 
-class _ChatBody(DrawingFields):
-    WITHOUT_EFFECT = frozenset(
-        {
-            "metadata",
-            "prediction",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "reasoning_effort",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-            "verbosity",
-        }
-    )
+class _ChatBody(fields.ChatSamplingFields):
+    # fmt: off
+    WITHOUT_EFFECT = frozenset({
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier",
+        "store", "user", "verbosity",
+    })
+    # fmt: on
 
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
+    max_tokens: fields.Positive | None = None
+    max_completion_tokens: fields.Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: TopP | None = None
+    top_p: fields.TopP | None = None
     stop: _Stop = []
     n: int = 1
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tools: Annotated[list[_Tool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = 0
-    response_format: _ResponseFormat | None = None
+    response_format: TextFormat | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
@@ -169,7 +146,7 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     asked, ignored = read_body(_ChatBody, body)
     _check(asked)
     messages = [message.chat() for message in asked.messages]
-    check_tool_results(messages, "messages")
+    fields.check_tool_results(messages, "messages")
     return ChatTurn(
         request_id=request_id,
         model=asked.model,
@@ -187,17 +164,20 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
 
 
 def _check(asked: _ChatBody) -> None:
-    """Raises TurnRefused for what is read but not served."""
-    refusals: Sequence[tuple[bool, str, str]] = (
+    check_served(
         (asked.n != 1, "n", f"{asked.n} choices; one turn of a session has one: ask again for another"),
         (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
-        (asked.top_logprobs != 0, "top_logprobs", "the log-probs of other tokens than the drawn ones are not kept; expected 0"),
+        (asked.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
         (asked.frequency_penalty != 0, "frequency_penalty", f"expected 0: {UNCONSTRAINED}"),
         (asked.presence_penalty != 0, "presence_penalty", f"expected 0: {UNCONSTRAINED}"),
         (bool(asked.logit_bias), "logit_bias", f"expected none: {UNCONSTRAINED}"),
         (asked.stream_options is not None and not asked.stream, "stream_options", "only with stream = true"),
         (bool(asked.max_tokens and asked.max_completion_tokens), "max_tokens", "only one of max_tokens and max_completion_tokens"),
     )
+
+
+def check_served(*refusals: tuple[bool, str, str]) -> None:
+    """Raises TurnRefused for what is read but not served: the first of (whether it is refused, its field, why)."""
     for refused, field, message in refusals:
         if refused:
             raise TurnRefused(400, message, field=field, code="unsupported_value")
@@ -205,15 +185,13 @@ def _check(asked: _ChatBody) -> None:
 
 def tool_choice(choice: Any) -> Literal["auto", "none"]:
     """Returns an OpenAI request's ``tool_choice``. Raises TurnRefused."""
-    if choice == "auto":
-        return "auto"
-    if choice == "none":
-        return "none"
+    if choice in ("auto", "none"):
+        return choice
     raise TurnRefused(400, f"expected auto or none: {UNCONSTRAINED}", field="tool_choice", code="unsupported_value")
 
 
 def sampling(
-    asked: DrawingFields, max_tokens: int | None, temperature: float | None, top_p: float | None, stop: Sequence[str]
+    asked: fields.SamplingFields, max_tokens: int | None, temperature: float | None, top_p: float | None, stop: Sequence[str]
 ) -> RequestedSampling:
     """Returns how a request has its tokens drawn."""
     return RequestedSampling(
@@ -231,8 +209,7 @@ def sampling(
 
 def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
     """Returns the chat completion. Raises TurnRefused where the turn was aborted."""
-    if result.finish == "abort":
-        raise aborted()
+    extra = _beside(turn, result)
     choice = {"index": 0, "message": _message(result), "logprobs": _logprobs(turn, result), "finish_reason": result.finish}
     return {
         "id": result.request_id,
@@ -240,8 +217,8 @@ def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
         "created": result.created,
         "model": result.model,
         "choices": [choice | _token_ids(turn, result)],
-        "usage": _usage(result.usage),
-        **_beside(turn, result),
+        "usage": token_usage(result.usage),
+        **extra,
     }
 
 
@@ -263,11 +240,9 @@ class ChatEvents(TurnEvents):
         return self._chunk(fields)
 
     def end(self, result: TurnResult) -> bytes:
-        malformed = _malformed(result)
-        last = self._chunk(
-            malformed, result.finish, _logprobs(self.turn, result), _token_ids(self.turn, result), _beside(self.turn, result)
-        )
-        usage = event(self._envelope([], {"usage": _usage(result.usage)})) if self.turn.stream_usage else b""
+        ids, extra = _token_ids(self.turn, result), _beside(self.turn, result)
+        last = self._chunk(malformed(result), result.finish, _logprobs(self.turn, result), ids, extra)
+        usage = event(self._envelope([], {"usage": token_usage(result.usage)})) if self.turn.stream_usage else b""
         return last + usage + b"data: [DONE]\n\n"
 
     def refused(self, error: TurnRefused) -> bytes:
@@ -297,19 +272,15 @@ def _message(result: TurnResult) -> dict[str, Any]:
         message["reasoning_content"] = result.reasoning
     if result.tool_calls:
         message["tool_calls"] = [_call(call) for call in result.tool_calls]
-    return message | _malformed(result)
-
-
-def _malformed(result: TurnResult) -> dict[str, Any]:
-    calls = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
-    return {"malformed_tool_calls": calls} if calls else {}
+    return message | malformed(result)
 
 
 def _call(call: CalledTool) -> dict[str, Any]:
     return chat_call(call.id, call.name, call.arguments)
 
 
-def _usage(usage: TurnUsage) -> dict[str, Any]:
+def token_usage(usage: TurnUsage) -> dict[str, Any]:
+    """Returns a turn's usage in OpenAI's words."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -319,13 +290,11 @@ def _usage(usage: TurnUsage) -> dict[str, Any]:
 
 
 def token_logprobs(tokens: TurnTokens) -> list[dict[str, Any]]:
-    """Returns the log-prob of each drawn token, with its text; one that is a part of a character has no bytes of its own."""
-    drawn = zip(tokens.texts, tokens.logprobs.tolist(), strict=True)
-    return [{"token": text, "bytes": _bytes(text), "logprob": logprob, "top_logprobs": []} for text, logprob in drawn]
-
-
-def _bytes(text: str) -> list[int] | None:
-    return None if "\ufffd" in text else list(text.encode())
+    """Returns the log-prob of each sampled token, with its text; one that is a part of a character has no bytes of its own."""
+    return [
+        {"token": text, "bytes": None if "\ufffd" in text else list(text.encode()), "logprob": logprob, "top_logprobs": []}
+        for text, logprob in zip(tokens.texts, tokens.logprobs.tolist(), strict=True)
+    ]
 
 
 def _logprobs(turn: ChatTurn, result: TurnResult) -> dict[str, Any] | None:
@@ -340,7 +309,6 @@ def _token_ids(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
 
 def _beside(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
     """Returns what the answer has beside OpenAI's fields: the weights' versions, and the prompt's tokens where they are asked for."""
-    versions = {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}}
-    if turn.token_ids and result.tokens is not None:
-        return versions | {"prompt_token_ids": result.tokens.prompt.tolist()}
-    return versions
+    versions = {"weight_versions": beside(result)["weight_versions"]}
+    prompt = {"prompt_token_ids": result.tokens.prompt.tolist()} if turn.token_ids and result.tokens is not None else {}
+    return versions | prompt

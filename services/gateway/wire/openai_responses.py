@@ -1,15 +1,16 @@
 """OpenAI's responses: ``POST /v1/responses``.
 
-The items of ``input`` are the whole conversation; nothing is kept between requests but the session's turns. What is one message of an
+The items of ``input`` are the whole conversation; nothing is stored between requests but the session's turns. What is one message of an
 assistant here is a row of items there: its reasoning, its text, its calls.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_logprobs, tool_choice
+from services.gateway.wire import request_body as fields
+from services.gateway.wire.openai_chat import TOP_LOGPROBS, UNCONSTRAINED, TextFormat, check_served, sampling, token_logprobs, tool_choice
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
@@ -19,32 +20,15 @@ from services.gateway.wire.request import (
     TurnResult,
     TurnStart,
     TurnUsage,
-    aborted,
     assistant,
+    beside,
     chat_call,
     event,
     function_tool,
 )
-from services.gateway.wire.request_body import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    AnyObject,
-    Arguments,
-    CalledName,
-    CallId,
-    DrawingFields,
-    Positive,
-    RequestFields,
-    Texts,
-    ToolName,
-    TopP,
-    check_tool_results,
-    joined,
-    read_body,
-)
+from services.gateway.wire.request_body import RequestFields, read_body
 
-LOGPROBS = "message.output_text.logprobs"
-"""The entry of ``include`` that asks for log-probs."""
+LOGPROBS = "message.output_text.logprobs"  # The entry of ``include`` that asks for log-probs
 
 
 class _MessageItem(RequestFields):
@@ -52,24 +36,24 @@ class _MessageItem(RequestFields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: Texts
+    content: fields.Texts
 
 
 class _CallItem(RequestFields):
     ECHOED = frozenset({"id", "status"})
 
     type: Literal["function_call"]
-    call_id: CallId
-    name: CalledName
-    arguments: Arguments = "{}"
+    call_id: fields.CallId
+    name: fields.CalledName
+    arguments: fields.Arguments = "{}"
 
 
 class _CallOutputItem(RequestFields):
     ECHOED = frozenset({"id", "status"})
 
     type: Literal["function_call_output"]
-    call_id: CallId
-    output: Texts
+    call_id: fields.CallId
+    output: fields.Texts
 
 
 class _ReasoningText(RequestFields):
@@ -81,26 +65,22 @@ class _ReasoningItem(RequestFields):
     ECHOED = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["reasoning"]
-    content: Annotated[list[_ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = []
+    content: Annotated[list[_ReasoningText], Field(max_length=fields.MAX_MESSAGES, fail_fast=True)] = []
 
 
 class _FunctionTool(RequestFields):
     WITHOUT_EFFECT = frozenset({"strict"})
 
     type: Literal["function"]
-    name: ToolName
+    name: fields.ToolName
     description: str | None = None
-    parameters: AnyObject | None = None
-
-
-class _TextFormat(RequestFields):
-    type: Literal["text"]
+    parameters: fields.AnyObject | None = None
 
 
 class _TextOptions(RequestFields):
     WITHOUT_EFFECT = frozenset({"verbosity"})
 
-    format: _TextFormat | None = None
+    format: TextFormat | None = None
 
 
 class _StreamOptions(RequestFields):
@@ -131,31 +111,23 @@ def _as_items(given: Any) -> Any:
     return given
 
 
-class _ResponseBody(DrawingFields):
-    WITHOUT_EFFECT = frozenset(
-        {
-            "client_metadata",
-            "max_tool_calls",
-            "metadata",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "reasoning",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-        }
-    )
+class _ResponseBody(fields.ChatSamplingFields):
+    # fmt: off
+    WITHOUT_EFFECT = frozenset({
+        "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier",
+        "service_tier", "store", "user",
+    })
+    # fmt: on
 
     model: str
-    input: Annotated[list[_Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_as_items)]
+    input: Annotated[list[_Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True), BeforeValidator(_as_items)]
     instructions: str = ""
-    max_output_tokens: Positive | None = None
+    max_output_tokens: fields.Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: TopP | None = None
+    top_p: fields.TopP | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tools: Annotated[list[_FunctionTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     top_logprobs: int = 0
@@ -172,7 +144,7 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     _check(asked)
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     messages = instructions + _messages(asked.input)
-    check_tool_results(messages, "input")
+    fields.check_tool_results(messages, "input")
     return ChatTurn(
         request_id=request_id,
         model=asked.model,
@@ -189,15 +161,11 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
 
 
 def _check(asked: _ResponseBody) -> None:
-    """Raises TurnRefused for what is read but not served."""
-    refusals = (
+    check_served(
         (asked.previous_response_id is not None, "previous_response_id", "responses are not kept: give the whole conversation as input"),
         (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
-        (asked.top_logprobs != 0, "top_logprobs", "the log-probs of other tokens than the drawn ones are not kept; expected 0"),
+        (asked.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
     )
-    for refused, field, message in refusals:
-        if refused:
-            raise TurnRefused(400, message, field=field, code="unsupported_value")
 
 
 def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem]) -> list[dict[str, Any]]:
@@ -220,37 +188,31 @@ def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _Reas
         elif isinstance(item, _MessageItem) and item.role == "assistant":
             if text is not None or calls:
                 end_assistant()
-            text = joined(item.content)
+            text = fields.joined(item.content)
         else:
             end_assistant()
-            messages.append(_other_message(item))
+            if isinstance(item, _CallOutputItem):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": fields.joined(item.output)})
+            else:
+                messages.append({"role": "user" if item.role == "user" else "system", "content": fields.joined(item.content)})
     end_assistant()
     return messages
 
 
-def _other_message(item: _MessageItem | _CallOutputItem) -> dict[str, Any]:
-    if isinstance(item, _CallOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
-    return {"role": "user" if item.role == "user" else "system", "content": joined(item.content)}
-
-
 def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
     """Returns the response. Raises TurnRefused where the turn was aborted."""
-    if result.finish == "abort":
-        raise aborted()
+    extra = beside(result)
     cut = result.finish == "length"
     output = [_reasoning_item(result.request_id, result.reasoning)] if result.reasoning else []
     if result.content or not result.tool_calls:
         output.append(_message_item(result.request_id, result.content, "incomplete" if cut else "completed", _logprobs(turn, result)))
     output += [_call_item(call) for call in result.tool_calls]
     head = _head(turn, result.request_id, result.created, result.model, "incomplete" if cut else "completed")
-    malformed = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
     return head | {
         "output": output,
         "usage": _usage(result.usage),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]},
-        **({"malformed_tool_calls": malformed} if malformed else {}),
+        **extra,
     }
 
 
@@ -286,9 +248,9 @@ class ResponseEvents(TurnEvents):
         return events + self._event(f"response.{whole['status']}", response=whole)
 
     def refused(self, error: TurnRefused) -> bytes:
-        told = {"code": error.code or "server_error", "message": str(error)}
-        return self._event("error", param=error.field, **told) + self._event(
-            "response.failed", response=self._response("failed") | {"error": told}
+        said = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("error", param=error.field, **said) + self._event(
+            "response.failed", response=self._response("failed") | {"error": said}
         )
 
     def _piece(self, kind: Literal["reasoning", "message"], text: str) -> bytes:
@@ -351,6 +313,9 @@ class ResponseEvents(TurnEvents):
         return _head(self.turn, self.start.request_id, self.start.created, self.start.model, status)
 
 
+_TOOL = {"type": "function", "description": None, "parameters": None, "strict": False}
+
+
 def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str) -> dict[str, Any]:
     return {
         "id": request_id,
@@ -364,7 +329,7 @@ def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,
-        "tools": [_tool(tool["function"]) for tool in turn.tools],
+        "tools": [{**_TOOL, **tool["function"]} for tool in turn.tools],
         "tool_choice": turn.tool_choice,
         "temperature": turn.sampling.temperature,
         "top_p": turn.sampling.top_p,
@@ -375,10 +340,6 @@ def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str
         "truncation": "disabled",
         "usage": None,
     }
-
-
-def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "description": None, "parameters": None, "strict": False, **function}
 
 
 def _reasoning_item(request_id: str, text: str, status: str = "completed") -> dict[str, Any]:

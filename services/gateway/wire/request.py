@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from shared.runtime.errors import MyxoError
 
+# Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's.
 House = Literal["openai", "anthropic"]
-"""Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's."""
-
 Status = Literal[400, 401, 403, 404, 405, 408, 409, 410, 413, 422, 429, 500, 503]
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -83,13 +82,13 @@ def overlong_prompt(length: int, most: int, place: str = "messages", unit: str =
     return TurnRefused(400, message, field=place, code="context_length_exceeded")
 
 
+# ``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn.
 Finish = Literal["stop", "length", "tool_calls", "abort"]
-"""``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
-    """What a request says of how tokens are drawn, within the bounds of `shared.schema.messages.Sampling`; None and empty: nothing."""
+    """A request's sampling parameters, within the bounds of `shared.schema.messages.Sampling`; None and empty: nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -111,9 +110,9 @@ class ChatTurn:
         model: the name that the request gives; None where the format does not ask for one.
         tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
         tool_choice: ``none``: what looks like a call stays text.
-        stream, stream_usage: answered by events; whether chat completions tell the usage in a last one.
-        logprobs, token_ids, reasoning: the answer tells them. A client that has seen no reasoning sends none back.
-        min_version: the least weight version that may draw it.
+        stream, stream_usage: answered by events; whether chat completions have the usage in a last one.
+        logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
+        min_version: the least weight version that may sample it.
         place: the body's field with the conversation.
         ignored: the request's fields that have no effect here, by name.
     """
@@ -158,7 +157,7 @@ class CalledTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """A tool call that could not be read. ``text``: as it was drawn; it is in the content too. ``status``: what is wrong with it."""
+    """A tool call that could not be read. ``text``: as it was sampled; it is in the content too. ``status``: what is wrong with it."""
 
     text: str
     status: str
@@ -176,7 +175,7 @@ class TurnUsage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
     """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings,
-    where the answer tells log-probs."""
+    where the answer reports log-probs."""
 
     prompt: NDArray[np.int32]
     completion: NDArray[np.int32]
@@ -186,16 +185,9 @@ class TurnTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """What became of a turn.
-
-    Attributes:
-        request_id, model: as they are told to the client.
-        created: seconds since the epoch.
-        malformed_calls: what of the content looks like tool calls and is none.
-        stop_text: the stop string that ended it, where one did.
-        versions: the oldest and the newest weight version of its tokens.
-        tokens: for answers that tell log-probs or ids.
-    """
+    """The result of a turn. ``request_id``, ``model``: as the client gets them. ``created``: seconds since the epoch.
+    ``malformed_calls``: what of the content looks like tool calls and is none. ``stop_text``: the stop string that ended it, where one did.
+    ``versions``: the oldest and the newest weight version of its tokens. ``tokens``: for answers with log-probs or ids."""
 
     request_id: str
     model: str
@@ -213,7 +205,7 @@ class TurnResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDelta:
-    """What has been drawn since the delta before: a piece of the reasoning, of the content, or one whole tool call."""
+    """The tokens since the delta before: a piece of the reasoning, of the content, or one whole tool call."""
 
     reasoning: str = ""
     content: str = ""
@@ -255,13 +247,27 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
 
 
 def aborted() -> TurnRefused:
-    """Returns the refusal of a turn that was aborted: nothing that was drawn of it is an answer."""
+    """Returns the refusal of a turn that was aborted: nothing that was sampled of it is an answer."""
     return TurnRefused(410, "the session ended before the turn did", code="session_ended")
+
+
+def beside(result: TurnResult) -> dict[str, Any]:
+    """Returns what an answer has beside the house's own fields: the weights' versions, and the tool calls that could not be read. Raises
+    TurnRefused where the turn was aborted."""
+    if result.finish == "abort":
+        raise aborted()
+    return {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}, **malformed(result)}
+
+
+def malformed(result: TurnResult) -> dict[str, Any]:
+    """Returns the answer's field with the tool calls that could not be read; nothing where there are none."""
+    calls = [{"text": call.text, "status": call.status} for call in result.malformed_calls]
+    return {"malformed_tool_calls": calls} if calls else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnStart:
-    """What is known of a turn when it begins. ``created``: seconds since the epoch. ``prompt``, ``cached``: tokens."""
+    """The head of a turn, known when it begins. ``created``: seconds since the epoch. ``prompt``, ``cached``: tokens."""
 
     request_id: str
     model: str
@@ -290,10 +296,10 @@ class TurnEvents(ABC):
 
     @abstractmethod
     def refused(self, error: TurnRefused) -> bytes:
-        """Returns the event that tells why the turn failed: the status of the answer has been sent."""
+        """Returns the event that reports why the turn failed: the status of the answer has been sent."""
 
     def ping(self) -> bytes:
-        """Returns what keeps the connection alive while there is nothing to tell."""
+        """Returns what keeps the connection alive while there is no event."""
         return b": waiting\n\n"
 
     def whole(self, result: TurnResult) -> Iterator[bytes]:

@@ -15,30 +15,20 @@ from services.gateway.wire.request import TurnRefused
 from shared.runtime.errors import near
 from shared.schema.limits import LARGEST
 
-MAX_FIELDS = 128
-"""The most fields of an object that is read."""
-
+MAX_FIELDS = 128  # The most fields of an object that is read
+# The most messages or items of a conversation, tools of a request, and parts or calls of a message
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS = 4096, 256, 256
-"""The most messages or items of a conversation, tools of a request, and parts or calls of a message."""
-
-LONGEST_VALUE = 80
-"""The characters of a place or a name that a refusal repeats."""
-
-DEEPEST = 64
-"""Objects and lists in one another, in what a request may hold of any form."""
-
+LONGEST_VALUE = 80  # The characters of a place or a name that a refusal repeats
+DEEPEST = 64  # Objects and lists in one another, in what a request may hold of any form
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Version = Annotated[int, Field(ge=0, le=LARGEST)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: count or -1)]
-"""0 and -1: all tokens, as other servers have it."""
-
+TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: count or -1)]  # 0 and -1: all tokens, as other servers have it
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+# The name in a call: it may be any that was sampled, since what was answered may be sent back
 CalledName = Annotated[str, Field(max_length=1 << 16)]
-"""The name in a call: it may be any that was drawn, since what was answered may be sent back."""
-
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -52,16 +42,15 @@ def shallow(value: Any) -> Any:
     raise ValueError(f"nested more than {DEEPEST} deep")
 
 
-AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]
-"""An object of any form: a schema."""
+AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]  # An object of any form: a schema
 
 
 def _as_text(given: Any) -> str:
     return given if isinstance(given, str) else json.dumps(shallow(given), ensure_ascii=False)
 
 
+# A call's arguments as text, whether they are the JSON of an object or not: what a model wrote may be sent back, as an object, too
 Arguments = Annotated[str, BeforeValidator(_as_text)]
-"""A call's arguments as text, whether they are the JSON of an object or not: what a model wrote may be sent back, as an object, too."""
 
 
 class RequestFields(BaseModel):
@@ -87,15 +76,20 @@ class RequestFields(BaseModel):
         return given
 
 
-class DrawingFields(RequestFields):
-    """How tokens are drawn, and by which weights, in the words that the chat formats share beside their house's own."""
+class SamplingFields(RequestFields):
+    """Sampling parameters, in the words that the formats share beside their house's own."""
 
-    min_version: Version = 0
     top_k: TopK | None = None
     min_tokens: Version | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     stop_token_ids: StopIds = []
     seed: Version | None = None
+
+
+class ChatSamplingFields(SamplingFields):
+    """The same for the chat formats, and by which weights."""
+
+    min_version: Version = 0
 
 
 class TextPart(RequestFields):
@@ -116,8 +110,8 @@ def _as_parts(content: Any) -> Any:
     return content
 
 
+# Content that is text alone: a string, or parts
 Texts = Annotated[list[TextPart], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_parts)]
-"""Content that is text alone: a string, or parts."""
 
 
 def joined(parts: Sequence[TextPart]) -> str:
@@ -155,10 +149,7 @@ def _refusal(kind: type[RequestFields], error: Mapping[str, Any], body: Mapping[
 
 def _place(steps: Sequence[str | int], body: Any, named: bool) -> str:
     """Returns the place in the body, as ``messages[0].content``. Among the steps are names of pydantic's own, which the body lacks.
-
-    Args:
-        named: the last step is the name of a field, whether the body has it or not.
-    """
+    ``named``: the last step is the name of a field, whether the body has it or not."""
     place = ""
     for index, step in enumerate(steps):
         inside = step in body if isinstance(body, dict) else isinstance(body, list) and isinstance(step, int) and step < len(body)
@@ -171,10 +162,7 @@ def _place(steps: Sequence[str | int], body: Any, named: bool) -> str:
 
 def check_tool_results(messages: Iterable[Mapping[str, Any]], field: str) -> None:
     """Raises TurnRefused where a result follows no call of its id, or a call is followed by something other than the calls' results.
-
-    Args:
-        field: the body's field that holds the conversation.
-    """
+    ``field``: the body's field that holds the conversation."""
     open_calls: list[str] = []
     for message in messages:
         if message["role"] == "tool":

@@ -1,46 +1,34 @@
 """Tokens in, tokens out: ``POST /inference/v1/generate``, which training clients of environments speak (vLLM's endpoint of that name).
 
-The chat template is the client's: it sends a whole prompt as ids, and is told the ids that were drawn, each with its log-prob. Errors have
+The chat template is the client's: it sends a whole prompt as ids, and gets the sampled ids, each with its log-prob. Errors have
 OpenAI's shape.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from services.gateway.wire.openai_chat import UNCONSTRAINED
-from services.gateway.wire.request import RequestedSampling, TokenTurn, TurnRefused, TurnResult, aborted
-from services.gateway.wire.request_body import Positive, RequestFields, StopIds, StopTexts, TopK, TopP, Version, read_body
+from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_usage
+from services.gateway.wire.request import TokenTurn, TurnRefused, TurnResult, beside
+from services.gateway.wire.request_body import Positive, RequestFields, SamplingFields, StopTexts, TopP, Version, read_body
 from shared.schema.limits import LARGEST
 
-LONGEST_PROMPT = 1 << 22
-"""Tokens."""
+LONGEST_PROMPT = 1 << 22  # Tokens
 
 
-class _SamplingFields(RequestFields):
-    WITHOUT_EFFECT = frozenset(
-        {
-            "detokenize",
-            "include_stop_str_in_output",
-            "output_kind",
-            "reasoning_effort",
-            "routed_experts_prompt_start",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        }
-    )
+class _SamplingFields(SamplingFields):
+    # fmt: off
+    WITHOUT_EFFECT = frozenset({
+        "detokenize", "include_stop_str_in_output", "output_kind", "reasoning_effort", "routed_experts_prompt_start",
+        "skip_special_tokens", "spaces_between_special_tokens",
+    })
+    # fmt: on
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_p: TopP | None = None
-    top_k: TopK | None = None
     max_tokens: Positive | None = None
-    min_tokens: Version | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    seed: Version | None = None
     stop: Annotated[StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
-    stop_token_ids: StopIds = []
     n: Literal[1] = 1
     logprobs: Annotated[int, Field(ge=0, le=1)] = 1
     prompt_logprobs: None = None
@@ -71,49 +59,23 @@ def parse(body: bytes, request_id: str) -> TokenTurn:
         request_id=request_id,
         model=asked.model,
         prompt=np.asarray(asked.token_ids, np.int32),
-        sampling=RequestedSampling(
-            temperature=drawn.temperature,
-            top_p=drawn.top_p,
-            top_k=drawn.top_k,
-            max_tokens=drawn.max_tokens,
-            min_tokens=drawn.min_tokens,
-            repetition_penalty=drawn.repetition_penalty,
-            seed=drawn.seed,
-            stop=tuple(drawn.stop),
-            stop_token_ids=tuple(drawn.stop_token_ids),
-        ),
+        sampling=sampling(drawn, drawn.max_tokens, drawn.temperature, drawn.top_p, drawn.stop),
         min_version=asked.min_version,
         ignored=ignored,
     )
 
 
 def answer(turn: TokenTurn, result: TurnResult) -> dict[str, Any]:
-    """Returns the drawn tokens. Raises TurnRefused where the turn was aborted."""
-    if result.finish == "abort":
-        raise aborted()
+    """Returns the sampled tokens. Raises TurnRefused where the turn was aborted."""
+    versions = {"weight_versions": beside(result)["weight_versions"]}
     assert result.tokens is not None  # a token turn is asked for them
     completion = result.tokens.completion.tolist()
+    drawn = zip(completion, result.tokens.logprobs.tolist(), strict=True)
     choice = {
         "index": 0,
         "token_ids": completion,
-        "logprobs": {"content": _logprobs(completion, result.tokens.logprobs.tolist())},
+        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in drawn]},
         "finish_reason": "length" if result.finish == "length" else "stop",
         "routed_experts": None,
     }
-    usage = result.usage
-    return {
-        "request_id": result.request_id,
-        "model": result.model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.completion,
-            "total_tokens": usage.prompt + usage.completion,
-            "prompt_tokens_details": {"cached_tokens": usage.cached},
-        },
-        "weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]},
-    }
-
-
-def _logprobs(completion: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
-    return [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in zip(completion, logprobs, strict=True)]
+    return {"request_id": result.request_id, "model": result.model, "choices": [choice], "usage": token_usage(result.usage), **versions}

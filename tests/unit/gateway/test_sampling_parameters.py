@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.turn_decisions import drawn_sampling, kept_by_task
+from services.gateway.turn_decisions import fixed_by_task, turn_sampling
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
 from services.gateway.wire.request import TurnRefused
 from shared.schema.messages import Sampling
@@ -82,7 +82,7 @@ def asked(form: str, **fields: Any) -> Any:
 
 
 def drawn(log: Session, turn: Any) -> dict[str, Any]:
-    return drawn_sampling(log, turn.sampling, 20, 512, [1]).model_dump(exclude={"max_new_tokens", "stop", "stop_token_ids"})
+    return turn_sampling(log, turn.sampling, 20, 512, [1]).model_dump(exclude={"max_new_tokens", "stop", "stop_token_ids"})
 
 
 def test_every_sampling_parameter_of_sglang_is_known_here() -> None:
@@ -104,7 +104,7 @@ def test_a_trained_session_refuses_or_ignores_by_name_what_changes_the_policy(fo
     except TurnRefused as refused:
         assert refused.status == 400 and name in str(refused.field)
         return
-    assert name in (*kept_by_task(session(), turn.sampling), *turn.ignored)
+    assert name in (*fixed_by_task(session(), turn.sampling), *turn.ignored)
     assert drawn(session(), turn) == drawn(session(), asked(form))
 
 
@@ -112,18 +112,18 @@ def test_a_trained_session_refuses_or_ignores_by_name_what_changes_the_policy(fo
 def test_ids_that_end_a_turn_are_never_forbidden_with_it(form: str) -> None:
     """SGLang forbids all of them until ``min_new_tokens``: with ids of a client's that would be another policy than the task's."""
     both = asked(form, min_tokens=5, stop_token_ids=[9])
-    taken = drawn_sampling(session(), both.sampling, 20, 512, [1])
-    assert (taken.min_new_tokens, taken.stop_token_ids) == (0, [7, 1, 9]) and kept_by_task(session(), both.sampling) == ("min_tokens",)
+    taken = turn_sampling(session(), both.sampling, 20, 512, [1])
+    assert (taken.min_new_tokens, taken.stop_token_ids) == (0, [7, 1, 9]) and fixed_by_task(session(), both.sampling) == ("min_tokens",)
     longer = session(sampling=Sampling(temperature=1.0, max_new_tokens=100, stop_token_ids=[7], min_new_tokens=30))
-    taken = drawn_sampling(longer, both.sampling, 20, 512, [1])
+    taken = turn_sampling(longer, both.sampling, 20, 512, [1])
     assert (taken.min_new_tokens, taken.stop_token_ids) == (30, [7, 1])
-    assert kept_by_task(longer, both.sampling) == ("min_tokens", "stop_token_ids")
+    assert fixed_by_task(longer, both.sampling) == ("min_tokens", "stop_token_ids")
 
 
 def test_in_an_evaluation_the_clients_values_stand() -> None:
     evaluated = session(evaluation=True)
     for name, field in {"min_tokens": "min_new_tokens", **{name: name for name in ("temperature", "top_p", "top_k")}}.items():
         turn = asked("chat", **{name: POLICY[field]})
-        assert drawn(evaluated, turn)[field] == POLICY[field] and kept_by_task(evaluated, turn.sampling) == ()
-    both = drawn_sampling(evaluated, asked("chat", min_tokens=50, stop_token_ids=[9]).sampling, 500, 512, [])
+        assert drawn(evaluated, turn)[field] == POLICY[field] and fixed_by_task(evaluated, turn.sampling) == ()
+    both = turn_sampling(evaluated, asked("chat", min_tokens=50, stop_token_ids=[9]).sampling, 500, 512, [])
     assert (both.min_new_tokens, both.max_new_tokens, both.stop_token_ids) == (12, 12, [7, 9]), "no more than there is room for"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.gateway.routes import request_id
-from services.gateway.turn_decisions import check_tokens, continued, digests, drawn_sampling, kept_by_task
+from services.gateway.turn_decisions import check_tokens, continued, digests, fixed_by_task, turn_sampling
 from services.gateway.wire.request import RequestedSampling, TurnRefused, chat_call
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, TurnBegun, TurnEnded
@@ -22,20 +22,20 @@ def session(**changes: object) -> Session:
 
 def test_what_is_trained_is_drawn_as_the_task_says_and_an_evaluation_as_its_client_does() -> None:
     asked = RequestedSampling(temperature=0.0, top_p=0.9, max_tokens=10, stop=("X",), seed=5)
-    drawn, kept = drawn_sampling(session(), asked, 20, 512, [1]), kept_by_task(session(), asked)
+    drawn, kept = turn_sampling(session(), asked, 20, 512, [1]), fixed_by_task(session(), asked)
     assert (drawn.temperature, drawn.top_p, drawn.max_new_tokens) == (0.8, 0.9, 10)
     assert drawn.stop == ["END", "X"] and drawn.stop_token_ids == [7, 1] and kept == ("temperature", "seed")
     evaluated = session(evaluation=True)
-    assert drawn_sampling(evaluated, asked, 20, 512, [1]).temperature == 0.0 and kept_by_task(evaluated, asked) == ("seed",)
+    assert turn_sampling(evaluated, asked, 20, 512, [1]).temperature == 0.0 and fixed_by_task(evaluated, asked) == ("seed",)
 
 
 def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
-    assert drawn_sampling(session(), RequestedSampling(max_tokens=5000), 20, 512, []).max_new_tokens == 100
-    assert drawn_sampling(session(), RequestedSampling(), 500, 512, []).max_new_tokens == 12
+    assert turn_sampling(session(), RequestedSampling(max_tokens=5000), 20, 512, []).max_new_tokens == 100
+    assert turn_sampling(session(), RequestedSampling(), 500, 512, []).max_new_tokens == 12
     longer = session(sampling=TASK.model_copy(update={"min_new_tokens": 50}))
-    assert drawn_sampling(longer, RequestedSampling(), 500, 512, []).min_new_tokens == 12
+    assert turn_sampling(longer, RequestedSampling(), 500, 512, []).min_new_tokens == 12
     with pytest.raises(TurnRefused, match="maximum context length") as refused:
-        drawn_sampling(session(), RequestedSampling(), 512, 512, [])
+        turn_sampling(session(), RequestedSampling(), 512, 512, [])
     assert refused.value.status == 400
     with pytest.raises(TurnRefused, match="token id 100 is not in"):
         check_tokens(100, 100, "token_ids")
