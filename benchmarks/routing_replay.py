@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from services.rollout.engine.launch_command import FlagValue
+    from services.rollout.engine.engine_process import FlagValue
     from shared.schema.expert_choices import ExpertChoices
     from shared.schema.sample import Sample
 
@@ -111,10 +111,9 @@ def write_model(directory: Path, sizes: dict[str, Any]) -> None:
 async def drawn(model: Path, options: argparse.Namespace) -> "tuple[list[Sample], ExpertChoices, dict[str, float], dict[str, Any]]":
     """Responses with log-probs and experts of the engine; what it says of the same sequences when they are prompts; about the run."""
     from services.rollout.engine.engine_client import EngineClient
-    from services.rollout.engine.engine_process import EngineProcess
+    from services.rollout.engine.engine_process import EngineProcess, engine_command
     from services.rollout.engine.generation import GenerationRequest
-    from services.rollout.engine.launch_command import engine_command
-    from services.rollout.partial_samples import Partial
+    from services.rollout.in_flight import Partial
     from shared.model.families import read_architecture
     from shared.runtime.embedded_servers import free_port
     from shared.schema.expert_choices import ExpertChoices

@@ -47,7 +47,7 @@ from benchmarks.end_to_end.whole_run import RunPlan, measured
 from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
 from services.buffer.batch_order import Order
-from services.rollout.slot_limit import MOST
+from services.rollout.request_slots import MOST
 from shared.runtime import devices, exit_codes
 from shared.runtime.telemetry import silence_logs
 

@@ -20,7 +20,7 @@ from benchmarks.end_to_end.length_distribution import DRAWN, LengthDistribution
 from services.buffer.batch_order import Order
 from services.buffer.simulation.simulation_run import Setting, SimulationPlan
 from services.buffer.simulation.workload_model import DECILES, Floats, WorkloadModel
-from services.rollout.slot_queue import lot
+from services.rollout.request_slots import lot
 
 STEPS, WARM_UP = 40, 10
 

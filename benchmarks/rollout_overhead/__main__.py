@@ -6,7 +6,7 @@ r"""What the rollout service costs: an engine's tokens a second, driven directly
         --sglang attention-backend=triton sampling-backend=pytorch grammar-backend=none --json FILE
 
 One engine, in one replica. *Direct*: this process keeps ``--at-once`` requests in it, and replaces as many together as the service does
-(`services.rollout.slot_queue.lot`). *Service*: it takes groups from a queue that never runs dry, with as many slots. The two take turns,
+(`services.rollout.request_slots.lot`). *Service*: it takes groups from a queue that never runs dry, with as many slots. The two take turns,
 ``--pairs`` times. Tokens are the engine's own count. FILE is written after each pair. Exit code 1 where the ratio's median is below `GOAL`.
 ``--write`` puts the table of `RESULTS` into docs/performance.md.
 """

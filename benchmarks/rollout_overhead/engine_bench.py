@@ -16,7 +16,7 @@ from benchmarks.agents.site import Machine, Site, site
 from benchmarks.end_to_end.length_distribution import LengthDistribution
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.slot_queue import lot
+from services.rollout.request_slots import lot
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import WorkQueue

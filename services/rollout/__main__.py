@@ -3,7 +3,7 @@
 from shared.runtime.quick_imports import quick_imports
 
 with quick_imports():
-    from services.rollout.engine_nodes.engine_follower import settle_node
+    from services.rollout.engine_nodes import settle_node
     from services.rollout.rollout_service import serve
     from shared.runtime.service_base import run
 

@@ -8,7 +8,7 @@ while it computes that it still does; when these messages stop, the replica trea
 import asyncio
 import time
 
-from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
+from services.rollout.engine.engine_client import EVERYTHING, WEIGHTS
 from services.rollout.replica import OPEN_SECONDS, Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT

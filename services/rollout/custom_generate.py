@@ -1,7 +1,7 @@
 """Generates with functions of the user's: ``rollout.custom_generate_function_path``, or that of a task's own. Each rollout is one call.
 
 Calls run in worker processes, many in each: one that raises, blocks or ends its process costs its own rollout, which is generated anew and
-lost after a few tries (`services.rollout.rollout_fate`). A call's result is discarded if the replica's weights became untrusted meanwhile
+lost after a few tries (`services.rollout.played_group`). A call's result is discarded if the replica's weights became untrusted meanwhile
 (a push failed, or the engine died).
 
 A group that is stopped (too old, or this replica leaves) has its requests ended in the engine; the function comes back with what it has,
@@ -15,15 +15,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+from services.rollout.engine_proxy import SampleCheck
 from services.rollout.generate import RETRY_PAUSE
-from services.rollout.in_flight import InFlight, Requests, Stopped
-from services.rollout.partial_samples import samples_of_rollout
-from services.rollout.played_group import PlayedGroup, kept, until_complete
+from services.rollout.in_flight import InFlight, Requests, Stopped, samples_of_rollout
+from services.rollout.played_group import GroupProgress, PlayedGroup, RolloutFailures, kept, until_complete
 from services.rollout.replica import Replica
+from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
-from services.rollout.rollout_fate import GroupProgress, RolloutFailures
-from services.rollout.sample_check import SampleCheck
-from services.rollout.sample_seeds import SampleSeeds
 from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed, HookSample, Status, sample_message

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import Generation, GenerationRequest, first_tokens
-from services.rollout.in_flight import InFlight, Requests, Stopped
-from services.rollout.partial_samples import Partial
+from services.rollout.engine.transport import EngineError
+from services.rollout.in_flight import InFlight, Partial, Requests, Stopped
 from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from shared.data.stop_strings import end_across

@@ -1,19 +1,163 @@
-"""Tracks what the engine generates for training, and stops groups that will never be trained, or all of them when the replica leaves.
+"""Samples under generation: their output so far, and the engine's requests for them.
 
-A group that is too old to be trained (`shared.schema.versions.is_lost`) is not generated to its end, since that would waste the engine.
+A group that is too old to be trained (`shared.schema.versions.is_lost`) is stopped, since generating it to its end would waste the engine;
+so are all groups when the replica leaves.
 """
 
 import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.partial_samples import Partial
+from services.rollout.engine.generation import Generation, Routed
 from shared.config.run_config import RunConfig
+from shared.data.stop_strings import written
+from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import MyxoError
+from shared.schema.expert_choices import Choices, ExpertChoices
+from shared.schema.messages import Sampling, Task
+from shared.schema.sample import Sample
 from shared.schema.versions import is_lost
+
+UNROUTED = "routed_experts_problem"
+"""The attribute of a sample that is not trained since the experts of its tokens are not known: why."""
+
+
+@dataclass
+class Partial:
+    """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R); seed: None for none.
+
+    Args:
+        choices: of the model, where the experts of each token are asked for. routed: those known so far, of the first tokens of prompt and
+            response: a token keeps the experts of the pass that drew the token after it, also where later passes compute it again.
+        unrouted: why they are not known.
+    """
+
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+    seed: int | None = None
+    choices: ExpertChoices | None = None
+    routed: Choices | None = None
+    unrouted: str = ""
+
+    @property
+    def routed_from(self) -> int | None:
+        """Returns the first token of prompt and response whose experts are still to be told; None where nobody asks for them."""
+        return None if self.choices is None else 0 if self.routed is None else len(self.routed)
+
+    def extend(self, generation: Generation, longest: int) -> None:
+        """Appends the engine's output; an aborted generation leaves the sample unfinished."""
+        offset = len(self.tokens)
+        self.tokens = np.concatenate([self.tokens, generation.tokens])
+        self.log_probs = np.concatenate([self.log_probs, generation.log_probs])
+        for start, end, version in generation.spans:
+            if self.segments and self.segments[-1][2] == version:
+                self.segments[-1] = (self.segments[-1][0], offset + end, version)
+            else:
+                self.segments.append((offset + start, offset + end, version))
+        if generation.routed is not None and self.choices is not None:
+            self._route(self.choices, generation.routed)
+        if generation.finish != "abort":
+            self.finish = generation.finish
+        elif len(self.tokens) >= longest:
+            self.finish = "length"
+
+    def _route(self, choices: ExpertChoices, told: Routed) -> None:
+        try:
+            found = choices.read(told.encoded, told.rows)[: told.rows - told.beyond]
+        except ValueError as error:
+            self.unrouted = f"the engine told {error}"
+            return
+        self.routed = found if self.routed is None else np.concatenate([self.routed, found[len(self.routed) - told.start :]])
+
+
+def restored(samples: Sequence[Sample], task: Task, choices: ExpertChoices | None = None) -> list[Partial]:
+    """Returns the partial samples that a task continues: those of its earlier attempt, or new ones where none of its tokens can be trained.
+
+    Samples that had ended and whose newest token is older than ``task.renew_below`` begin anew; where the earlier attempt does not fit the
+    task (another number of samples, more tokens than may be generated), all begin anew.
+
+    Args:
+        choices: of the model, where the experts of each token are asked for.
+    """
+    longest = task.sampling.max_new_tokens
+    if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):
+        return [Partial(choices=choices) for _ in range(task.n)]
+    return [replace(_restored(sample, task.renew_below, longest), choices=choices) for sample in samples]
+
+
+def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
+    if sample.log_probs is None:  # of a function of the user's, whose place the engine has taken
+        return Partial()
+    ended: Literal["stop", "length"] | None = None if sample.finish == "abort" else sample.finish
+    if ended is not None and all(version < renew_below for _, _, version in sample.segments):
+        return Partial()
+    if len(sample.response) == longest:
+        ended = ended or "length"
+    return Partial(sample.response, sample.log_probs, list(sample.segments), ended, routed=sample.routed_experts)
+
+
+def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
+    """Returns what an earlier attempt left of a rollout: nothing where it had ended under weights that are too old by now."""
+    found = [sample for sample in earlier if sample.rollout == index]
+    old = [sample for sample in found if all(version < task.renew_below for _, _, version in sample.segments)]
+    return [] if any(sample.finish != "abort" for sample in old) else found
+
+
+def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
+    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage.
+
+    One that has ended without the experts of all its tokens, which somebody has asked for, is not trained: its mask is 0 everywhere.
+    """
+    problems = [_routing_problem(partial, len(task.prompt_tokens)) for partial in partials]
+    samples = [
+        Sample(
+            group=task.group,
+            index=index,
+            prompt=task.prompt_tokens,
+            response=partial.tokens,
+            log_probs=partial.log_probs,
+            mask=np.full(len(partial.tokens), not problems[index], np.uint8),
+            segments=partial.segments,
+            finish=partial.finish or "abort",
+            text=_text(task.sampling, partial, tokenizer),
+            prompt_text=task.prompt,
+            label=task.label,
+            label_json=task.label_json,
+            metadata=task.metadata,
+            attributes={UNROUTED: problems[index]} if problems[index] else {},
+            routed_experts=partial.routed,
+        )
+        for index, partial in enumerate(partials)
+    ]
+    for sample in samples:
+        sample.check()
+    return samples
+
+
+def _routing_problem(partial: Partial, prompt: int) -> str:
+    if partial.choices is None or partial.finish is None:
+        return ""
+    return partial.unrouted or partial.choices.problem(partial.routed, prompt + len(partial.tokens) - 1) or ""
+
+
+def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:
+    """Returns a response's text, by default without special tokens and with the stop string that ended it."""
+    text = tokenizer.decode(partial.tokens, skip_special_tokens=sampling.skip_special_tokens is not False)
+    if sampling.no_stop_trim is not False or partial.finish != "stop":
+        return text
+    stops = written(partial.tokens, sampling.stop, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
+    ends = [at for stop in stops if (at := text.rfind(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
 
 LEAVE_SECONDS = 3.0
 """The time that a stopping replica waits for the engine to return its partial outputs."""

@@ -8,15 +8,14 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_health import patience, until_hung
+from services.rollout.engine.engine_client import EngineClient, patience, until_hung
 from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine_nodes.engine_leader import EngineLeader
+from services.rollout.engine_nodes import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
 from services.rollout.replica_command import engine_log, replica_command
+from services.rollout.request_slots import MOST
 from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
-from services.rollout.slot_limit import MOST
 from shared import hooks
 from shared.runtime import devices
 from shared.runtime.cancellation import cancelled

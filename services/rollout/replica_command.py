@@ -1,23 +1,102 @@
-"""The launch command of a run's engine, the same on all of its nodes, made from the run's config and this service's environment."""
+"""The launch command of a run's engine, the same on all of its nodes, and what the run's config decides about that engine.
+
+The decisions are pure: whether it keeps keys and values of prefixes, by which seeds it samples, and for how many requests at once it
+captures its decode steps as CUDA graphs.
+"""
 
 import os
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.decode_graphs import graph_flags
-from services.rollout.engine.launch_command import EngineCommand, EngineMeeting, engine_command
-from services.rollout.prefix_cache import keeps_prefixes
+from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, engine_command
 from services.rollout.router import router_url
 from shared import hooks
 from shared.config import sglang_flags
 from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.run_config import RunConfig
+from shared.config.sglang_flags import plain_name
 from shared.hooks.loading import agent_paths
 from shared.runtime import devices
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import Service, default_instance
+
+SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")
+"""Flags of SGLang's under which it draws by seeds; without a seed of its own each request would have the same one."""
+
+
+@dataclass(frozen=True)
+class SampleSeeds:
+    """``first``: the seed of a group's first sample; None: samples have none, and engines draw at random."""
+
+    first: int | None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "SampleSeeds":
+        given = {plain_name(name): value for name, value in config.rollout.sglang.items()}
+        seeded = any(given.get(name) not in (None, False) for name in SEEDED)
+        return cls(config.data.rollout_seed if seeded else None)
+
+    def of_sample(self, index: int) -> int | None:
+        """Returns the seed of a group's sample. ``index``: from 0."""
+        return None if self.first is None else self.first + index
+
+    def parameters(self, index: int) -> dict[str, int]:
+        """Returns what it adds to the sampling parameters of a sample, in SGLang's words."""
+        return {} if self.first is None else {"sampling_seed": self.first + index}
+
+
+def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) -> bool:
+    """Returns whether an engine keeps prefixes, where ``[rollout.sglang] disable-radix-cache`` says nothing.
+
+    Args:
+        device: the engine's. answers_are_read: by this service; not those of a router's clients and of the user's own functions.
+    """
+    separable = config.rollout.in_flight_on_push != "retract" and answers_are_read
+    reproducible = SampleSeeds.of(config).first is not None  # a prefix that is there or not may change a last bit
+    # to look a prefix up costs more than to compute it, for a single turn of a model that a CPU can serve
+    worth_it = device == "cuda" or config.has_agents
+    return separable and worth_it and not reproducible
+
+
+FEWEST, MOST_CAPTURED = 256, 512
+"""The requests that are captured at least, as SGLang does by itself on large GPUs, and at most."""
+
+FLAG = "cuda-graph-max-bs-decode"
+
+SIZES = (FLAG, "cuda-graph-max-bs", "cuda-graph-bs-decode", "cuda-graph-bs")
+"""Flags by which a run says itself how many: the most, or a list."""
+
+OTHERWISE = ("disable-cuda-graph", "disable-decode-cuda-graph", "cuda-graph-config", "cuda-graph-backend-decode")
+"""Flags after which nobody can tell."""
+
+
+def captured_requests(config: RunConfig, device: str) -> int | None:
+    """Returns for how many requests the engine's decode steps are captured; None where that bounds nothing, or is not known."""
+    given = {plain_name(name): value for name, value in config.rollout.sglang.items()}
+    if device != "cuda" or any(given.get(name) for name in OTHERWISE):
+        return None
+    for name in SIZES:
+        if given.get(name) is not None:
+            return _largest(given[name])
+    if config.trainer.colocate:
+        return FEWEST  # the trainer's memory is beside it
+    return min(MOST_CAPTURED, max(FEWEST, config.rollout.rollout_concurrency or MOST_CAPTURED))
+
+
+def graph_flags(config: RunConfig, device: str) -> dict[str, Any]:
+    """Returns the engine's flags for it; none where the run has its own."""
+    own = {plain_name(name) for name in config.rollout.sglang} & {*SIZES, *OTHERWISE}
+    captured = captured_requests(config, device)
+    return {} if own or captured is None or config.trainer.colocate else {FLAG: captured}
+
+
+def _largest(given: Any) -> int | None:
+    sizes = given if isinstance(given, list) else [given]
+    return max((int(size) for size in sizes if str(size).isdecimal()), default=None)
+
 
 INSTANCE = "MYXO_INSTANCE"
 

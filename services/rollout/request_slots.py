@@ -1,15 +1,261 @@
-"""Slots for requests in the engine: groups in hand hold claims, and each of their samples waits here for its slot."""
+"""Slots for requests in the engine: decides how many a replica has, and gives them to the samples of groups in hand.
+
+`SlotLimit` and `SlotQueue` are pure; `RequestSlots` has samples wait in asyncio.
+
+More requests at once are more tokens a second, until the engine computes as fast as it can, or its memory is full: then it makes requests
+wait, or takes running ones back and computes them anew. But each of them is slower, and its tokens are older when they are trained. So the
+limit is raised, while all slots are used, as long as that makes the engine faster by a fair part of what it adds, and lowered where memory
+lacks: hill climbing on the throughput, and the multiplicative decrease of congestion control (Chiu and Jain 1989).
+
+A replica has slots, one for each request that may be in the engine at once. The samples of its groups take them in order, those of the
+group that was taken first before all others. Slots that were left are filled a *lot* at a time: whatever begins has its prompt prefilled
+first, and all that run wait for it, a small model for longer than two steps of decoding. One prefill of a lot instead of one of each costs
+at most the lot's slots. A group in hand *claims* a slot for each of its samples that has not ended; groups are taken while there are more
+slots than claims, so at most one group waits to be begun.
+
+Evaluations have half of the slots at most, so that training never waits for them to end; where nothing is trained, they have all. Those
+that wait come before training: a held-out prompt is taken for a version, and would fall behind it.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
-from services.rollout.slot_limit import MOST, EngineLoad, SlotLimit
-from services.rollout.slot_queue import GroupClaim, SlotQueue
 from shared.bus.subjects import EVAL, TRAIN
 from shared.config.run_config import RunConfig
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
+
+LOTS = 32
+"""The share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills."""
+
+
+def lot(slots: int) -> int:
+    """Returns how many of so many slots are filled together."""
+    return max(1, slots // LOTS)
+
+
+@dataclass(eq=False)
+class GroupClaim:
+    """The claim of a group in hand. ``place``: the how many-th it was taken; ``open``: its samples that have not ended."""
+
+    task_class: str
+    place: int
+    open: int
+
+
+@dataclass(eq=False)
+class SlotWaiter:
+    """A sample that waits for a slot. ``index``: in its group. ``wake``: called once it gets one. ``granted``: it has, or had, one."""
+
+    claim: GroupClaim
+    index: int
+    wake: Callable[[], None]
+    granted: bool = False
+    left: bool = False
+
+    def __lt__(self, other: "SlotWaiter") -> bool:
+        return (self.claim.place, self.index) < (other.claim.place, other.index)
+
+
+class SlotQueue:
+    """The slots of one replica.
+
+    Args:
+        trains: whether groups are trained; else evaluations have all slots.
+
+    Attributes:
+        limit: slots; may be lowered below those that are held, and none is granted then until enough have been left.
+        held: slots that are held now, by task class.
+    """
+
+    def __init__(self, limit: int, trains: bool = True) -> None:
+        self.limit, self._trains = limit, trains
+        self.held = {TRAIN: 0, EVAL: 0}
+        self._claims: dict[str, set[GroupClaim]] = {TRAIN: set(), EVAL: set()}
+        self._waiting: dict[str, list[SlotWaiter]] = {TRAIN: [], EVAL: []}
+        self._places = itertools.count()
+        self._filling = True  # slots are given as they are asked for, since not all have been held
+
+    # --- groups
+
+    def take(self, task_class: str, samples: int) -> GroupClaim:
+        """Notes a group that was taken."""
+        claim = GroupClaim(task_class, next(self._places), samples)
+        self._claims[task_class].add(claim)
+        return claim
+
+    def drop(self, claim: GroupClaim) -> None:
+        """Notes that a group is no longer in hand. Its samples have left their slots."""
+        self._claims[claim.task_class].discard(claim)
+
+    def claimed(self, task_class: str) -> int:
+        """Returns how many samples of a class have not ended, those that nobody has begun included."""
+        return sum(claim.open for claim in self._claims[task_class])
+
+    def room(self, task_class: str, samples: int) -> int:
+        """Returns how many groups of so many samples may be taken: as many as begin to use all slots."""
+        evaluating = min(self.claimed(EVAL), self._most_evaluating)
+        if task_class == EVAL:
+            free = self._most_evaluating - self.claimed(EVAL)
+        else:
+            free = self.limit - self.claimed(TRAIN) - evaluating
+        return max(0, -(-free // samples))
+
+    # --- slots
+
+    def ask(self, claim: GroupClaim, index: int, wake: Callable[[], None]) -> SlotWaiter:
+        """Has a sample wait for a slot, which it may get at once. ``index``: of the sample in its group."""
+        waiter = SlotWaiter(claim, index, wake)
+        heapq.heappush(self._waiting[claim.task_class], waiter)
+        self.grant()
+        return waiter
+
+    def leave(self, waiter: SlotWaiter) -> None:
+        """Gives a sample's slot to the next one, or has it wait no longer. A repeat does nothing."""
+        if waiter.left:
+            return
+        waiter.left = True
+        if waiter.granted:
+            self.held[waiter.claim.task_class] -= 1
+        self.grant()
+
+    def resize(self, limit: int) -> None:
+        """Sets the number of slots."""
+        self.limit = limit
+        self.grant()
+
+    def grant(self) -> None:
+        """Gives free slots to those that wait: once all were held, not before a lot of them is free."""
+        free = self.limit - sum(self.held.values())
+        self._filling = free > 0 and (self._filling or free >= lot(self.limit))
+        while self._filling and (waiter := self._next()) is not None:
+            waiter.granted = True
+            self.held[waiter.claim.task_class] += 1
+            self._filling = sum(self.held.values()) < self.limit
+            waiter.wake()
+
+    def _next(self) -> SlotWaiter | None:
+        evaluations = (EVAL,) if self.held[EVAL] < self._most_evaluating else ()
+        for task_class in (*evaluations, TRAIN):
+            queue = self._waiting[task_class]
+            while queue:
+                waiter = heapq.heappop(queue)
+                if not waiter.left:
+                    return waiter
+        return None
+
+    @property
+    def _most_evaluating(self) -> int:
+        return max(1, self.limit // 2) if self._trains else self.limit
+
+
+START = 256
+"""The slots that an engine begins with, at least."""
+
+MOST = 4096
+"""The most slots: beyond them an engine gains nothing, and its answers take the service's time."""
+
+GROWTH, WORTH = 0.25, 0.25
+"""The share of the slots that is added at a time, and the share of it by which the engine has to be faster for them to stay."""
+
+BACK_OFF = 0.9
+"""The share of the running requests that is kept after a retraction."""
+
+FULL = 0.9
+"""The share of the engine's memory for keys and values from which on the limit does not grow: running requests need more."""
+
+SPARE = 8
+"""One request waits in the engine for so many that run, so that it has the next one at hand when one ends."""
+
+QUEUED_READINGS = 3
+"""Readings in a row with requests that wait: a burst of new ones has been begun by then."""
+
+SETTLING, MEASURED = 2, 4
+"""Readings after a change that are passed over, and those after them over which the engine's speed is taken."""
+
+CALM_READINGS, REST_READINGS = 10, 60
+"""Readings after a retraction, and after slots that were not worth it, in which the limit does not grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's load. ``running``, ``queued``: requests; ``kv_usage``: share of its memory for keys and values that is in use;
+    ``retracted``: requests that it has taken back for want of memory since it started."""
+
+    running: int
+    queued: int
+    kv_usage: float
+    retracted: int = 0
+
+
+class SlotLimit:
+    """The slots of one replica, one reading of the engine's load after another.
+
+    Args:
+        fixed: slots that do not follow the load (`rollout.rollout_concurrency`); None: they do. least: the fewest slots: a group's samples.
+        batch: its share of a batch's samples: with as many slots it begins, since a step may wait for all of them. most: slots.
+    """
+
+    def __init__(self, fixed: int | None, least: int, batch: int = 0, most: int = MOST) -> None:
+        self._fixed, self._least, self._most = fixed, least, min(MOST, most)
+        self.slots = fixed or self._bounded(max(START, batch))
+        self._queued = self._calm = self._readings = 0
+        self._retracted: int | None = None
+        self._from = (0, 0.0)  # tokens and time of the first reading that counts
+        self._before: tuple[int, float] | None = None  # fewer slots, and the engine's speed with them
+
+    def note(self, load: EngineLoad, held: int, tokens: int, now: float) -> int:
+        """Returns the slots after a reading, about one a second.
+
+        Args:
+            held: slots that are held. tokens: that the engine has drawn by ``now``, monotonic seconds.
+        """
+        if self._fixed is not None:
+            return self.slots
+        retracted = max(0, load.retracted - (load.retracted if self._retracted is None else self._retracted))
+        self._retracted = load.retracted
+        self._queued = self._queued + 1 if load.queued * SPARE > load.running else 0
+        self._calm = max(0, self._calm - 1)
+        if retracted:
+            self._lower(int(BACK_OFF * load.running), CALM_READINGS)
+        elif self._queued >= QUEUED_READINGS and load.running:
+            self._lower(load.running + load.running // SPARE + 1, 0)
+        elif held > self.slots - lot(self.slots) and not load.queued and not self._calm and load.kv_usage < FULL:
+            self._climb(tokens, now)
+        else:
+            self._readings = 0
+        return self.slots
+
+    def renew(self) -> None:
+        """Forgets what an earlier engine told: a new one counts from zero."""
+        self._retracted, self._queued, self._readings, self._before = None, 0, 0, None
+
+    def _lower(self, slots: int, calm: int) -> None:
+        self.slots, self._calm = self._bounded(min(self.slots, slots)), calm
+        self._readings, self._before = 0, None
+
+    def _climb(self, tokens: int, now: float) -> None:
+        """Takes the engine's speed with the present slots; gives it more, or those back that were not worth it."""
+        self._readings += 1
+        if self._readings <= SETTLING:
+            self._from = (tokens, now)
+        if self._readings < SETTLING + MEASURED:
+            return
+        speed, self._readings = (tokens - self._from[0]) / max(now - self._from[1], 1e-9), 0
+        if self._before is not None:
+            fewer, slower = self._before
+            if speed < slower * (1 + WORTH * (self.slots / fewer - 1)):
+                self._lower(fewer, REST_READINGS)
+                return
+        self._before = (self.slots, speed)
+        self.slots = self._bounded(int(self.slots * (1 + GROWTH)) + 1)
+
+    def _bounded(self, slots: int) -> int:
+        return max(self._least, min(self._most, slots))
 
 
 class GroupSlots:

@@ -1,37 +1,34 @@
-"""The rollout service on the bus: it takes tasks while its replica serves weights, stores samples, and publishes references to them."""
+"""The rollout service on the bus: takes tasks while its replica serves weights, stores samples, and publishes references to them."""
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 from pydantic import ValidationError
 
-from services.rollout.agents.agent_groups import AgentGroups
-from services.rollout.agents.gateways import Gateways
+from services.rollout.agent_groups import AgentGroups, Gateways
 from services.rollout.custom_generate import CustomGenerate
-from services.rollout.engine.decode_graphs import FLAG, captured_requests
-from services.rollout.engine.engine_errors import EngineError, InvalidRequest
-from services.rollout.engine_nodes.engine_follower import follow
-from services.rollout.engine_profiler import EngineProfiler
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.transport import EngineError, InvalidRequest
+from services.rollout.engine_nodes import follow
+from services.rollout.engine_spread import EngineSpread
 from services.rollout.episodes import EpisodeGenerate
+from services.rollout.evaluator import Evaluator
 from services.rollout.generate import generate_group
-from services.rollout.generation_spans import handed_back
-from services.rollout.in_flight import InFlight, Stopped
-from services.rollout.partial_samples import UNROUTED, restored, samples_of
+from services.rollout.in_flight import UNROUTED, InFlight, Stopped, restored, samples_of
 from services.rollout.played_group import PlayedGroup
-from services.rollout.producer.active_producer import ActiveProducer
-from services.rollout.producer.engine_spread import EngineSpread
-from services.rollout.producer.evaluator import Evaluator
-from services.rollout.producer.producer import Producer
+from services.rollout.producer import ActiveProducer, Producer
 from services.rollout.replica import Replica
+from services.rollout.replica_command import FLAG, SampleSeeds, captured_requests
 from services.rollout.request_slots import GroupSlots, RequestSlots
 from services.rollout.router import Router, router_url
-from services.rollout.sample_seeds import SampleSeeds
-from services.rollout.task_outcomes import TaskOutcomes
-from services.rollout.token_rate import DrawnTokens, TokenRate
+from services.rollout.task_outcomes import TaskOutcomes, handed_back
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus.bus_errors import StreamFull
+from shared.bus.connection import TRANSIENT
 from shared.bus.registry import ENGINE_NODE
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, TRAIN
@@ -53,6 +50,119 @@ from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.sample import Sample
 from shared.schema.service_messages import Doing
 from shared.store.payload_store import StoreFull
+
+WINDOW_SECONDS = 5.0
+
+COUNT_SECONDS = 5.0
+"""The deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls."""
+
+
+class TokenRate:
+    """Measures tokens a second over the last `WINDOW_SECONDS`.
+
+    A reading divides the tokens of the window by the whole window, also at the start, so that the rate's integral over a run is the run's
+    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly drawn.
+    """
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, float]] = deque()
+
+    def note(self, now: float, tokens: float) -> float:
+        """Returns the rate at ``now`` (monotonic seconds), when ``tokens`` have been drawn in all."""
+        self._readings.append((now, tokens))
+        begin = now - WINDOW_SECONDS
+        while len(self._readings) > 1 and self._readings[1][0] <= begin:
+            self._readings.popleft()
+        times, counts = zip(*self._readings, strict=True)
+        return (tokens - float(np.interp(begin, times, counts))) / WINDOW_SECONDS
+
+
+class DrawnTokens:
+    """Counts the tokens that the replica's engines have drawn, one engine after another.
+
+    Attributes:
+        total: tokens in all, of finished, aborted and unfinished samples alike, without prompts.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._engine: EngineClient | None = None
+        self._last = self._delivered = 0
+
+    async def read(self, client: EngineClient | None, delivered: int) -> int:
+        """Returns ``total``, brought up to date.
+
+        Args:
+            client: of the present engine, None while there is none. delivered: tokens of the groups that have ended; they are counted where
+                an engine does not count by itself (`[rollout.sglang] enable_metrics = false`, or an old SGLang).
+        """
+        ended, self._delivered = delivered - self._delivered, delivered
+        if client is None:
+            return self.total
+        try:
+            drawn = await client.drawn_tokens(deadline=COUNT_SECONDS)
+        except (DeadlineExceeded, EngineError):  # `Replica.keep_engine` deals with an engine that is gone
+            return self.total
+        if drawn is None:
+            self.total += ended
+            return self.total
+        if client is self._engine:  # tokens that a new engine has drawn before were its own warm-up
+            self.total += max(0, drawn - self._last)
+        self._engine, self._last = client, drawn
+        return self.total
+
+
+PROFILE_DIRECTORY = "profile"
+"""Where traces lie, in the run's directory; below it those of each replica."""
+
+STEP_POLL_INTERVAL_S = 0.5
+"""The interval at which the run's step is read."""
+
+PROFILE_START_SECONDS = 60.0
+
+
+class EngineProfiler:
+    """Starts one trace of a replica's engine; the engine ends it by itself."""
+
+    def __init__(self, service: Service, replica: Replica) -> None:
+        self._service, self._replica, self._debug = service, replica, service.config.debug
+
+    @property
+    def wanted(self) -> bool:
+        """Returns whether engines are to be traced."""
+        return self._debug.use_pytorch_profiler and "rollout" in self._debug.profile_target
+
+    async def run(self) -> None:
+        """Waits for the first of the chosen steps, starts the trace, and returns; where they are over, it says so."""
+        service, debug = self._service, self._debug
+        while not self._replica.serving or (step := await self._step()) < debug.profile_step_start:
+            await asyncio.sleep(STEP_POLL_INTERVAL_S)
+        if step >= debug.profile_step_end:
+            service.log.warning("engine_not_profiled", step=step, profile_step_end=debug.profile_step_end)
+            return
+        directory = (service.config.run.root / PROFILE_DIRECTORY / service.instance).absolute()
+        client = self._replica.client
+        assert client is not None  # of a replica that serves
+        on_gpu = devices.resolve(service.config.rollout.rollout_device) == "cuda"
+        request = {
+            "output_dir": str(directory),
+            "num_steps": debug.profile_engine_steps,
+            "activities": ["CPU", *(["GPU"] if on_gpu else [])],
+        }
+        try:
+            await client.transport.post("/start_profile", request, PROFILE_START_SECONDS, "nothing is traced")
+            service.log.info("engine_profiled", step=step, directory=str(directory), forward_passes=debug.profile_engine_steps)
+        except (EngineError, MyxoError) as error:
+            service.log.error("engine_not_profiled", step=step, error=str(error))
+
+    async def _step(self) -> int:
+        """Returns how many steps the run has trained, as its buffer last said; -1 where none says."""
+        try:
+            alive = await self._service.registry.alive("buffer")
+        except (MyxoError, *TRANSIENT):
+            return -1
+        return max((int(status.gauges.get("trained_steps", -1)) for status in alive), default=-1)
+
 
 declare_metrics(
     MetricSpec("generated_tokens_per_s", "tokens/s", "tokens that the replica's engine has drawn in the last 5 s / 5 s; read every second"),

@@ -2,20 +2,21 @@
 
 Requests of one push come in that order and carry its version; anything out of order is refused, so that a late message of an older push
 cannot affect a newer one. One that is sent again, since the bus lost it or its answer, is answered as before. During prepare, the engine
-goes on generating; from receive to commit nothing is served. Any failure there, a trainer that stops sending included, fences the replica,
-unless nothing had been loaded yet: then it goes on serving its version. No version is served whose digest is not the one that the commit
-names.
+continues to generate; from receive to commit nothing is served. Any failure there, a trainer that stops sending included, fences the
+replica, unless nothing had been loaded yet: then it continues to serve its version. No version is served whose digest is not the one that
+the commit names.
 """
 
 import asyncio
 import contextlib
+import functools
 import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 from services.rollout.colocated_engine import ColocatedEngine
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver_client import ReceiverError
-from services.rollout.push_spans import PushSpans
-from services.rollout.repeated_requests import AnsweredOnce
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -32,6 +33,73 @@ from shared.schema.weight_messages import (
     WeightsReceived,
     WeightsServed,
 )
+from shared.tracing.span import Attributes, TraceSpan, push_trace
+from shared.tracing.traces import Traces
+
+Repeated = TypeVar("Request", bound=Message)
+
+
+class AnsweredOnce(Generic[Repeated]):
+    """A handler's way to take each request once: one that equals the one before is that request, sent again, and gets the same outcome.
+
+    Requests that may be sent again must differ from all others: those of a push have its number or its remaining time in them.
+    """
+
+    def __init__(self, handler: Callable[[Repeated], Awaitable[Message]]) -> None:
+        self._handler = handler
+        self._request: Repeated | None = None
+        self._handling: asyncio.Future[Message] | None = None
+
+    async def __call__(self, request: Repeated) -> Message:
+        """Returns the handler's answer to the request, or raises its error; waits for it where it is being handled."""
+        if self._handling is None or request != self._request:
+            self._request, self._handling = request, asyncio.ensure_future(self._handler(request))
+        return await asyncio.shield(self._handling)
+
+
+PushStep = WeightsPrepare | WeightsReceive | WeightsCommit | WeightsAbort
+
+PushRequestKind = TypeVar("Request", WeightsPrepare, WeightsReceive, WeightsCommit, WeightsAbort)
+
+
+class PushSpans:
+    """Adds a span for each request that a handler answers, or fails to. A commit and an abort belong to the push that came before them."""
+
+    def __init__(self, traces: Traces, replica: str) -> None:
+        self._traces, self._replica, self._push = traces, replica, ""
+
+    def around(
+        self, name: str, handler: Callable[[PushRequestKind], Awaitable[Message]]
+    ) -> Callable[[PushRequestKind], Awaitable[Message]]:
+        """Returns the handler, with a span called ``name`` around it."""
+        if not self._traces.on:
+            return handler
+
+        @functools.wraps(handler)
+        async def noted(request: PushRequestKind) -> Message:
+            started, answer, error = time.time(), None, ""
+            try:
+                answer = await handler(request)
+                return answer
+            except BaseException as raised:
+                error = str(raised) or type(raised).__name__
+                raise
+            finally:
+                self._note(name, request, answer, error, started)
+
+        return noted
+
+    def _note(self, name: str, request: PushStep, answer: Message | None, error: str, started: float) -> None:
+        match request:
+            case WeightsPrepare(version=version, channels=[first, *_]):
+                self._push = push_trace(version, first.name)
+            case WeightsReceive(version=version, channels=[first, *_]):
+                self._push = push_trace(version, first)
+        if self._push:
+            attributes: Attributes = {"version": request.version, "replica": self._replica}
+            attributes |= {"bytes": answer.bytes, "digest": answer.digest} if isinstance(answer, WeightsReceived) else {}
+            self._traces.add(TraceSpan(trace=self._push, name=name, started=started, ended=time.time(), error=error, attributes=attributes))
+
 
 EXPIRY_MARGIN = 5.0
 """Seconds beyond a push's deadline after which a silent trainer counts as gone."""

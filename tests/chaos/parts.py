@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from services.rollout.engine.capabilities import Capabilities
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.receiver import Receiver
+from services.rollout.engine.transport import Capabilities
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
 from services.trainer.actor import Actor

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.launch_command import EngineCommand
+from services.rollout.engine.engine_process import EngineCommand, EngineProcess
 from shared.runtime.errors import DeadlineExceeded
 from tests.chaos.fast.fast_config import write_model
 from tests.chaos.fast.scripted_weights import MIXED_TOKEN, first_state, number_of, version_of

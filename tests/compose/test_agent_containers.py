@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.agents.agent_program import AgentProgram
-from services.rollout.agents.agent_runner import AgentRunner
+from services.rollout.agent_program import AgentProgram
+from services.rollout.agent_runner import AgentRunner
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
 from tests.compose.conftest import ROOT, run_docker
@@ -162,8 +162,8 @@ async def test_none_is_left_by_a_deadline_or_a_cancellation(tmp_path: Path, sect
 SERVICE = """
 import asyncio, json, sys
 from pathlib import Path
-from services.rollout.agents.agent_runner import AgentRunner
-from services.rollout.agents.agent_program import AgentProgram
+from services.rollout.agent_runner import AgentRunner
+from services.rollout.agent_program import AgentProgram
 from shared.config.run_config import RunConfig
 async def main():
     runner = AgentRunner(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], lambda: False)
@@ -205,7 +205,7 @@ async def test_a_container_that_nobody_removes_ends_by_itself(
     tmp_path: Path, section: dict[str, Any], network: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lease, which the container itself keeps: here its client is killed, and nobody comes after it."""
-    monkeypatch.setattr("services.rollout.agents.agent_containers.LEASE_BEYOND_S", -55)
+    monkeypatch.setattr("services.rollout.agent_runner.LEASE_BEYOND_S", -55)
     runner = AgentRunner(run_config(tmp_path, rollout=section), "rollout-1", awake)
     assert runner._containers is not None
     line = runner._containers.command_line("myxo-test-lease", "g1/0", ["python", "-c", WAITS], ())

@@ -16,8 +16,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import GenerationRequest, parse_group, wire_rid
+from services.rollout.engine.transport import EngineError
 from shared.config import config_reading, flags
 from shared.data.data_files import DataFile
 from shared.data.data_files import parse as parse_data_file

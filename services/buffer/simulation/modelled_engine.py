@@ -121,7 +121,7 @@ class ModelledEngine:
 
     def _fill(self) -> None:
         free = self._room - self.running
-        self._filling = free > 0 and (self._filling or free >= self._lot)  # as `services.rollout.slot_queue` gives slots
+        self._filling = free > 0 and (self._filling or free >= self._lot)  # as `services.rollout.request_slots` gives slots
         began = math.ceil(self.work) if self._model.prefill else self.work
         while self._filling and self._waiting:
             response = self._waiting.popleft()

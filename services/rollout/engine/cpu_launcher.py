@@ -37,9 +37,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 
 import torch
 
-from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.murmur_hash import murmur_hash32
-from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
 from shared.transfer.bound_store import bind_stores
 

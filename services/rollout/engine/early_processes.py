@@ -1,27 +1,116 @@
-"""Processes that are begun before there is work for them: they import what they will need, and wait to be the process that is started.
+"""Begins the processes that an SGLang engine will start before SGLang is imported, so that they import side by side.
 
 What multiprocessing spawns imports everything again. `EarlyProcesses` begins such children beside the imports of this process; when a
-process is started whose target is of their module, one of them becomes it. It is given what a spawned child is given, by
-multiprocessing's own pickling, over a pair of sockets that has no name and of which nobody else has an end
-(`services.rollout.engine.early_child`). Its parent, pid, exit code and sentinel are those of a spawned child.
+process is started whose target is of their module, one of them becomes it. It is given what a spawned child is given, by multiprocessing's
+own pickling, over a pair of sockets that has no name and of which no one else has an end. Its parent, pid, exit code and sentinel are those
+of a spawned child.
 
-Where something takes effect in a fresh process alone (another executable, a variable that may be read while modules are imported), and
-where the early process is gone, one is spawned as usual; the log tells why. Those that nobody needs end with this process, or before.
+A wrong guess of `early_modules` costs time, not correctness. Where something takes effect in a fresh process alone (another executable, a
+variable that may be read while modules are imported), and where the early process is gone, one is spawned as usual; the log says why. Those
+that are not needed end with this process, or before.
 """
 
+import contextlib
+import importlib
 import io
 import logging
 import multiprocessing
 import os
+import pickle
 import resource
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from multiprocessing import context, popen_spawn_posix, process, reduction, resource_tracker, spawn, util
+from typing import Any, NoReturn
 
-from services.rollout.engine import early_child
+from shared.runtime.quick_imports import quick_imports
+
+WAIT_SECONDS = 300.0
+"""The longest wait for work: the first start of an engine may look up or download a model before it has any."""
+
+LENGTH_BYTES = 8
+"""Each message follows its length, in so many bytes, the first being the highest."""
+
+MOST_DESCRIPTORS = 64
+"""The most descriptors that go along with a message."""
+
+_received: list[int] = []
+
+
+class Descriptor:
+    """Stands for a descriptor among pickled arguments, by its place among those that came along with the message."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def detach(self) -> int:
+        return _received[self._index]
+
+
+def wait_for_work(handle: int, tracker: int, module: str) -> NoReturn:
+    """Runs this process, which inherits the descriptors of its end of the sockets and of multiprocessing's resource tracker.
+
+    Two messages come: what spawned children are prepared with; then the variables that have changed, the limits, that preparation as it is
+    by now, and the process.
+    """
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
+    channel = socket.socket(fileno=handle)
+    channel.set_inheritable(False)
+    channel.settimeout(WAIT_SECONDS)
+    preparation, _ = _receive(channel)
+    with _being_spawned():
+        spawn.prepare(pickle.loads(preparation))
+    with quick_imports():
+        importlib.import_module(module)
+    message, descriptors = _receive(channel)
+    _received.extend(descriptors)
+    work = io.BytesIO(message)
+    for name, value in pickle.load(work).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    for limit, bounds in pickle.load(work).items():
+        resource.setrlimit(limit, bounds)
+    with _being_spawned():
+        spawn.prepare(pickle.load(work))
+        process_object = pickle.load(work)
+    channel.settimeout(None)
+    sys.exit(process_object._bootstrap(channel.detach()))  # the descriptor tells of the parent's end
+
+
+@contextlib.contextmanager
+def _being_spawned() -> Iterator[None]:
+    """Has multiprocessing refuse to start processes, as while a spawned child imports its main module."""
+    current: Any = process.current_process()
+    current._inheriting = True
+    try:
+        yield
+    finally:
+        del current._inheriting
+
+
+def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
+    """Returns the next message and the descriptors that came along; ends this process where none comes any more."""
+    try:
+        head, descriptors, _, _ = socket.recv_fds(channel, LENGTH_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        message = bytearray()
+        while head and (missing := int.from_bytes(head, "big") - len(message)):
+            if not (part := channel.recv(missing)):
+                sys.exit(0)
+            message += part
+    except TimeoutError:
+        sys.exit(f"No work has come within {WAIT_SECONDS:g} s for a process that was begun early.")
+    except ConnectionError:
+        sys.exit(0)
+    if not head:
+        sys.exit(0)  # the parent has ended, or does not need this process
+    return bytes(message), descriptors
+
 
 HAND_OVER_SECONDS = 60.0
 """The deadline for an early process to take its work. It reads when its imports have ended; a small message need not wait for that."""
@@ -43,7 +132,7 @@ class EarlyProcess:
             tracker = resource_tracker.getfd()
             assert tracker is not None  # it is running now
             descriptors = theirs.fileno(), tracker
-            program = f"from {early_child.__name__} import wait_for_work; wait_for_work(*{descriptors}, {module!r})"
+            program = f"from {__name__} import wait_for_work; wait_for_work(*{descriptors}, {module!r})"
             arguments = [*util._args_from_interpreter_flags(), "-c", program, "--multiprocessing-fork"]  # type: ignore[attr-defined]
             self.child = subprocess.Popen([self.executable, *arguments], env=environment, pass_fds=descriptors)
         self.send(_pickled(self, spawn.get_preparation_data(module)))
@@ -51,7 +140,7 @@ class EarlyProcess:
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
         """Sends bytes and descriptors. Raises OSError: the process is gone, or does not read in time."""
         self.channel.settimeout(HAND_OVER_SECONDS)
-        socket.send_fds(self.channel, [len(message).to_bytes(early_child.LENGTH_BYTES, "big")], descriptors)
+        socket.send_fds(self.channel, [len(message).to_bytes(LENGTH_BYTES, "big")], descriptors)
         self.channel.sendall(message)
         self.channel.settimeout(None)
 
@@ -65,7 +154,7 @@ class EarlyProcess:
 class EarlyPopen(popen_spawn_posix.Popen):
     """multiprocessing's handle of a child, for an early process that becomes it. Raises OSError where that fails."""
 
-    DupFd = early_child.Descriptor  # type: ignore[assignment]
+    DupFd = Descriptor  # type: ignore[assignment]
     _fds: list[int]
 
     def __init__(self, process_object: Any, early: EarlyProcess) -> None:
@@ -163,3 +252,90 @@ def _pickled(child: Any, *parts: Any) -> bytes:
 def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
     """Returns the variables that differ, with their values in ``after``; None: it has none."""
     return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+TENSOR = ("tp-size", "tp", "tensor-parallel-size")
+PIPELINE = ("pp-size", "pp", "pipeline-parallel-size")
+DATA = ("dp-size", "dp", "data-parallel-size")
+NODES = ("nnodes",)
+"""Flags that tell sizes, each with its other names."""
+
+
+def engine_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """Returns the flags of a command line without their dashes, each with the first of its values, or an empty string."""
+    found = {}
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name.replace("_", "-")] = value if equals else "" if following.startswith("--") else following
+    return found
+
+
+def flag_number(flags: Mapping[str, str], names: Sequence[str], default: int = 1) -> int:
+    """Returns the number that a flag gives, under any of its names. Raises ValueError for what is none."""
+    return next((int(flags[name]) for name in names if name in flags), default)
+
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
+
+EXPECTED_VARIABLES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "CUTE_DSL_LOG_LEVEL": "30",
+    "CUTE_DSL_LOG_TO_CONSOLE": "1",
+    "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "0",
+    "SGLANG_ENABLE_DETERMINISTIC_INFERENCE": "0",
+    "SGLANG_ENABLE_TORCH_COMPILE": "0",
+    "SGLANG_USE_CUDA_IPC_TRANSPORT": "0",
+    "TRTLLM_ENABLE_PDL": "1",
+}
+"""What SGLang sets for its processes, unless flags ask for something else. Some are read while its modules are imported."""
+
+LATE_VARIABLES = frozenset(
+    {
+        "CUDA_MODULE_LOADING",  # "AUTO" from SGLang 0.5.16, "LAZY" from torch: the same since CUDA 12.2
+        "NCCL_ALGO",
+        "NCCL_CUMEM_ENABLE",
+        "NCCL_GRAPH_MIXING_SUPPORT",
+        "NCCL_GRAPH_REGISTER",
+        "NCCL_MAX_NCHANNELS",
+        "NCCL_MIN_NCHANNELS",
+        "NCCL_NVLS_ENABLE",
+        "SGLANG_OPT_FP8_WO_A_GEMM",  # read by one model's module, and models' modules are imported by running schedulers
+        "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2",
+        "SGLANG_RUN_ID",
+    }
+)
+"""What SGLang sets only after it has read its flags, and reads, or lets NCCL read, only when an engine's process runs."""
+
+OTHERWISE = frozenset(
+    {
+        "config",  # a file that may say anything
+        "elastic-ep-join-mode",  # a controller starts the schedulers, as with data parallelism
+        "enable-memory-saver",  # it must be loaded before anything else
+        "encoder-only",
+        "grpc-mode",
+        "numa-node",  # another executable binds memory to the node
+        "smg-grpc-mode",
+        "use-ray",
+    }
+)
+"""The flags with which no process can be begun early."""
+
+
+def early_modules(arguments: Sequence[str]) -> list[str]:
+    """Returns the modules of the processes that SGLang will start on this node, in their order; none where that is not known.
+
+    Args:
+        arguments: the flags of ``sglang.launch_server``.
+    """
+    flags = engine_flags(arguments)
+    try:
+        tensor, pipeline, data, nodes = (flag_number(flags, names) for names in (TENSOR, PIPELINE, DATA, NODES))
+        rank, detokenizers = flag_number(flags, ("node-rank",), 0), flag_number(flags, ("detokenizer-worker-num",))
+    except ValueError:
+        return []  # SGLang will tell
+    if OTHERWISE & flags.keys() or data > 1 or nodes < 1:
+        return []
+    schedulers = max(tensor * pipeline // nodes, 1)
+    return [SCHEDULER] * schedulers + ([DETOKENIZER] if rank == 0 and detokenizers == 1 else [])

@@ -1,4 +1,4 @@
-"""``EngineClient``: all requests and commands of the rollout service to one engine.
+"""``EngineClient``: all requests and commands of the rollout service to one engine; its memory and its health.
 
 The engine's endpoints load weights, and some unpickle: they are for this client alone, by a socket in a private directory. What others may
 ask of an engine goes through `services.rollout.engine_proxy`. Requests that are known to kill an engine are refused here, before they are
@@ -9,14 +9,13 @@ import asyncio
 import base64
 import functools
 import pickle
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from services.rollout.engine.capabilities import Capabilities, parse_drawn_tokens, parse_load, read_capabilities
-from services.rollout.engine.engine_errors import EngineError
-from services.rollout.engine.engine_memory import EngineMemory
+from services.rollout.engine.engine_process import RECEIVER_LOADER
 from services.rollout.engine.generation import (
     Generation,
     GenerationRequest,
@@ -27,15 +26,85 @@ from services.rollout.engine.generation import (
     wire_rid,
     without_older_prefix,
 )
-from services.rollout.engine.launch_command import RECEIVER_LOADER
 from services.rollout.engine.receiver_client import ReceiverClient, report_of
-from services.rollout.engine.transport import EngineTransport
-from services.rollout.slot_limit import EngineLoad
-from shared.runtime.errors import DeadlineExceeded
+from services.rollout.engine.transport import Capabilities, EngineError, EngineTransport, parse_drawn_tokens, parse_load, read_capabilities
+from services.rollout.request_slots import EngineLoad
+from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_failure
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest
+
+WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
+EVERYTHING = (CACHE, WEIGHTS, GRAPHS)
+"""The parts that an engine launched with ``--enable-memory-saver`` can release, by SGLang's names."""
+
+POLL_INTERVAL_S = 0.05
+
+
+class EngineMemory:
+    """The memory of one engine, as its client knows it.
+
+    Args:
+        running: how many groups its client waits for.
+    """
+
+    def __init__(self, transport: EngineTransport, running: Callable[[], int]) -> None:
+        self._transport, self._running = transport, running
+        self.asleep = False
+        self.released: frozenset[str] = frozenset()
+
+    async def sleep(self, release: Iterable[str], *, deadline: float) -> None:
+        """Ends all requests, each of which returns to its caller with its partial output, and releases memory.
+
+        Does nothing to an engine that is asleep and has released that much. The caller keeps new groups away meanwhile.
+
+        Raises:
+            DeadlineExceeded, EngineError, EngineUnreachable: the engine is in an unknown state and must be killed.
+        """
+        self.asleep = True
+        try:
+            async with asyncio.timeout(deadline):
+                await self._end_requests(deadline)
+                if wanted := [tag for tag in release if tag not in self.released]:
+                    next_action = "it may have released some of its memory"
+                    await self._transport.post("/release_memory_occupation", {"tags": wanted}, deadline, next_action)
+                    self.released |= set(wanted)
+        except TimeoutError:
+            raise DeadlineExceeded("an idle engine", f"the engine at {self._transport.url}", deadline, "it should be ended") from None
+
+    async def take_back(self, *tags: str, deadline: float) -> None:
+        """Takes memory again for the released parts among ``tags``. The weights' memory then has no defined content, unless backed up.
+
+        Raises as `sleep`.
+        """
+        if wanted := [tag for tag in tags if tag in self.released]:
+            next_action = "it may have taken some of its memory"
+            await self._transport.post("/resume_memory_occupation", {"tags": wanted}, deadline, next_action)
+            self.released -= set(wanted)
+
+    async def wake(self, *, deadline: float) -> None:
+        """Takes all memory again and resumes generation. Raises as `sleep`."""
+        await self.take_back(*EVERYTHING, deadline=deadline)
+        self.asleep = False
+        await self._transport.post("/continue_generation", {"torch_empty_cache": False}, deadline, "the engine may still be paused")
+
+    async def _end_requests(self, deadline: float) -> None:
+        """Returns once the engine holds no request: it refuses to flush its cache while it holds any."""
+        while self._running():  # a request may still have been in transit
+            await self._transport.post("/abort_request", {"abort_all": True}, deadline, "requests may go on")
+            await asyncio.sleep(POLL_INTERVAL_S)
+        # stops new requests, and ends those that others have sent: agents through a router
+        await self._transport.post("/pause_generation", {"mode": "abort"}, deadline, "the engine may be paused or not")
+        while True:
+            try:
+                await self._transport.post("/flush_cache", None, deadline, "nothing was changed")
+                return
+            except EngineError as error:
+                if error.status != HTTPStatus.BAD_REQUEST:
+                    raise
+            await asyncio.sleep(POLL_INTERVAL_S)
+
 
 PauseMode = Literal["abort", "in_place", "retract"]
 """The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
@@ -347,3 +416,64 @@ class EngineClient:
         if self.paused == "in_place" and self.capabilities.overlaps and version != self.version:
             self.late_versions.add(version)
         self.version, self._loads = version, self._loads + 1
+
+
+PROBE_INTERVAL_S = 10.0
+PROBE_SECONDS = 30.0
+"""The interval and the deadline of a probe: SGLang itself gives its processes 20 s to answer each other."""
+
+HUNG_SECONDS, HUNG_PART = 60.0, 0.25
+"""The time for which an engine may answer no probe, and on a CPU the part of the deadline of a generation, if that is longer: one forward
+pass of a long prompt through a large model takes minutes there."""
+
+
+class EngineHealth:
+    """The record of one engine's probes. Pure: its caller gives the time."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._silent_since: float | None = None
+
+    def idle(self) -> None:
+        """Takes that the engine could not be asked: it is paused, asleep or being loaded."""
+        self._silent_since = None
+
+    def answered(self) -> None:
+        """Takes that it has answered."""
+        self._silent_since = None
+
+    def failed(self, error: str, began: float, now: float) -> str:
+        """Takes that a probe which began then has failed. Returns why the engine counts as hung; empty: it does not yet."""
+        self._silent_since = began if self._silent_since is None else self._silent_since
+        silent = now - self._silent_since
+        return f"it has answered no probe for {silent:.0f} s, though its processes are there: {error}" if silent >= self._patience else ""
+
+
+def patience(device: str, generate_timeout: float) -> float:
+    """Returns the seconds for which an engine on ``cuda`` or ``cpu`` may answer no probe. ``generate_timeout``: a generation's deadline."""
+    return HUNG_SECONDS if device == "cuda" else max(HUNG_SECONDS, HUNG_PART * generate_timeout)
+
+
+async def until_hung(client: EngineClient, can_be_asked: Callable[[], object], seconds: float) -> str:
+    """Probes an engine, and returns why once it counts as hung.
+
+    Args:
+        seconds: for which it may answer no probe.
+        can_be_asked: returns what the engine serves, and nothing (or something false) while it generates for nobody; a probe counts only
+            if that was the same before and after it.
+    """
+    health = EngineHealth(seconds)
+    while True:
+        await asyncio.sleep(PROBE_INTERVAL_S)
+        if not (before := can_be_asked()):
+            health.idle()
+            continue
+        began = time.monotonic()
+        try:
+            await client.probe(deadline=PROBE_SECONDS)
+            health.answered()
+        except MyxoError as error:
+            if can_be_asked() != before:
+                health.idle()
+            elif hung := health.failed(str(error), began, time.monotonic()):
+                return hung

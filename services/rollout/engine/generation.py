@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.rollout.engine.capabilities import Capabilities
-from services.rollout.engine.engine_errors import EngineError, InvalidRequest
+from services.rollout.engine.transport import Capabilities, EngineError, InvalidRequest
 from shared.hooks.engine_meta import versions
 from shared.schema.messages import Sampling
 from shared.schema.sample import segments_of

@@ -11,8 +11,7 @@ engine would compile once it has imported (`services.rollout.engine.kernel_build
 import runpy
 import sys
 
-from services.rollout.engine.early_processes import EarlyProcesses
-from services.rollout.engine.early_schedulers import EXPECTED_VARIABLES, LATE_VARIABLES, early_modules
+from services.rollout.engine.early_processes import EXPECTED_VARIABLES, LATE_VARIABLES, EarlyProcesses, early_modules
 from services.rollout.engine.kernel_builds import begin_kernel_builds
 from shared.runtime.quick_imports import quick_imports
 
@@ -21,8 +20,7 @@ if __name__ == "__main__":
     early_processes = EarlyProcesses(early_modules(sys.argv[1:]), EXPECTED_VARIABLES, LATE_VARIABLES)
 
 with quick_imports():
-    from services.rollout.engine.curve_sockets import close_sockets
-    from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
+    from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
     from shared.transfer.bound_store import bind_stores
 
 serve_on_socket()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from services.rollout.engine.engine_errors import InvalidRequest
+from services.rollout.engine.transport import InvalidRequest
 
 MAX_SAMPLES = 128
 """The most generations that one request may ask for."""

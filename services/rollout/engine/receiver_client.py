@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.engine_errors import EngineError, EngineUnreachable
+from services.rollout.engine.transport import EngineError, EngineUnreachable
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightsReceived
 

@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from services.rollout.engine.launch_command import engine_site
+from services.rollout.engine.engine_process import engine_site
 from shared.config import sglang_flags
 from shared.runtime import devices
 

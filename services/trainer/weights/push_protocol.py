@@ -1,7 +1,7 @@
 """Rank 0's requests to the replicas of a push: one request to every member at once, while the registry is watched for lost members.
 
 The requests are made on the control client's thread; the push's thread waits for them. One that gets no answer, since a connection broke,
-is sent again: a replica answers it as it answered the first (`services.rollout.repeated_requests`).
+is sent again: a replica answers it as it answered the first (`services.rollout.weight_receiver`).
 """
 
 import asyncio

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import structlog
 
-from services.rollout.engine.launch_command import CPU_LAUNCHER
+from services.rollout.engine.engine_process import CPU_LAUNCHER
 from shared.runtime import parent_watchdog
 from shared.runtime.child_process import WATCHDOG
 

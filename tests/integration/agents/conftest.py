@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from services.rollout.agents.agent_groups import AgentGroups
+from services.rollout.agent_groups import AgentGroups
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.played_group import PlayedGroup

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
-from services.rollout.repeated_requests import AnsweredOnce
+from services.rollout.weight_receiver import AnsweredOnce
 from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
 from shared.runtime.embedded_servers import EmbeddedNats, free_port

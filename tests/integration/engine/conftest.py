@@ -12,8 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.launch_command import FlagValue, engine_command
+from services.rollout.engine.engine_process import EngineProcess, FlagValue, engine_command
 from services.rollout.rollout_service import Rollout
 from shared.bus import runs
 from shared.bus.connection import Bus

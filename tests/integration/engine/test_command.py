@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.curve_sockets import SECRET_VARIABLE
-from services.rollout.engine.launch_command import CPU_LAUNCHER, GPU_LAUNCHER, EngineMeeting, engine_command
+from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineMeeting, engine_command
+from services.rollout.engine.private_endpoints import SECRET_VARIABLE
 from shared.config.engine_limits import CPU_MIN_TOKENS
 from shared.runtime.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.launch_command import CPU_LAUNCHER, engine_site
+from services.rollout.engine.engine_process import CPU_LAUNCHER, engine_site
 
 AS_SPAWNED = """
 import importlib.util, sys

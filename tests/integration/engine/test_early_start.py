@@ -8,9 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from services.rollout.engine.early_schedulers import DETOKENIZER, SCHEDULER
-from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.launch_command import CPU_LAUNCHER, GPU_LAUNCHER, engine_command
+from services.rollout.engine.early_processes import DETOKENIZER, SCHEDULER
+from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineProcess, engine_command
 from shared.runtime.embedded_servers import free_port
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 

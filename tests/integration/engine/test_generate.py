@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_errors import EngineError, EngineUnreachable, InvalidRequest
 from services.rollout.engine.generation import GenerationRequest, Span
+from services.rollout.engine.transport import EngineError, EngineUnreachable, InvalidRequest
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import Checkpoints

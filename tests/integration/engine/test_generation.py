@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.generation import Generation, GenerationRequest, Span, parse_group
+from services.rollout.engine.transport import EngineError
 from shared.hooks import engine_meta
 
 REQUEST = GenerationRequest([5, 6], 8, rid="a")

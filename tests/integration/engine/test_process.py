@@ -9,9 +9,8 @@ import psutil
 import pytest
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_errors import EngineUnreachable
-from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.launch_command import engine_command
+from services.rollout.engine.engine_process import EngineProcess, engine_command
+from services.rollout.engine.transport import EngineUnreachable
 from shared.runtime.child_process import ProcessEnded, group_members
 from shared.runtime.embedded_servers import free_port
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
@@ -21,7 +20,7 @@ from tests.support.waiting import until
 SERVICE = """
 import asyncio, sys, time
 from pathlib import Path
-from services.rollout.engine.launch_command import EngineCommand
+from services.rollout.engine.engine_process import EngineCommand
 from services.rollout.engine.engine_process import EngineProcess
 
 engine = EngineProcess({command}, Path({log!r}))

@@ -11,7 +11,7 @@ import torch
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.partial_samples import Partial
+from services.rollout.in_flight import Partial
 from services.trainer.megatron import runtime
 from services.trainer.packing import pack
 from shared.model.families import read_architecture

@@ -12,7 +12,7 @@ import pytest
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.sample_seeds import SampleSeeds
+from services.rollout.replica_command import SampleSeeds
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import Checkpoints, running_engine
 from tests.support.run_config import run_config

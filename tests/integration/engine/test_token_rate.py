@@ -7,7 +7,7 @@ import time
 import pytest
 
 from services.rollout import rollout_service
-from services.rollout.token_rate import WINDOW_SECONDS
+from services.rollout.rollout_service import WINDOW_SECONDS
 from shared.schema.messages import Sampling
 from tests.integration.engine.bench import NewBench
 from tests.support.waiting import until

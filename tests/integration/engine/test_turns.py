@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
+from services.rollout.engine.engine_client import EVERYTHING, WEIGHTS, EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from shared.runtime import devices
 from shared.schema.messages import Sampling

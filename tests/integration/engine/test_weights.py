@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from services.rollout.engine.engine_client import EngineClient, PauseMode
-from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest, Span, group_body
 from services.rollout.engine.receiver_client import ReceiverError
-from services.rollout.partial_samples import Partial
+from services.rollout.engine.transport import EngineError
+from services.rollout.in_flight import Partial
 from shared.transfer import digest
 from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
 from tests.integration.engine.load import LONG, SAMPLING, asked, generating, prompts, requests, served_version, weights_state

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from services.buffer import outcome_check, policy
-from services.rollout.engine.engine_errors import EngineUnreachable, InvalidRequest
+from services.rollout.engine.transport import EngineUnreachable, InvalidRequest
 from shared.bus.subjects import Subjects
 from shared.hooks import HookFailed
 from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, BadMessage, DeadlineExceeded, Fault, MyxoError, PayloadMissing

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.rollout.engine.receiver.lora_adapter import merged
+from services.rollout.engine.receiver.receiver import merged
 from shared.runtime.errors import BadMessage, ConfigError
 from shared.transfer.manifest import Manifest, lay_out
 

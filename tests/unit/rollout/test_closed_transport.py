@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.engine_errors import EngineUnreachable
-from services.rollout.engine.transport import EngineTransport
+from services.rollout.engine.transport import EngineTransport, EngineUnreachable
 
 
 async def test_a_closed_client_is_an_engine_out_of_reach(tmp_path: Path):

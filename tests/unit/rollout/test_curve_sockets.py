@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.curve_sockets import SECRET_VARIABLE, keys_of
+from services.rollout.engine.private_endpoints import SECRET_VARIABLE, keys_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
 TAKER = """
 import zmq
-from services.rollout.engine.curve_sockets import close_sockets
+from services.rollout.engine.private_endpoints import close_sockets
 close_sockets()
 socket = zmq.Context().socket(zmq.PULL)
 socket.rcvtimeo = 60_000
@@ -25,7 +25,7 @@ for _ in range(2):
 
 SENDER = """
 import sys, zmq
-from services.rollout.engine.curve_sockets import close_sockets
+from services.rollout.engine.private_endpoints import close_sockets
 close_sockets()
 context = zmq.Context()
 socket = context.socket(zmq.PUSH)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine.decode_graphs import FLAG, captured_requests, graph_flags
-from services.rollout.slot_limit import EngineLoad, SlotLimit
+from services.rollout.replica_command import FLAG, captured_requests, graph_flags
+from services.rollout.request_slots import EngineLoad, SlotLimit
 from tests.support.run_config import run_config
 
 

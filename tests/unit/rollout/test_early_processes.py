@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.rollout.engine.early_schedulers import DETOKENIZER, SCHEDULER, early_modules
+from services.rollout.engine.early_processes import DETOKENIZER, SCHEDULER, early_modules
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -238,10 +238,10 @@ def test_none_waits_for_ever(tmp_path: Path) -> None:
     """A parent that lives and gives no work."""
     code = """
 import socket
-from services.rollout.engine import early_child
-early_child.WAIT_SECONDS = 0.1
+from services.rollout.engine import early_processes
+early_processes.WAIT_SECONDS = 0.1
 mine, theirs = socket.socketpair()
-early_child.wait_for_work(theirs.detach(), 0, "json")
+early_processes.wait_for_work(theirs.detach(), 0, "json")
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1 and "No work has come within 0.1 s" in done.stderr

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from services.rollout.engine.engine_process import EngineProcess, engine_end
-from services.rollout.engine.launch_command import EngineCommand
+from services.rollout.engine.engine_process import EngineCommand, EngineProcess, engine_end
 from shared.runtime.errors import ConfigError
 from shared.runtime.process_watch import descendants
 

@@ -1,6 +1,6 @@
 """When an engine that does not answer counts as hung."""
 
-from services.rollout.engine.engine_health import EngineHealth
+from services.rollout.engine.engine_client import EngineHealth
 
 
 def test_silence_counts_from_the_first_probe_that_failed() -> None:

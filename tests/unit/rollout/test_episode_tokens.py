@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.episode_tokens import EpisodeTokens
-from services.rollout.episodes import total
+from services.rollout.episodes import EpisodeTokens, total
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support.service_process import ROOT

@@ -3,7 +3,7 @@ questions."""
 
 import pytest
 
-from services.rollout.engine.receiver.finish_checks import find_ends_of_aborted, report_token_versions
+from services.rollout.engine.receiver.loader import find_ends_of_aborted, report_token_versions
 from shared.schema.versions import TOKEN_VERSIONS
 
 END = 7

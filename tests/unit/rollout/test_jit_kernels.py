@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine.flag_values import engine_flags
-from services.rollout.engine.jit_kernels import TVM_FFI_CACHE, Argument, JitKernel, jit_kernels
+from services.rollout.engine.early_processes import engine_flags
+from services.rollout.engine.kernel_builds import TVM_FFI_CACHE, Argument, JitKernel, jit_kernels
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.jit_kernels import FLASHINFER_CACHE, TVM_FFI_CACHE, JitKernel
-from services.rollout.engine.kernel_builds import begin_kernel_builds, build_all, build_of, compiler, missing_kernels
+from services.rollout.engine.kernel_builds import (
+    FLASHINFER_CACHE,
+    TVM_FFI_CACHE,
+    JitKernel,
+    begin_kernel_builds,
+    build_all,
+    build_of,
+    compiler,
+    missing_kernels,
+)
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 60.0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engine.generation import Generation, Span, without_older_prefix
-from services.rollout.prefix_cache import keeps_prefixes
+from services.rollout.replica_command import keeps_prefixes
 from tests.support.run_config import run_config
 
 AGENT: dict[str, Any] = {"agent": "package.module:run"}

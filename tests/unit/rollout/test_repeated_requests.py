@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.rollout.repeated_requests import AnsweredOnce
+from services.rollout.weight_receiver import AnsweredOnce
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import WeightsReceive

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.rollout.rollout_fate import DISRUPTIVE_TRIES, TRIES, GroupProgress, RolloutFailures
+from services.rollout.played_group import DISRUPTIVE_TRIES, TRIES, GroupProgress, RolloutFailures
 from shared.config.rollout_section import RolloutSection
 from shared.hooks import HookFailed
 from shared.runtime.errors import DeadlineExceeded

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import structlog
 
-from services.rollout import sample_check
+from services.rollout import engine_proxy
 from services.rollout.custom_generate import _gone_on
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, parse_request
-from services.rollout.sample_check import EngineAnswers, SampleCheck
+from services.rollout.engine_proxy import EngineAnswers, SampleCheck
 from shared.data.tokenizer import Tokenizer
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample
@@ -62,7 +62,7 @@ def test_other_requests_are_known_to_be_missing(unknown: str) -> None:
 
 
 def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_check, "MOST_TOKENS", 3 * (sample_check.ANSWER_TOKENS + 1))
+    monkeypatch.setattr(engine_proxy, "MOST_TOKENS", 3 * (engine_proxy.ANSWER_TOKENS + 1))
     answers = EngineAnswers()
     for prompt in (1, 2, 3, 4):
         answers.add(request([prompt]), body(5))

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from services.rollout.engine.receiver.computing_streams import calling_scheduler
-from services.rollout.engine.receiver.scheduler_gate import CLOSED_SECONDS, SchedulerGate
+from services.rollout.engine.receiver.command_session import CLOSED_SECONDS, SchedulerGate
+from services.rollout.engine.receiver.loader import calling_scheduler
 
 
 class Scheduler:

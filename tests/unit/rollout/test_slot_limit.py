@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from services.rollout.engine.capabilities import parse_load
-from services.rollout.slot_limit import CALM_READINGS, MEASURED, MOST, QUEUED_READINGS, SETTLING, START, EngineLoad, SlotLimit
-from services.rollout.slot_queue import lot
+from services.rollout.engine.transport import parse_load
+from services.rollout.request_slots import CALM_READINGS, MEASURED, MOST, QUEUED_READINGS, SETTLING, START, EngineLoad, SlotLimit, lot
 
 
 class Driven:

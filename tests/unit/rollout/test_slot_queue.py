@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.slot_queue import LOTS, GroupClaim, SlotQueue, SlotWaiter
+from services.rollout.request_slots import LOTS, GroupClaim, SlotQueue, SlotWaiter
 from shared.bus.subjects import EVAL, TRAIN
 
 

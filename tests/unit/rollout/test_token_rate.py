@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from services.rollout.engine.capabilities import parse_drawn_tokens
-from services.rollout.engine.engine_errors import EngineUnreachable
-from services.rollout.token_rate import WINDOW_SECONDS, DrawnTokens, TokenRate
+from services.rollout.engine.transport import EngineUnreachable, parse_drawn_tokens
+from services.rollout.rollout_service import WINDOW_SECONDS, DrawnTokens, TokenRate
 
 
 def integral(times: list[float], counts: list[float]) -> tuple[float, list[float]]:

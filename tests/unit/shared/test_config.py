@@ -10,7 +10,7 @@ import pytest
 
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
-from services.rollout.agents.agent_runner import agent_workers
+from services.rollout.agent_runner import agent_workers
 from shared.config.config_reading import load, parse
 from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.config.section import Section

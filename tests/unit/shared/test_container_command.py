@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.agents.agent_containers import AgentContainers
-from services.rollout.agents.agent_program import environment_of
+from services.rollout.agent_program import environment_of
+from services.rollout.agent_runner import AgentContainers
 from shared.sandbox.container_command import container_command
 from shared.sandbox.program import SandboxLimits, SandboxSettings
 from tests.support.run_config import run_config

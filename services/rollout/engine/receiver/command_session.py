@@ -4,29 +4,80 @@ A command that needs the model is answered with ``{"queued": true}``, and begun 
 answered with ``{"begun": true}`` and run by the caller of `CommandSession.work`: the engine's scheduler, when SGLang calls the loader. All
 others run at once, on their connection's thread, even while the scheduler is busy. The final answer is ``{"ok": true, …}`` or ``{"ok":
 false, "error": text, "touched": bool}``.
+
+An idle scheduler spins, and every call of another thread that lets go of the interpreter waits a tenth of a millisecond to have it back:
+beginning a push makes thirty of them. `SchedulerGate` has the scheduler wait meanwhile, for `CLOSED_SECONDS` at most.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import socketserver
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.receiver.peer_transfer import send_to_peer
-from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, said_by
-from services.rollout.engine.receiver.reception import Reception
-from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
+from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, Reception, said_by
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.failures import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import decoded_digests
 from shared.transfer.weight_channel import TransferDeadline
+
+CLOSED_SECONDS = 0.005
+"""The longest that the gate stays closed, whatever the other thread does."""
+
+
+class SchedulerGate:
+    """One scheduler's gate. Any thread may close it; it opens once nobody keeps it closed."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._until = 0.0
+        self._closing, self._closed_by = threading.Lock(), 0
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Keeps the gate closed in the body, or for `CLOSED_SECONDS`."""
+        with self._closing:
+            self._closed_by += 1
+            self._until = time.monotonic() + CLOSED_SECONDS
+            self._open.clear()
+        try:
+            yield
+        finally:
+            with self._closing:
+                self._closed_by -= 1
+                if not self._closed_by:
+                    self._open.set()
+
+    def wait(self) -> None:
+        """Returns once the gate is open; on the scheduler's thread."""
+        if not self._open.is_set() and (left := self._until - time.monotonic()) > 0:
+            self._open.wait(left)
+
+    def install(self, scheduler: Any) -> bool:
+        """Puts the gate before the scheduler's processing of requests, once in each turn of its loop. Returns whether it could be."""
+        process = getattr(scheduler, "process_input_requests", None)
+        if process is None:
+            return False
+
+        @functools.wraps(process)
+        def gated(*arguments: Any, **options: Any) -> Any:
+            self.wait()
+            return process(*arguments, **options)
+
+        scheduler.process_input_requests = gated
+        return True
+
 
 log = logging.getLogger(__name__)
 

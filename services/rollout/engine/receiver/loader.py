@@ -1,21 +1,106 @@
-"""SGLang's entry point: it calls `load` by its dotted name (``--custom-weight-loader``) with the model, on the scheduler's thread."""
+"""SGLang's entry point: it calls `load` by its dotted name (``--custom-weight-loader``) with the model, on the scheduler's thread.
 
+The first call also adds to SGLang's check, after each token of a request, whether it has ended:
+
+An aborted request whose last token ends it has ended: SGLang checks only requests that are not aborted, and would hand out an end token or
+a whole stop string as if more were to follow, and whoever continues from there would write beyond the end.
+
+The weight version of each token is reported: SGLang before 0.5.20 reports that of a request's end alone, so a sample that was generated
+across pushes would count as wholly of the version that it began under, and be too old as a whole.
+"""
+
+import functools
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
-from services.rollout.engine.receiver.command_session import CommandSession
-from services.rollout.engine.receiver.computing_streams import calling_scheduler, computing_streams
-from services.rollout.engine.receiver.finish_checks import find_ends_of_aborted, report_token_versions
+from services.rollout.engine.receiver.command_session import CommandSession, SchedulerGate
 from services.rollout.engine.receiver.receiver import Receiver
-from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
 from shared.runtime import failures
+from shared.schema.versions import TOKEN_VERSIONS
 
 log = logging.getLogger(__name__)
+
+FORWARD_STREAM = "forward_stream"
+"""The scheduler's attribute by which it is known: the stream of its forward passes, which wait for all others that they use."""
+
+
+def calling_scheduler() -> Any:
+    """Returns the scheduler that has called, however indirectly; None where there is none."""
+    found = next((owner for owner in _callers() if hasattr(owner, FORWARD_STREAM) and hasattr(owner, "process_input_requests")), None)
+    if found is None:
+        log.warning("no scheduler with a %s has called: pushes begin once the engine is paused", FORWARD_STREAM)
+    return found
+
+
+def computing_streams(scheduler: Any) -> Callable[[], list[torch.cuda.Stream]] | None:
+    """Returns a function that returns a scheduler's streams; None where that of its forward passes is not among them."""
+    if not isinstance(getattr(scheduler, FORWARD_STREAM, None), torch.cuda.Stream):
+        return None
+    return lambda: [value for value in vars(scheduler).values() if isinstance(value, torch.cuda.Stream)]
+
+
+def _callers() -> Iterator[Any]:
+    """Yields the objects whose methods are under way on this thread, from the innermost outwards."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (owner := frame.f_locals.get("self")) is not None:
+            yield owner
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+CHECKS = ("update_finish_state", "check_finished")
+"""How SGLang calls what looks, after each token, whether a request has ended: in 0.5.16 and later, and before."""
+
+
+def find_ends_of_aborted(request: type[Any]) -> bool:
+    """Makes SGLang's class of requests look for the end of aborted ones, too. Returns whether it could be; once is enough."""
+
+    def find(self: Any, check: Callable[[], Any]) -> Any:
+        abort = getattr(self, "to_finish", None)
+        if abort is not None and self.output_ids and not self.finished():
+            self.to_finish = None
+            check()
+            if self.finished():
+                return None
+            self.to_finish = abort
+        return check()
+
+    return _around_check(request, find)
+
+
+def report_token_versions(request: type[Any], version: Callable[[], int]) -> bool:
+    """Makes SGLang's class of requests note each token's version in the per-token fields it hands out. ``version``: returns that of the
+    weights that the engine holds; negative where it is unknown. Returns whether it could be; once is enough."""
+
+    def note(self: Any, check: Callable[[], Any]) -> Any:
+        self.customized_info = getattr(self, "customized_info", None) or {}
+        known, held = self.customized_info.setdefault(TOKEN_VERSIONS, []), version()
+        known.extend([held if held >= 0 else None] * (len(self.output_ids) - len(known)))
+        return check()
+
+    return _around_check(request, note)
+
+
+def _around_check(request: type[Any], around: Callable[[Any, Callable[[], Any]], Any]) -> bool:
+    name = next((name for name in CHECKS if hasattr(request, name)), None)
+    if name is None:
+        return False
+    check = getattr(request, name)
+
+    @functools.wraps(check)
+    def checked(self: Any, *arguments: Any, **options: Any) -> Any:
+        return around(self, functools.partial(check, self, *arguments, **options))
+
+    setattr(request, name, checked)
+    return True
+
 
 SWITCH_SECONDS = 2e-5
 """The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each

@@ -21,8 +21,7 @@ import torch
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE
 from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.load_plan import TensorCopy
-from services.rollout.engine.receiver.receiver import Receiver, said_by
-from services.rollout.engine.receiver.reception import PEER_DONE
+from services.rollout.engine.receiver.receiver import PEER_DONE, Receiver, said_by
 from shared.runtime.errors import BadMessage
 from shared.transfer.group_channel import GroupSender, on_stream
 from shared.transfer.manifest import Bucket, lay_out

@@ -1,4 +1,4 @@
-"""The process of a user's evaluation function: ``python -m services.rollout.producer.evaluation_process``, one evaluation at a time.
+"""The process of a user's evaluation function: ``python -m services.rollout.evaluation_process``, one evaluation at a time.
 
 It speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``. A request: ``{"rollout_id": number, "engine": [host, port],
 "engines": count}``; an answer: ``{"results": [fields of EvalResult, …]}``, ``{"unfit": text}`` for what is no result, or ``{"error":

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.rollout.producer.engine_spread import EngineSpread
+from services.rollout.engine_spread import EngineSpread
 from services.rollout.replica import Replica
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, ROLLOUT
@@ -27,7 +27,7 @@ from shared.schema.messages import EvalResult, Evaluate, Evaluated
 from shared.workers.worker_pool import WorkerPool
 from shared.workers.worker_process import WorkerFailed
 
-MODULE = "services.rollout.producer.evaluation_process"
+MODULE = "services.rollout.evaluation_process"
 
 POLL_INTERVAL_S = 0.05
 

@@ -1,6 +1,6 @@
 """Runs agents that are functions in a process of its own, many rollouts at a time.
 
-``python -m services.rollout.agents.agent_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; the
+``python -m services.rollout.agent_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; the
 run's agents are imported then. A request: ``{"verb": "play", "field": name, "path": path, "of": roles, "data": map, "base_url": text,
 "api_key": text}``; an answer: ``{"reward": number, numbers by name, or None}``, where there are roles a map of them, or ``{"error": text,
 "blocked": flag}``.
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from services.rollout.agents.agent_program import by_role
+from services.rollout.agent_program import by_role
 from services.rollout.generate_worker import BLOCKED_SHARE, called
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values

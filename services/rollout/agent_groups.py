@@ -1,10 +1,10 @@
 """Fills groups by agents: opens a session for each rollout, or for each role in it, has the agent play, and makes samples of the records.
 
-The agent draws its turns through the gateway, from whichever replica serves; this replica looks after the rollout. An agent that raises,
+The agent samples its turns through the gateway, from whichever replica serves; this replica looks after the rollout. An agent that raises,
 hangs, ends its process or makes no model call begins anew in a fresh session, `agent_tries` times at most; then its rollout is lost. A
-group is stopped as one of a generate function is: its agents are cancelled, and their sessions end, so that nothing is drawn for them any
-more; so are surplus rollouts, once the group is complete. No agent can be resumed in the middle: what had not ended begins anew, here or
-elsewhere.
+group is stopped as one of a generate function is: its agents are cancelled, and their sessions end, so that nothing is generated for them
+any more; so are surplus rollouts, once the group is complete. No agent can be resumed in the middle: what had not ended begins anew, here
+or elsewhere.
 """
 
 import asyncio
@@ -12,32 +12,127 @@ import contextlib
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from services.rollout.agents.agent_program import AgentProgram, Rewards, agent_data, agent_program
-from services.rollout.agents.agent_runner import AgentDisturbed, AgentRunner
-from services.rollout.agents.gateways import Gateways
-from services.rollout.agents.session_samples import Conversation, samples_of_sessions
+from services.rollout.agent_program import AgentProgram, Rewards, agent_data, agent_program
+from services.rollout.agent_runner import AgentDisturbed, AgentRunner
 from services.rollout.generate import RETRY_PAUSE
-from services.rollout.in_flight import InFlight, Requests, Stopped
-from services.rollout.partial_samples import samples_of_rollout
-from services.rollout.played_group import PlayedGroup, kept, until_complete
+from services.rollout.in_flight import InFlight, Requests, Stopped, samples_of_rollout
+from services.rollout.played_group import GroupProgress, PlayedGroup, RolloutFailures, kept, until_complete
 from services.rollout.replica import Replica
+from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
-from services.rollout.rollout_fate import GroupProgress, RolloutFailures
-from services.rollout.sample_seeds import SampleSeeds
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled, to_the_end
-from shared.runtime.errors import BadMessage, MyxoError
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
+from shared.schema.limits import MAX_SAMPLES
 from shared.schema.messages import Task
+from shared.schema.own_turns import turns_of
 from shared.schema.sample import Sample
 from shared.sessions.session import Session, SessionEnded, SessionLog, new_key
 from shared.sessions.session_store import SessionStore
-from shared.sessions.trajectories import trajectories
+from shared.sessions.trajectories import Trajectory, trajectories
+
+GATEWAY = "gateway"
+
+WAIT_SECONDS = 60.0
+"""The time that a session waits for a gateway: one that died is being restarted."""
+
+POLL_INTERVAL_S = 0.5
+
+KNOWN_SECONDS = 2.0
+"""The time for which what the registry said is taken for true: hundreds of sessions may begin at once."""
+
+
+class Gateways:
+    """The gateways of a run."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._lock = service, asyncio.Lock()
+        self._known: Sequence[str] = ()
+        self._known_until, self._given = 0.0, 0
+
+    async def base_url(self) -> str:
+        """Returns the base URL for the next session, as OpenAI's clients take it. Raises DeadlineExceeded without a gateway."""
+        async with self._lock:
+            end = asyncio.get_running_loop().time() + WAIT_SECONDS
+            while not (urls := await self._urls()):
+                if asyncio.get_running_loop().time() > end:
+                    raise DeadlineExceeded("a gateway", "the registry", WAIT_SECONDS, "the group goes back to the queue")
+                await asyncio.sleep(POLL_INTERVAL_S)
+        self._given += 1
+        return f"{urls[self._given % len(urls)]}/v1"
+
+    async def _urls(self) -> Sequence[str]:
+        now = asyncio.get_running_loop().time()
+        if not self._known or now > self._known_until:
+            statuses = await self._service.registry.alive(GATEWAY)
+            self._known = [status.engine for status in statuses if status.engine and status.state == "ready"]
+            self._known_until = now + KNOWN_SECONDS
+        return self._known
+
+
+ROUND_NUMBER = "round_number"
+"""The metadata's key with the number of turns, which the trainer makes a metric of."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation of a session. ``role``: whose session it is, "" without roles."""
+
+    trajectory: Trajectory
+    session: str
+    role: str
+    reward: Rewards | None
+
+
+def samples_of_sessions(task: Task, rollout: int, played: Sequence[Conversation], tokenizer: Tokenizer) -> list[Sample]:
+    """Returns one sample for each conversation, checked; they share the rollout, and those of a role its reward.
+
+    Their ``index`` is their place here; the group numbers them anew. Raises BadMessage where there is none, where there are more
+    than a group has room for, and for a sample that is not valid.
+    """
+    if not played:
+        raise BadMessage("it made no model call")
+    if len(played) > (most := MAX_SAMPLES // task.n):
+        raise BadMessage(f"it made {len(played)} conversations; a rollout has room for {most}")
+    samples = [_sample(task, rollout, index, conversation, tokenizer) for index, conversation in enumerate(played)]
+    for sample in samples:
+        sample.check()
+    return samples
+
+
+def _sample(task: Task, rollout: int, index: int, conversation: Conversation, tokenizer: Tokenizer) -> Sample:
+    trajectory, role = conversation.trajectory, conversation.role
+    plain = task.sampling.skip_special_tokens is not False
+    decode = partial(tokenizer.decode, skip_special_tokens=plain)
+    return Sample(
+        group=task.group,
+        index=index,
+        prompt=trajectory.prompt,
+        response=trajectory.response,
+        log_probs=trajectory.log_probs,
+        mask=trajectory.mask,
+        segments=trajectory.segments,
+        finish="length" if trajectory.finish == "length" else "stop",
+        text=decode(trajectory.response),
+        prompt_text=task.prompt,
+        label=task.label,
+        label_json=task.label_json,
+        metadata={ROUND_NUMBER: len(trajectory.turns), **task.metadata},
+        rollout=rollout,
+        given_reward=conversation.reward,
+        role=role,
+        attributes={"session_id": conversation.session} | ({"role": role} if role else {}),
+        turns=turns_of(trajectory.sampled, trajectory.response, decode),
+    )
+
 
 declare_metrics(
     MetricSpec(

@@ -1,28 +1,75 @@
-"""``data_source`` as a rollout function gets it: prompts come from the buffer as tasks, and samples go back to it.
+"""The process of a rollout function: ``python -m services.rollout.producer_process``, started by `services.rollout.producer`.
+
+In, once: ``[0, {"config": JSON, "prompts": count}]``, answered with ``[0, {}]`` or ``[0, {"refused": [field, value, expected]}]``. From
+then on it asks and the service answers (`ServiceCalls`): ``next`` says when to call the function, ``draw`` gives it prompts, ``hand_in``,
+``give_back``, ``fail`` and ``discard`` say what became of a group, ``finished`` ends a call. A function that raises ends the process.
 
 The groups that the function has are known by their samples: as long as one of them, or a copy of it, is referenced, the function may still
 hand the group in. Afterwards it cannot.
 """
 
 import asyncio
+import gc
+import inspect
+import itertools
+import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from services.rollout.producer.service_calls import ServiceCalls
 from shared.config.run_config import RunConfig
+from shared.hooks import Arguments, load, paths
 from shared.hooks.hook_sample import HookSample, Status, status_of
-from shared.hooks.returned_groups import ReturnedGroup
+from shared.hooks.returned_evaluation import metric_numbers
+from shared.hooks.returned_groups import ReturnedGroup, returned_groups, train_output
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.hooks.slime.prompt_sources import DataSource
 from shared.model.replayed_choices import replayed_choices
-from shared.runtime.errors import BadMessage
+from shared.runtime.daemon_thread import run_in_thread
+from shared.runtime.errors import BadMessage, ConfigError, MyxoError
+from shared.runtime.failures import error_text
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import SampleLimits
+from shared.workers.frames import FrameStream
+
+
+class CallRefused(MyxoError):
+    """The service does not do what it was asked for; the text says why."""
+
+
+class ServiceCalls:
+    """The process's end of the pipes. It ends with the service: whoever is left to wait for an answer would wait for ever."""
+
+    def __init__(self, channel: FrameStream) -> None:
+        self._channel, self._sending, self._ids = channel, threading.Lock(), itertools.count(1)
+        self._open: dict[int, Future[dict[str, Any]]] = {}
+        run_in_thread(self._receive, "producer-answers")
+
+    def call(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """Returns the service's answer, which keeps its own deadline. Raises CallRefused."""
+        call_id, answer = next(self._ids), Future[dict[str, Any]]()
+        self._open[call_id] = answer
+        with self._sending:
+            self._channel.send([call_id, {"verb": verb, **fields}])
+        given = answer.result()
+        if "refused" in given:
+            raise CallRefused(str(given["refused"]))
+        return given
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                call_id, answer = self._channel.receive()
+                self._open.pop(call_id).set_result(answer)
+        finally:
+            os._exit(0)
+
 
 POLL_INTERVAL_S = 0.2
 """The interval at which a function that waits for prompts is looked at: it may have finished all that it has."""
@@ -293,3 +340,45 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+FIELD = "rollout.rollout_function_path"
+
+
+def main() -> None:
+    """Calls the function whenever the service says so, until that is gone."""
+    channel = FrameStream()
+    call_id, setup = channel.receive()
+    config = RunConfig.model_validate_json(setup["config"])
+    try:
+        function = load(FIELD, paths(config, "rollout")[FIELD])
+    except ConfigError as error:
+        channel.send([call_id, {"refused": [error.field, str(error.value), error.expected]}])
+        return
+    channel.send([call_id, {}])
+    calls = ServiceCalls(channel)
+    groups = DrawnGroups(calls, config, setup["prompts"])
+    args = Arguments(config)
+    while True:
+        order = calls.call("next")
+        vars(args).update(order["args"])
+        groups.in_call = True
+        try:
+            returned = function(args, order["rollout_id"], groups, evaluation=False)
+            output = train_output(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
+            finished = returned_groups(output.samples)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # it is the user's code
+            traceback.print_exc()
+            calls.call("failed", error=error_text(error, function))
+            os._exit(1)  # with the threads that it may have started: what they have in hand goes back
+        groups.in_call = False
+        refused = [problem for group in finished if (problem := groups.hand_in(group)) is not None]
+        metrics = metric_numbers(output.metrics)
+        del returned, output, finished
+        gc.collect()  # what the function may still hand in is what is still referenced
+        groups.discard_unheld("the rollout function did not hand it in")
+        calls.call("finished", rollout_id=order["rollout_id"], refused=refused, metrics=metrics)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,12 @@
-"""Runs a user's rollout function as a producer: draws tasks for it, keeps their leases, and reports what it makes of them.
+"""Runs a user's rollout function as a producer, in one replica of the run: takes tasks for it, holds their leases, and reports what it
+makes of them.
 
 Invariant: every task that the function has is leased here, and its lease ends in exactly one of: handed in (stored, published, acked),
 given back to the buffer with its tokens, dropped or dead with a reason, or returned to the queue, as when the function or its process dies.
+
+The active replica holds the lease ``producer`` (`shared.bus.leader_lease`), and does nothing for its function without it. When it ends, or
+cannot renew its lease, what it had in hand goes back to the queue, and another calls the function from there; a group that it had handed in
+stays handed in.
 """
 
 import asyncio
@@ -9,19 +14,20 @@ import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from services.rollout.producer.drawn_task import DrawnTask
-from services.rollout.producer.engine_spread import EngineSpread
-from services.rollout.producer.producer_process import FIELD
+from services.rollout.engine_proxy import SampleCheck
+from services.rollout.engine_spread import EngineSpread
+from services.rollout.producer_process import FIELD
 from services.rollout.replica import Replica
-from services.rollout.sample_check import SampleCheck
 from services.rollout.task_outcomes import TaskOutcomes
 from shared import hooks
+from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import TRAIN
-from shared.bus.work_queue import WorkQueue
+from shared.bus.subjects import PRODUCER, TRAIN
+from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.model.replayed_choices import replayed_choices
@@ -39,6 +45,41 @@ from shared.schema.versions import is_lost
 from shared.workers import frames
 from shared.workers.worker_process import process_streams, worker_environment
 
+
+@dataclass
+class DrawnTask:
+    """A task that the function has. ``begun``: seconds since the epoch. ``ended``: set when its lease ends."""
+
+    lease: MessageLease[Task]
+    begun: float
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    holding: asyncio.Task[None] | None = None
+
+    @property
+    def task(self) -> Task:
+        return self.lease.message
+
+    def hold(self) -> None:
+        """Extends the lease until `release`."""
+
+        async def held() -> None:
+            async with self.lease.held():
+                await self.ended.wait()
+
+        self.holding = asyncio.create_task(held())
+
+    def release(self) -> None:
+        self.ended.set()
+
+    def check(self, samples: list[Sample]) -> None:
+        """Raises BadMessage for samples that are not of this task, or that train nothing."""
+        group = self.task.group
+        if [sample.name for sample in samples] != [f"{group}/{index}" for index in range(len(samples))]:
+            raise BadMessage(f"its samples are not those of group {group}")
+        if not any(sample.mask.any() for sample in samples):
+            raise BadMessage(f"no token of group {group} is trained: the loss mask is 0 on all of them")
+
+
 declare_metrics(
     MetricSpec(
         "rollout_function",
@@ -49,7 +90,7 @@ declare_metrics(
     ),
 )
 
-MODULE = "services.rollout.producer.producer_process"
+MODULE = "services.rollout.producer_process"
 
 START_SECONDS = 120.0
 """The deadline for the process to import the function."""
@@ -396,3 +437,41 @@ class Producer:
         for drawn in tasks:
             drawn.release()
         await asyncio.gather(*(drawn.lease.hand_back() for drawn in tasks))
+
+
+class ActiveProducer:
+    """Runs a replica's producer while it is the run's only one."""
+
+    def __init__(self, service: Service, producer: Producer, spread: EngineSpread) -> None:
+        self._service, self._producer, self._spread = service, producer, spread
+
+    async def run(self) -> None:
+        """Stands by, or produces, until cancelled. Raises as `Producer.run`."""
+        while True:
+            timing = LeaseTiming(self._service.config.bus.lease_duration)
+            lease = LeaderLease(self._service.bus, self._service.run, PRODUCER, self._service.instance, timing)
+            await self._stand_by(lease)
+            try:
+                await self._produce(lease)
+            except LeaseLost as error:
+                self._service.log.warning("producer_lease_lost", error=str(error), next_action="its groups go back; it stands by")
+
+    async def _stand_by(self, lease: LeaderLease) -> None:
+        said = False
+        while not await lease.attempt():
+            if not said:
+                self._service.log.info("rollout_function_stands_by", reason="another replica runs it")
+                said = True
+            await asyncio.sleep(lease.timing.poll)
+
+    async def _produce(self, lease: LeaderLease) -> None:
+        self._service.log.info("rollout_function_runs_here")
+        self._producer.allowed = lease.held
+        work = {asyncio.create_task(one) for one in (self._producer.run(), lease.keep(), self._spread.keep())}
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await cancelled(work)
+            await lease.release()

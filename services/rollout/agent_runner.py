@@ -1,0 +1,306 @@
+"""Runs agents outside of the process that feeds the engine: functions in worker processes, many in each; each command in a process of its
+own, or in a container by the command line of docker or podman.
+
+A container can write to ``/tmp`` alone, in memory; it has no capabilities, gets no privileges, runs as `nobody`, and is on one network. It
+is removed when its agent ends, at its deadline, and when it is cancelled. Where the service itself is killed, its successor removes what it
+left; and where none comes, each container ends by itself a while after its deadline.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.rollout.agent_program import AgentProgram, environment_of
+from shared.config.eval_views import agents
+from shared.config.rollout_section import RolloutSection
+from shared.config.run_config import RunConfig
+from shared.hooks.loading import agent_paths
+from shared.runtime.awake_timeout import awake_timeout
+from shared.runtime.child_process import ChildProcess, cause
+from shared.runtime.container_runtime import HARDENED, RuntimeFailed, client_environment, remove_container, remove_labelled, runtime_answer
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
+from shared.runtime.safe_text import printable_line
+from shared.runtime.untrusted_files import parse_json
+from shared.workers.worker_pool import CallBlocked, WorkerPool
+from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, process_streams, worker_environment
+
+TAIL_BYTES = 64 * 1024
+"""The end of the output that is kept: the last line is in it."""
+
+POLL_INTERVAL_S = 0.05
+
+SHOWN = 300
+"""Characters of a line that an error quotes."""
+
+
+class CommandFailed(Exception):
+    """The command ended with something else than a reward. ``code``: its exit code; None where it was not started."""
+
+    def __init__(self, reason: str, code: int | None = None) -> None:
+        self.code = code
+        super().__init__(reason)
+
+
+async def run_command(command: Sequence[str], environment: Mapping[str, str], data: Mapping[str, object]) -> object:
+    """Returns what the command's last line says, and None where it prints nothing. It has a directory of its own as TMPDIR.
+
+    Its whole process group is killed when it ends, and when this is cancelled. Raises CommandFailed.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="myxo-agent-"))
+    try:
+        process = ChildProcess("an agent", command, None, {**environment, "TMPDIR": str(scratch)}, watchdog=True, scratch=scratch)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise CommandFailed(f"cannot be started: {error}") from None
+    try:
+        output, requests = await process_streams(process)
+        reading = asyncio.create_task(_tail(output))
+        requests.write(json.dumps(data, ensure_ascii=False).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):  # it need not read
+            requests.close()
+        while (code := process.exit_code()) is None:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return _result(await reading, code)
+    finally:
+        await asyncio.to_thread(process.stop, 0)
+
+
+async def _tail(output: asyncio.StreamReader) -> bytes:
+    kept = b""
+    while more := await output.read(TAIL_BYTES):
+        kept = (kept + more)[-TAIL_BYTES:]
+    return kept
+
+
+def _result(output: bytes, code: int) -> object:
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    said = f": {printable_line(last, SHOWN)}" if last else ""
+    if code:
+        raise CommandFailed(f"ended with {cause(code)}{said}", code)
+    if not last:
+        return None
+    try:
+        return parse_json(last)
+    except ValueError:
+        raise CommandFailed(f"its last line is no reward in JSON (a number, an object of numbers, or null){said}", code) from None
+
+
+LEASE_BEYOND_S, LEASE_COLOCATED_S = 60, 86400
+"""The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep."""
+
+NOBODY = "65534:65534"
+
+NOT_STARTED, NOT_RUN, NOT_FOUND, KILLED = 125, 126, 127, 137
+"""Exit codes of the command lines, and that of what SIGKILL has ended."""
+
+
+class AgentContainers:
+    """The containers of one rollout service.
+
+    Args:
+        named: variables of the service that agents get. run, instance: of the service; a successor has the same.
+        colocated: whether no agent's time runs while engines sleep.
+    """
+
+    def __init__(self, rollout: RolloutSection, named: Sequence[str], run: str, instance: str, colocated: bool = False) -> None:
+        self._lease_s = rollout.agent_timeout + (LEASE_COLOCATED_S if colocated else LEASE_BEYOND_S)
+        self._rollout, self._named, self._run = rollout, named, run
+        owner = "\n".join((socket.gethostname(), str(os.getuid()), os.getcwd(), run, instance))
+        self._owner = f"myxo.owner={hashlib.sha256(owner.encode()).hexdigest()[:32]}"
+
+    async def start(self) -> None:
+        """Removes what a predecessor left. Raises ConfigError where runtime, image or network are not there."""
+        await asyncio.to_thread(self._start)
+
+    def _start(self) -> None:
+        rollout = self._rollout
+        looked_at = {"agent_runtime": ("version", rollout.agent_runtime), "agent_image": ("image", rollout.agent_image)}
+        looked_at["agent_network"] = ("network", rollout.agent_network)
+        for field, (kind, value) in looked_at.items():
+            words = (kind,) if kind == "version" else (kind, "inspect", str(value))
+            try:
+                runtime_answer(rollout.agent_runtime, *words)
+            except RuntimeFailed as error:
+                raise ConfigError(f"rollout.{field}", value, f"one that is there where rollout services run: {error}") from None
+        try:
+            remove_labelled(rollout.agent_runtime, self._owner)
+        except RuntimeFailed as error:  # it ends by itself
+            structlog.get_logger().warning("agent_containers_not_removed", error=str(error))
+
+    async def run(
+        self, command: Sequence[str], environment: Mapping[str, str], gateway: Mapping[str, str], data: Mapping[str, object]
+    ) -> object:
+        """Returns what the last line of a command says, as `run_command` does.
+
+        Args:
+            environment: that of the service's commands. gateway: the variables that tell where the gateway is.
+
+        Raises CommandFailed.
+        """
+        name, ended = f"myxo-agent-{uuid.uuid4().hex}", False
+        played = f"{data.get('group')}/{data.get('rollout')}"
+        line = self.command_line(name, played, command, (*gateway, *self._named))
+        try:
+            result = await run_command(line, {**environment, **client_environment(), **gateway}, data)
+            ended = True
+            return result
+        except CommandFailed as error:
+            ended = error.code is not None and error.code >= 0 and error.code != NOT_STARTED
+            raise CommandFailed(f"{error}{self._explained(error.code)}", error.code) from None
+        finally:
+            if not ended:
+                try:
+                    await asyncio.to_thread(remove_container, self._rollout.agent_runtime, name)
+                except RuntimeFailed as error:  # it ends by itself
+                    structlog.get_logger().warning("agent_container_not_removed", container=name, error=str(error))
+
+    def command_line(self, name: str, played: str, command: Sequence[str], variables: Sequence[str]) -> list[str]:
+        """Returns the command line that runs an agent in a container.
+
+        Args:
+            name: the container's. played: group and rollout, for whoever looks at it. variables: names; values do not belong in a process
+                list.
+        """
+        rollout = self._rollout
+        memory = str(rollout.agent_memory_bytes)
+        options = {
+            "name": name,
+            "network": rollout.agent_network,
+            "user": NOBODY,
+            "tmpfs": "/tmp:rw,exec,nosuid,nodev,mode=1777",  # in memory, and counted as such
+            "workdir": "/tmp",
+            "memory": memory,
+            "memory-swap": memory,
+            "cpus": f"{rollout.agent_cpus:g}",
+            "pids-limit": str(rollout.agent_processes),
+            "entrypoint": "timeout",
+        }
+        words = [word for option, value in options.items() for word in (f"--{option}", value)]
+        words += [word for label in (f"myxo.run={self._run}", f"myxo.rollout={played}", self._owner) for word in ("--label", label)]
+        words += [word for variable in (*variables, "HOME=/tmp", "TMPDIR=/tmp") for word in ("--env", variable)]
+        lease = ("-s", "KILL", f"{self._lease_s:.0f}")
+        return [rollout.agent_runtime, "run", "--rm", "--interactive", *HARDENED, *words, str(rollout.agent_image), *lease, *command]
+
+    def _explained(self, code: int | None) -> str:
+        """Returns what an exit code means of a container."""
+        runtime, image, memory = self._rollout.agent_runtime, self._rollout.agent_image, self._rollout.agent_memory_bytes
+        return {
+            NOT_STARTED: f" ({runtime} could not start the container: its words are in the log of the rollout service)",
+            NOT_RUN: f" (rollout.agent_image = {image!r} has the command, and cannot run it)",
+            NOT_FOUND: f" (rollout.agent_image = {image!r} has no such command, or no `timeout`)",
+            KILLED: f" (it was killed; rollout.agent_memory_bytes = {memory} may be too little)",
+        }.get(code or 0, "")
+
+
+COMMANDS_AT_ONCE = 64
+"""Default of `agent_concurrency` where some agents are commands: each is a process."""
+
+FEWEST_WORKERS, MOST_WORKERS = 2, 16
+"""Bounds of `agent_workers` where the run does not say how many."""
+
+_MODULE = "services.rollout.agent_worker"
+
+
+class AgentDisturbed(Exception):
+    """An agent's process was ended, and another agent in it was the cause, or (``unknown``) nobody knows which one."""
+
+    def __init__(self, unknown: bool) -> None:
+        self.unknown = unknown
+        super().__init__("its process was ended by another agent, or nobody knows by whom")
+
+
+def agent_workers(rollout: RolloutSection) -> int:
+    """Returns how many processes a rollout service has for agents."""
+    share = len(os.sched_getaffinity(0)) // (2 * rollout.rollout_replicas)
+    return rollout.agent_workers or min(MOST_WORKERS, max(FEWEST_WORKERS, share))
+
+
+class AgentRunner:
+    """Runs a run's agents. Processes for functions start with `start`.
+
+    Args:
+        instance: the service's. asleep: whether its engine sleeps for a trainer: then no agent's time runs.
+    """
+
+    def __init__(self, config: RunConfig, instance: str, asleep: Callable[[], bool]) -> None:
+        rollout = config.rollout
+        self._asleep = asleep if config.trainer.colocate else None
+        self._timeout_s = rollout.agent_timeout
+        self._environment = worker_environment(config.reward.worker_environment)
+        commands = any(isinstance(agent, list) for agent in agents(config).values())
+        self._slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
+        named = config.reward.worker_environment
+        contained = rollout.agent_image and commands
+        where = (config.run.name, instance, config.trainer.colocate)
+        self._containers = AgentContainers(rollout, named, *where) if contained else None
+        self._pool: WorkerPool | None = None
+        if agent_paths(config):
+            setup = {"config": config.model_dump_json()}
+            self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment, self._asleep)
+        self._started: asyncio.Task[None] | None = None
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """Returns the places of agents that run at once; held by whoever calls `run`."""
+        return self._slots
+
+    async def start(self) -> None:
+        """Starts the processes, once. Raises ConfigError where an agent cannot be imported, or has no image."""
+        if self._containers is not None:
+            await self._containers.start()
+        if self._pool is not None:
+            if self._started is None:
+                self._started = asyncio.create_task(self._pool.start())
+            await asyncio.shield(self._started)
+
+    async def close(self) -> None:
+        """Kills the processes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def run(self, program: AgentProgram, data: dict[str, Any], base_url: str, api_key: str, *, alone: bool = False) -> object:
+        """Returns an agent's result. One that is cancelled is ended with all that it started, as far as it gives way.
+
+        Args:
+            alone: in a process that has no other agent.
+
+        Raises HookFailed where it gave none, AgentDisturbed.
+        """
+        try:
+            if program.command:
+                async with awake_timeout(self._timeout_s, self._asleep):
+                    return await self._commanded(program.command, environment_of(base_url, api_key), data)
+            return await self._called(program, {"data": data, "base_url": base_url, "api_key": api_key}, alone)
+        except (TimeoutError, DeadlineExceeded):
+            raise program.failed(f"it did not end within agent_timeout = {self._timeout_s:g} s") from None
+        except (CallBlocked, WorkerDied) as error:
+            raise program.failed(str(error), disruptive=True) from None
+        except (CommandFailed, WorkerFailed, BadMessage) as error:
+            raise program.failed(str(error)) from None
+
+    async def _commanded(self, command: Sequence[str], gateway: dict[str, str], data: dict[str, Any]) -> object:
+        if self._containers is not None:
+            return await self._containers.run(command, self._environment, gateway, data)
+        return await run_command(command, self._environment | gateway, data)
+
+    async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
+        assert self._pool is not None
+        request = {"verb": "play", "field": program.field, "path": program.function, "of": program.roles, **given}
+        try:
+            answer = await self._pool.ask(request, "an agent", program.path, self._timeout_s, once=True, alone=alone)
+        except WorkerGone as gone:
+            raise AgentDisturbed(unknown=gone.cause is None) from None
+        return answer.get("reward")
