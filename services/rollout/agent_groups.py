@@ -40,14 +40,9 @@ from shared.sessions.session_store import SessionStore
 from shared.sessions.trajectories import Trajectory, trajectories
 
 GATEWAY = "gateway"
-
-WAIT_SECONDS = 60.0
-"""The time that a session waits for a gateway: one that died is being restarted."""
-
+WAIT_SECONDS = 60.0  # the time that a session waits for a gateway: one that died is being restarted
 POLL_INTERVAL_S = 0.5
-
-KNOWN_SECONDS = 2.0
-"""The time for which what the registry said is taken for true: hundreds of sessions may begin at once."""
+KNOWN_SECONDS = 2.0  # the time for which what the registry said is taken for true: hundreds of sessions may begin at once
 
 
 class Gateways:
@@ -78,8 +73,7 @@ class Gateways:
         return self._known
 
 
-ROUND_NUMBER = "round_number"
-"""The metadata's key with the number of turns, which the trainer makes a metric of."""
+ROUND_NUMBER = "round_number"  # the metadata's key with the number of turns, which the trainer makes a metric of
 
 
 @dataclass(frozen=True)
@@ -144,8 +138,7 @@ declare_metrics(
     ),
 )
 
-PROLONG_SECONDS = 5.0
-"""The interval at which sessions' deadlines are put off while the engine sleeps."""
+PROLONG_SECONDS = 5.0  # the interval at which sessions' deadlines are put off while the engine sleeps
 
 
 class AgentGroups:

@@ -11,8 +11,7 @@ from shared.rewards.reference import Reference
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 
-Rewards = float | dict[str, float]
-"""A reward, or several by name."""
+Rewards = float | dict[str, float]  # a reward, or several by name
 
 
 @dataclass(frozen=True)

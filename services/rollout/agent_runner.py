@@ -36,13 +36,9 @@ from shared.runtime.untrusted_files import parse_json
 from shared.workers.worker_pool import CallBlocked, WorkerPool
 from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, process_streams, worker_environment
 
-TAIL_BYTES = 64 * 1024
-"""The end of the output that is kept: the last line is in it."""
-
+TAIL_BYTES = 64 * 1024  # the end of the output that is kept: the last line is in it
 POLL_INTERVAL_S = 0.05
-
-SHOWN = 300
-"""Characters of a line that an error quotes."""
+SHOWN = 300  # characters of a line that an error quotes
 
 
 class CommandFailed(Exception):
@@ -98,13 +94,11 @@ def _result(output: bytes, code: int) -> object:
         raise CommandFailed(f"its last line is no reward in JSON (a number, an object of numbers, or null){said}", code) from None
 
 
+# The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep.
 LEASE_BEYOND_S, LEASE_COLOCATED_S = 60, 86400
-"""The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep."""
 
 NOBODY = "65534:65534"
-
-NOT_STARTED, NOT_RUN, NOT_FOUND, KILLED = 125, 126, 127, 137
-"""Exit codes of the command lines, and that of what SIGKILL has ended."""
+NOT_STARTED, NOT_RUN, NOT_FOUND, KILLED = 125, 126, 127, 137  # exit codes of the command lines, and that of what SIGKILL has ended
 
 
 class AgentContainers:
@@ -205,12 +199,8 @@ class AgentContainers:
         }.get(code or 0, "")
 
 
-COMMANDS_AT_ONCE = 64
-"""Default of `agent_concurrency` where some agents are commands: each is a process."""
-
-FEWEST_WORKERS, MOST_WORKERS = 2, 16
-"""Bounds of `agent_workers` where the run does not say how many."""
-
+COMMANDS_AT_ONCE = 64  # default of `agent_concurrency` where some agents are commands: each is a process
+FEWEST_WORKERS, MOST_WORKERS = 2, 16  # bounds of `agent_workers` where the run does not say how many
 _MODULE = "services.rollout.agent_worker"
 
 

@@ -39,12 +39,8 @@ from shared.schema.sample import Sample, SampleLimits
 from shared.workers.worker_pool import CallBlocked, WorkerPool
 from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
 
-STOP_SECONDS = 2.0
-"""The time that a function has to come back once its requests were ended; then its call is cancelled."""
-
-GRACE_SECONDS = 2 * LOOP_SECONDS
-"""The time beyond its deadline in which a late call is ended."""
-
+STOP_SECONDS = 2.0  # the time that a function has to come back once its requests were ended; then its call is cancelled
+GRACE_SECONDS = 2 * LOOP_SECONDS  # the time beyond its deadline in which a late call is ended
 _MODULE = "services.rollout.generate_worker"
 
 

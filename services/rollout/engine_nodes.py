@@ -32,8 +32,7 @@ from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 
-SPAN = 14
-"""The ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it."""
+SPAN = 14  # the ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it
 
 
 class EngineRanks:
@@ -100,11 +99,10 @@ def free_ports_at(address: str, span: int, tries: int = 64) -> int:
     raise OSError(f"{address} has no {span} free ports in a row")
 
 
-GREETING_SECONDS = 10.0
-"""The seconds for both sides to say who they are."""
+GREETING_SECONDS = 10.0  # the seconds for both sides to say who they are
 
+# The seconds that a follower waits for its rank's socket: ranks open theirs when the engine has been told to, one after the other.
 OPEN_SECONDS = 60.0
-"""The seconds that a follower waits for its rank's socket: ranks open theirs when the engine has been told to, one after the other."""
 
 CHUNK_BYTES = 1 << 20
 POLL_INTERVAL_S = 0.05
@@ -308,11 +306,10 @@ class EngineLeader:
         self._service.detail = "" if state in ("ready", "stopping") else f"{state} {detail}"
 
 
+# The time for which the ranks' thread waits for the first node's secret: beyond the deadline of reading it, should the loop be gone.
 SECRET_SECONDS = AWAY_SECONDS + 10.0
-"""The time for which the ranks' thread waits for the first node's secret: beyond the deadline of reading it, should the loop be gone."""
 
-PHASE_SECONDS = 5.0
-"""The interval at which a follower asks whether the run has ended."""
+PHASE_SECONDS = 5.0  # the interval at which a follower asks whether the run has ended
 
 
 def settle_node(service: Service) -> None:

@@ -40,8 +40,7 @@ from shared.schema.own_turns import sampled, turns_of
 from shared.schema.sample import Sample, token_digest
 from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
 
-MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64
-"""Sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own."""
+MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64  # sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own
 
 
 class EngineAnswers:
@@ -125,25 +124,20 @@ declare_metrics(
     MetricSpec("engine_requests_denied", "requests", "of others to the engine that were not passed on", counter=True),
 )
 
+# What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
+# Gateways have a route of their own besides, `DRAW_PATH`, by their key.
 GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v1/chat/completions": ChatRequest}
 ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}
-"""What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
-Gateways have a route of their own besides, `DRAW_PATH`, by their key."""
+BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20  # the largest body, of a million tokens, and the largest answer that is not streamed
+SPARE_CONNECTIONS = 256  # the connections that may be open beyond the limit of requests: the process has descriptors for other things, too
 
-BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20
-"""The largest body, of a million tokens, and the largest answer that is not streamed."""
-
-SPARE_CONNECTIONS = 256
-"""The connections that may be open beyond the limit of requests: the process has descriptors for other things, too."""
-
+# The deadlines for a request's body, for the engine's answer to a short call, and for the next request's head on a connection.
 BODY_SECONDS, CALL_SECONDS, IDLE_SECONDS = 30.0, 10.0, 60.0
-"""The deadlines for a request's body, for the engine's answer to a short call, and for the next request's head on a connection."""
 
-SHUTDOWN_SECONDS = 0.1
-"""The time in which requests may still end when the proxy is closed."""
-
+SHUTDOWN_SECONDS = 0.1  # the time in which requests may still end when the proxy is closed
 POLL_INTERVAL_S = 0.05
 
+# The answer to a generation of a call that was stopped.
 ABORTED = {
     "text": "",
     "output_ids": [],
@@ -155,10 +149,9 @@ ABORTED = {
         "output_token_logprobs": [],
     },
 }
-"""The answer to a generation of a call that was stopped."""
 
+# What is told of a model. The engine's own answer tells where its files lie, too.
 MODEL_FIELDS = ("id", "object", "created", "owned_by", "max_model_len")
-"""What is told of a model. The engine's own answer tells where its files lie, too."""
 
 
 class RequestDenied(Exception):

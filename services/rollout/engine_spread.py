@@ -24,14 +24,11 @@ from shared.runtime.own_address import LOOPBACK
 from shared.runtime.service_base import Service
 from shared.schema.service_messages import ServiceStatus
 
-LOOK_SECONDS = 1.0
-"""The interval at which the registry is read."""
+LOOK_SECONDS = 1.0  # the interval at which the registry is read
+SPARE_SECONDS = 60.0  # the time beyond a generation's own deadline after which a door that says nothing is given up
 
-SPARE_SECONDS = 60.0
-"""The time beyond a generation's own deadline after which a door that says nothing is given up."""
-
+# What a door answers that another may do better.
 PASSED_ON = {HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY}
-"""What a door answers that another may do better."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 
-_PLACEHOLDER = "3c6ef372fe94f82b"
-"""Stands for the model's message: no template has it."""
+_PLACEHOLDER = "3c6ef372fe94f82b"  # stands for the model's message: no template has it
 
 
 class EpisodeTokens:
@@ -104,12 +103,8 @@ def _text(messages: Sequence[Reply]) -> str:
 
 
 FIELD = "episode.episode_url"
-
-CLOSE_SECONDS = 2.0
-"""The time for telling an environment that a session has ended: it forgets sessions by itself, too."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
-"""Seconds between tries while an environment cannot be reached."""
+CLOSE_SECONDS = 2.0  # the time for telling an environment that a session has ended: it forgets sessions by itself, too
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between tries while an environment cannot be reached
 
 Answer = TypeVar("Answer")
 

@@ -28,18 +28,10 @@ from shared.workers.worker_pool import WorkerPool
 from shared.workers.worker_process import WorkerFailed
 
 MODULE = "services.rollout.evaluation_process"
-
 POLL_INTERVAL_S = 0.05
-
-VERSION_SECONDS = 30.0
-"""The time that a replica waits for the version before it hands the task back, for one that serves it."""
-
-RETRY_SECONDS = 1.0
-"""The pause before a function that failed is called again, here or at another replica."""
-
-SPARE_SECONDS = 60.0
-"""The time beyond the evaluation's deadline, which ends the call, that the processes' pool would leave it."""
-
+VERSION_SECONDS = 30.0  # the time that a replica waits for the version before it hands the task back, for one that serves it
+RETRY_SECONDS = 1.0  # the pause before a function that failed is called again, here or at another replica
+SPARE_SECONDS = 60.0  # the time beyond the evaluation's deadline, which ends the call, that the processes' pool would leave it
 PUBLISH_SECONDS = 600.0
 
 

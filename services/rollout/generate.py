@@ -23,9 +23,7 @@ from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Task
 
-ENGINE_TRIES = 5
-"""The number of engine failures in a row after which a sample, and its group with it, is given up for this delivery."""
-
+ENGINE_TRIES = 5  # the number of engine failures in a row after which a sample, and its group with it, is given up for this delivery
 RETRY_PAUSE = 0.5
 
 

@@ -23,8 +23,7 @@ from shared.runtime.failures import defined_at, error_text
 from shared.workers.call_server import serve_calls
 from shared.workers.running_call import is_blocked
 
-BLOCKED_SHARE = 0.25
-"""The share of a rollout's time for which it may block its process: those beside it then still have the rest."""
+BLOCKED_SHARE = 0.25  # the share of a rollout's time for which it may block its process: those beside it then still have the rest
 
 
 class GenerateCalls:

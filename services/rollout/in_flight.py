@@ -25,8 +25,7 @@ from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
 from shared.schema.versions import is_lost
 
-UNROUTED = "routed_experts_problem"
-"""The attribute of a sample that is not trained since the experts of its tokens are not known: why."""
+UNROUTED = "routed_experts_problem"  # the attribute of a sample that is not trained since the experts of its tokens are not known: why
 
 
 @dataclass
@@ -159,9 +158,7 @@ def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:
     return text[: min(ends)] if ends else text
 
 
-LEAVE_SECONDS = 3.0
-"""The time that a stopping replica waits for the engine to return its partial outputs."""
-
+LEAVE_SECONDS = 3.0  # the time that a stopping replica waits for the engine to return its partial outputs
 LEAVE_PAUSE = 0.1
 
 

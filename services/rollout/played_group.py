@@ -20,11 +20,10 @@ from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample
 
-TRIES = 5
-"""The number of failed calls in a row after which a rollout is lost."""
+TRIES = 5  # the number of failed calls in a row after which a rollout is lost
 
+# The same for calls that held up or ended their process. All but the first have one of their own, so that they cost nobody else.
 DISRUPTIVE_TRIES = 2
-"""The same for calls that held up or ended their process. All but the first have one of their own, so that they cost nobody else."""
 
 
 class RolloutFailures:

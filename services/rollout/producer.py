@@ -91,24 +91,13 @@ declare_metrics(
 )
 
 MODULE = "services.rollout.producer_process"
-
-START_SECONDS = 120.0
-"""The deadline for the process to import the function."""
-
+START_SECONDS = 120.0  # the deadline for the process to import the function
 EXIT_SECONDS = 1.0
-
-TRIES = 5
-"""The failures of the function in a row after which the service gives up, and says why."""
-
+TRIES = 5  # the failures of the function in a row after which the service gives up, and says why
 RETRY_PAUSE = 0.5
-
 POLL_INTERVAL_S = 0.05
-
-MOST_METRICS = 64
-"""The most names of the function's own metrics that are shown: each is a time series that is never removed."""
-
-REPEAT_SECONDS = 20.0
-"""The time after which the buffer is told again that more groups are wanted."""
+MOST_METRICS = 64  # the most names of the function's own metrics that are shown: each is a time series that is never removed
+REPEAT_SECONDS = 20.0  # the time after which the buffer is told again that more groups are wanted
 
 
 class FunctionFailed(Exception):

@@ -71,18 +71,17 @@ class ServiceCalls:
             os._exit(0)
 
 
-POLL_INTERVAL_S = 0.2
-"""The interval at which a function that waits for prompts is looked at: it may have finished all that it has."""
+POLL_INTERVAL_S = 0.2  # the interval at which a function that waits for prompts is looked at: it may have finished all that it has
 
+# The time that a call in an event loop waits for prompts while it has others: what is being generated on that loop stands still.
 GLANCE_S = 0.02
-"""The time that a call in an event loop waits for prompts while it has others: what is being generated on that loop stands still."""
 
+# The time after which a thread that waits for prompts gets groups ahead of those that will be discarded, though it has unfinished ones.
 PATIENCE_S = 30.0
-"""The time after which a thread that waits for prompts gets groups ahead of those that will be discarded, though it has unfinished ones."""
 
 
+# The time after which a call that has finished all its groups, and still does not end, gets more: it needs more than there are.
 FINISHED_S = 3.0
-"""The time after which a call that has finished all its groups, and still does not end, gets more: it needs more than there are."""
 
 _ENDED, _OPEN = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED), (Status.PENDING, Status.ABORTED)
 

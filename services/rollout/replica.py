@@ -34,19 +34,16 @@ declare_metrics(
     MetricSpec("engine_vocabulary", "tokens", "of the model's vocabulary"),
 )
 
-INITIAL_VERSION = 0
-"""The version of the policy that an engine loads from `hf_checkpoint` when it starts."""
+INITIAL_VERSION = 0  # the version of the policy that an engine loads from `hf_checkpoint` when it starts
 
+# The deadline for an engine that has released its memory to take it again.
 WATCH_SECONDS = 1.0
 OPEN_SECONDS = 60.0
-"""The deadline for an engine that has released its memory to take it again."""
 
+# The requests that others may have in the engine at once, beyond one for each slot that the replica may have.
 STOP_SECONDS = 3.0
 SPARE_REQUESTS = 512
-"""The requests that others may have in the engine at once, beyond one for each slot that the replica may have."""
-
-RESTART_SECONDS = 2.0
-"""The pause before a dead engine is started again."""
+RESTART_SECONDS = 2.0  # the pause before a dead engine is started again
 
 
 class Replica:

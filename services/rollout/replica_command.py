@@ -23,8 +23,8 @@ from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import Service, default_instance
 
+# Flags of SGLang's under which it draws by seeds; without a seed of its own each request would have the same one.
 SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")
-"""Flags of SGLang's under which it draws by seeds; without a seed of its own each request would have the same one."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,14 @@ def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) ->
     return separable and worth_it and not reproducible
 
 
-FEWEST, MOST_CAPTURED = 256, 512
-"""The requests that are captured at least, as SGLang does by itself on large GPUs, and at most."""
-
+FEWEST, MOST_CAPTURED = 256, 512  # the requests that are captured at least, as SGLang does by itself on large GPUs, and at most
 FLAG = "cuda-graph-max-bs-decode"
 
+# Flags by which a run says itself how many: the most, or a list.
 SIZES = (FLAG, "cuda-graph-max-bs", "cuda-graph-bs-decode", "cuda-graph-bs")
-"""Flags by which a run says itself how many: the most, or a list."""
 
+# Flags after which nobody can tell.
 OTHERWISE = ("disable-cuda-graph", "disable-decode-cuda-graph", "cuda-graph-config", "cuda-graph-backend-decode")
-"""Flags after which nobody can tell."""
 
 
 def captured_requests(config: RunConfig, device: str) -> int | None:

@@ -29,8 +29,7 @@ from shared.config.run_config import RunConfig
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 
-LOTS = 32
-"""The share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills."""
+LOTS = 32  # the share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills
 
 
 def lot(slots: int) -> int:
@@ -153,32 +152,20 @@ class SlotQueue:
         return max(1, self.limit // 2) if self._trains else self.limit
 
 
-START = 256
-"""The slots that an engine begins with, at least."""
+START = 256  # the slots that an engine begins with, at least
+MOST = 4096  # the most slots: beyond them an engine gains nothing, and its answers take the service's time
 
-MOST = 4096
-"""The most slots: beyond them an engine gains nothing, and its answers take the service's time."""
-
+# The share of the slots that is added at a time, and the share of it by which the engine has to be faster for them to stay.
 GROWTH, WORTH = 0.25, 0.25
-"""The share of the slots that is added at a time, and the share of it by which the engine has to be faster for them to stay."""
 
-BACK_OFF = 0.9
-"""The share of the running requests that is kept after a retraction."""
+BACK_OFF = 0.9  # the share of the running requests that is kept after a retraction
+FULL = 0.9  # the share of the engine's memory for keys and values from which on the limit does not grow: running requests need more
+SPARE = 8  # one request waits in the engine for so many that run, so that it has the next one at hand when one ends
+QUEUED_READINGS = 3  # readings in a row with requests that wait: a burst of new ones has been begun by then
+SETTLING, MEASURED = 2, 4  # readings after a change that are passed over, and those after them over which the engine's speed is taken
 
-FULL = 0.9
-"""The share of the engine's memory for keys and values from which on the limit does not grow: running requests need more."""
-
-SPARE = 8
-"""One request waits in the engine for so many that run, so that it has the next one at hand when one ends."""
-
-QUEUED_READINGS = 3
-"""Readings in a row with requests that wait: a burst of new ones has been begun by then."""
-
-SETTLING, MEASURED = 2, 4
-"""Readings after a change that are passed over, and those after them over which the engine's speed is taken."""
-
+# Readings after a retraction, and after slots that were not worth it, in which the limit does not grow.
 CALM_READINGS, REST_READINGS = 10, 60
-"""Readings after a retraction, and after slots that were not worth it, in which the limit does not grow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,7 @@ from shared.schema.service_messages import Doing
 from shared.store.payload_store import StoreFull
 
 WINDOW_SECONDS = 5.0
-
-COUNT_SECONDS = 5.0
-"""The deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls."""
+COUNT_SECONDS = 5.0  # the deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls.
 
 
 class TokenRate:
@@ -112,12 +110,8 @@ class DrawnTokens:
         return self.total
 
 
-PROFILE_DIRECTORY = "profile"
-"""Where traces lie, in the run's directory; below it those of each replica."""
-
-STEP_POLL_INTERVAL_S = 0.5
-"""The interval at which the run's step is read."""
-
+PROFILE_DIRECTORY = "profile"  # where traces lie, in the run's directory; below it those of each replica
+STEP_POLL_INTERVAL_S = 0.5  # the interval at which the run's step is read
 PROFILE_START_SECONDS = 60.0
 
 
@@ -194,32 +188,18 @@ declare_metrics(
     ),
 )
 
-POLL_INTERVAL_S = 0.05
-"""The interval at which a replica checks whether it has weights, free capacity, or stale generations."""
+POLL_INTERVAL_S = 0.05  # the interval at which a replica checks whether it has weights, free capacity, or stale generations
+PUSH_SECONDS = 4.0  # the time that a stopping replica stays for a push that it has agreed to take part in
+HAND_ON_SECONDS = 1.5  # the time that a stopping replica waits until its unfinished groups are stored and handed on
+RETRY_SECONDS = 1.0  # the pause after the engine could not be asked to abort stale requests
 
-PUSH_SECONDS = 4.0
-"""The time that a stopping replica stays for a push that it has agreed to take part in."""
-
-HAND_ON_SECONDS = 1.5
-"""The time that a stopping replica waits until its unfinished groups are stored and handed on."""
-
-RETRY_SECONDS = 1.0
-"""The pause after the engine could not be asked to abort stale requests."""
-
+# Generates a task, going on from what an earlier attempt left.
 Generator = Callable[[Task, list[Sample], InFlight | None, GroupSlots], Awaitable[PlayedGroup]]
-"""Generates a task, going on from what an earlier attempt left."""
 
-FETCHED_GROUPS = 8
-"""The most groups that are taken at once: replicas that have room take turns then."""
-
-QUIET_SECONDS = 10.0
-"""An engine with groups in hand that draws no token for so long does not go on, or waits for agents and environments."""
-
-RATE_SECONDS = 1.0
-"""The interval at which the engine's token count is read and the gauges are set."""
-
-FIRST_SECONDS = 0.1
-"""The same until it is known that the replica, which serves, has drawn its first tokens."""
+FETCHED_GROUPS = 8  # the most groups that are taken at once: replicas that have room take turns then
+QUIET_SECONDS = 10.0  # an engine with groups in hand that draws no token for so long does not go on, or waits for agents and environments
+RATE_SECONDS = 1.0  # the interval at which the engine's token count is read and the gauges are set
+FIRST_SECONDS = 0.1  # the same until it is known that the replica, which serves, has drawn its first tokens
 
 
 class Rollout:

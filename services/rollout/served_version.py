@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from shared.bus.registry import ASLEEP, CATCHING_UP
 
-NO_WEIGHTS = -1
-"""The version of a replica that holds no verified weights."""
+NO_WEIGHTS = -1  # the version of a replica that holds no verified weights
 
 
 @dataclass

@@ -24,15 +24,9 @@ from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, nea
 from shared.schema.sample import LOG_PROBS, Sample
 
 ATTRIBUTE, IDS, ENTRIES, SHARES = "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
-"""Seconds between tries while a teacher cannot be reached or is at fault."""
-
-IDLE_SECONDS = 3.0
-"""The time after which idle connections are closed, before SGLang closes its side."""
-
-ITS_FAULT = (408, 425, 429)
-"""Statuses below 500 at which the same request may succeed later."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0  # seconds between tries while a teacher cannot be reached or is at fault
+IDLE_SECONDS = 3.0  # the time after which idle connections are closed, before SGLang closes its side
+ITS_FAULT = (408, 425, 429)  # statuses below 500 at which the same request may succeed later
 
 
 class TeacherFailed(BadMessage):

@@ -41,17 +41,14 @@ declare_metrics(
     ),
 )
 
+# The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones.
 POLL_INTERVAL_S = 0.5
-"""The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones."""
 
-RETRY_SECONDS = 5.0
-"""The pause before a source that failed is tried again."""
+RETRY_SECONDS = 5.0  # the pause before a source that failed is tried again
+ASK_SECONDS = 10.0  # the deadline for a source replica's answer to a request for its weights
 
-ASK_SECONDS = 10.0
-"""The deadline for a source replica's answer to a request for its weights."""
-
+# The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model.
 CACHE_VARIABLE = "MYXO_WEIGHTS_CACHE"
-"""The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model."""
 
 Value = TypeVar("Value", bound=Message)
 

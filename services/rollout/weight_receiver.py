@@ -101,20 +101,14 @@ class PushSpans:
             self._traces.add(TraceSpan(trace=self._push, name=name, started=started, ended=time.time(), error=error, attributes=attributes))
 
 
-EXPIRY_MARGIN = 5.0
-"""Seconds beyond a push's deadline after which a silent trainer counts as gone."""
-
-AGREED_SECONDS = 1.0
-"""The time within which a push's next request follows this replica's answer, if it follows at all."""
-
-END_SECONDS = 10.0
-"""The deadline for each command to the engine after a push has failed."""
-
+EXPIRY_MARGIN = 5.0  # seconds beyond a push's deadline after which a silent trainer counts as gone
+AGREED_SECONDS = 1.0  # the time within which a push's next request follows this replica's answer, if it follows at all
+END_SECONDS = 10.0  # the deadline for each command to the engine after a push has failed
 POLL_INTERVAL_S = 0.05
 
+# The part of a push's deadline, and the least seconds, that an engine has for each step that is its own alone: to begin to join, to pause
+# and begin to receive, to go on. All others wait for it meanwhile; one that takes longer is left out of the push.
 OWN_PART, OWN_LEAST = 0.25, 10.0
-"""The part of a push's deadline, and the least seconds, that an engine has for each step that is its own alone: to begin to join, to pause
-and begin to receive, to go on. All others wait for it meanwhile; one that takes longer is left out of the push."""
 
 
 class PushRefused(MyxoError):

@@ -35,10 +35,9 @@ from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest
 
+# The parts that an engine launched with ``--enable-memory-saver`` can release, by SGLang's names.
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 EVERYTHING = (CACHE, WEIGHTS, GRAPHS)
-"""The parts that an engine launched with ``--enable-memory-saver`` can release, by SGLang's names."""
-
 POLL_INTERVAL_S = 0.05
 
 
@@ -106,24 +105,20 @@ class EngineMemory:
             await asyncio.sleep(POLL_INTERVAL_S)
 
 
+# The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
+# where they are and go on with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their keys
+# and values are computed anew.
 PauseMode = Literal["abort", "in_place", "retract"]
-"""The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
-where they are and go on with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their keys
-and values are computed anew."""
 
+# Deadlines where the caller gives none: for control calls, for one group, for one push or one load from disk.
 CONTROL_SECONDS = 30.0
 GENERATE_SECONDS = 600.0
 WEIGHTS_SECONDS = 120.0
-"""Deadlines where the caller gives none: for control calls, for one group, for one push or one load from disk."""
+ABANDON_SECONDS = 10.0  # the deadline for telling the engine that requests were abandoned; ``close`` waits for it
+LOADER_MARGIN = 10.0  # seconds beyond a push's deadline for the schedulers to return from it
 
-ABANDON_SECONDS = 10.0
-"""The deadline for telling the engine that requests were abandoned; ``close`` waits for it."""
-
-LOADER_MARGIN = 10.0
-"""Seconds beyond a push's deadline for the schedulers to return from it."""
-
+# The value that the loader's endpoint requires for each rank. It is made here and read by the engine: nothing received is unpickled.
 NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
-"""The value that the loader's endpoint requires for each rank. It is made here and read by the engine: nothing received is unpickled."""
 
 
 class EngineClient:
@@ -418,13 +413,13 @@ class EngineClient:
         self.version, self._loads = version, self._loads + 1
 
 
+# The interval and the deadline of a probe: SGLang itself gives its processes 20 s to answer each other.
 PROBE_INTERVAL_S = 10.0
 PROBE_SECONDS = 30.0
-"""The interval and the deadline of a probe: SGLang itself gives its processes 20 s to answer each other."""
 
+# The time for which an engine may answer no probe, and on a CPU the part of the deadline of a generation, if that is longer: one forward
+# pass of a long prompt through a large model takes minutes there.
 HUNG_SECONDS, HUNG_PART = 60.0, 0.25
-"""The time for which an engine may answer no probe, and on a CPU the part of the deadline of a generation, if that is longer: one forward
-pass of a long prompt through a large model takes minutes there."""
 
 
 class EngineHealth:

@@ -36,15 +36,15 @@ from shared.runtime.kernel_caches import kernel_cache_variables
 from shared.runtime.own_address import LOOPBACK, listening_interfaces, own_address
 from shared.runtime.process_watch import ProcessWatch
 
+# A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item.
 FlagValue = bool | int | float | str | list[str] | list[int] | None
-"""A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
 
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
 CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 GPU_LAUNCHER = Path(__file__).with_name("gpu_launcher.py")
 
+# The function that an engine calls, in each of its schedulers, to receive weights.
 RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
-"""The function that an engine calls, in each of its schedulers, to receive weights."""
 
 CPU_FLAGS: dict[str, FlagValue] = {
     "attention-backend": "torch_native",  # the default, intel_amx, fails on CPUs without AMX
@@ -62,6 +62,7 @@ COMMON_FLAGS: dict[str, FlagValue] = {
     "sampling-defaults": "openai",  # or chats that name no top_p have that of generation_config.json, which is not trained
 }
 
+# Both ends of a push of weights must agree on these.
 COMMON_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
@@ -79,7 +80,6 @@ CPU_VARIABLES = {
     "OMP_NUM_THREADS": "1",
 }
 CUDA_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Both ends of a push of weights must agree on these."""
 
 
 @dataclass(frozen=True)
@@ -221,22 +221,16 @@ def _cpu_token_capacity(model_path: Path) -> int:
     return cpu_token_capacity(json.loads(config_file.read_text()))
 
 
+# The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other.
 SEARCH_SECONDS = 10.0
-"""The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other."""
 
-TITLE = "sglang::"
-"""How the names of SGLang's own processes begin: schedulers, the detokenizer, what controls data parallelism."""
+TITLE = "sglang::"  # how the names of SGLang's own processes begin: schedulers, the detokenizer, what controls data parallelism
+PROBE_SECONDS = 10.0  # the deadline for one probe of a starting engine: the first request on a busy small machine takes seconds
 
-PROBE_SECONDS = 10.0
-"""The deadline for one probe of a starting engine: the first request on a busy small machine takes seconds."""
-
+# The most bytes of the name of an engine's directory: that of a socket has no more than 107.
 PREFIX = "myxo-engine-"
 LONGEST_DIRECTORY = 107 - len("/rank-1023.opening")
-"""The most bytes of the name of an engine's directory: that of a socket has no more than 107."""
-
-_MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")
-"""What SGLang logs of a process that is gone, before it ends the others."""
-
+_MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")  # what SGLang logs of a process that is gone, before it ends the others
 _ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
 
 

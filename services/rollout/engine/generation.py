@@ -28,9 +28,9 @@ from shared.schema.versions import TOKEN_VERSIONS
 Tokens = NDArray[np.int32] | Sequence[int]
 Finish = Literal["stop", "length", "abort"]
 
+# Ends every request id on the wire. SGLang aborts every request whose id *starts with* the given one; with an end mark no id is a prefix
+# of another.
 RID_END = "$"
-"""Ends every request id on the wire. SGLang aborts every request whose id *starts with* the given one; with an end mark
-no id is a prefix of another."""
 
 
 @dataclass(frozen=True, slots=True)

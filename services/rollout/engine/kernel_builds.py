@@ -45,10 +45,10 @@ Argument = int | bool | str
 
 TVM_FFI_CACHE, FLASHINFER_CACHE = "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"
 
+# The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys.
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _OTHER_NAMES = {"half": "float16", "float": "float32"}
 _FUSED_ROTARY, _FUSED_NORMS = (64, 128, 256, 512), (64, 128, 256, 512, 1024)
-"""The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +148,14 @@ def _kv_heads(model: Mapping[str, Any], flags: Mapping[str, str], heads: int) ->
     return max(1, int(model.get("num_key_value_heads") or heads) // max(1, ranks))
 
 
-BUILD_SECONDS = 300.0
-"""When this process gives up, and lets go of the locks on which an engine may wait."""
+BUILD_SECONDS = 300.0  # when this process gives up, and lets go of the locks on which an engine may wait
 
+# nvcc's variable, and what is in it unless it is set: the kernels of one file are optimised side by side. FlashInfer's norms, which all
+# others are done before, took 24 s with it and 30 s without, on the same H200's host.
 COMPILER_FLAGS = ("NVCC_APPEND_FLAGS", "--split-compile=0")
-"""nvcc's variable, and what is in it unless it is set: the kernels of one file are optimised side by side. FlashInfer's norms, which all
-others are done before, took 24 s with it and 30 s without, on the same H200's host."""
 
-NICENESS = 5
-"""An engine may wait for what is built here: not so low that it would never be done on busy cores."""
-
-PACKAGES = ("sglang", "flashinfer-python", "apache-tvm-ffi", "torch")
-"""Those whose versions say whether kernels are still the same."""
-
+NICENESS = 5  # an engine may wait for what is built here: not so low that it would never be done on busy cores
+PACKAGES = ("sglang", "flashinfer-python", "apache-tvm-ffi", "torch")  # those whose versions say whether kernels are still the same
 _SGLANG = "sglang."
 _ARCHITECTURES = ("sglang.kernels.jit.utils", "sglang.jit_kernel.utils")
 _NAME = "services.rollout.engine.kernel_builds"

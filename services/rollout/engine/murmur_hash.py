@@ -5,8 +5,7 @@ from numpy.typing import NDArray
 
 _MASK = np.uint64(0xFFFFFFFF)
 
-Words = NDArray[np.uint64]
-"""32-bit words in 64 bits: products do not overflow."""
+Words = NDArray[np.uint64]  # 32-bit words in 64 bits: products do not overflow
 
 
 def murmur_hash32(seed: NDArray[np.int64], positions: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint32]:

@@ -13,17 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from services.rollout.engine.transport import InvalidRequest
 
-MAX_SAMPLES = 128
-"""The most generations that one request may ask for."""
+MAX_SAMPLES = 128  # the most generations that one request may ask for
+MAX_FIELDS = 128  # the most fields of one object
+UNBOUNDED = 2**31 - 1  # more tokens than any engine generates; it stops at the end of its context
 
-MAX_FIELDS = 128
-"""The most fields of one object."""
-
-UNBOUNDED = 2**31 - 1
-"""More tokens than any engine generates; it stops at the end of its context."""
-
+# Fields that a router adds. The proxy gives each request an id of its own: with one that it knows it can end it.
 IGNORED = {"rid", "log_metrics"}
-"""Fields that a router adds. The proxy gives each request an id of its own: with one that it knows it can end it."""
 
 
 def _checked_token(token: int, info: ValidationInfo) -> int:

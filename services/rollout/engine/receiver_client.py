@@ -17,21 +17,14 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightsReceived
 
 LINE_BYTES = 64 * 2**20
+ANSWER_MARGIN = 5.0  # seconds that a receiver has for its answer beyond a command's deadline: its own error says best what was missing
+ABORT_SECONDS = 10.0  # the deadline for the other ranks to end a command at which one of them has failed
+CONNECT_SECONDS = 5.0  # the seconds to open the connections of the next command
 
-ANSWER_MARGIN = 5.0
-"""Seconds that a receiver has for its answer beyond a command's deadline: its own error says best what was missing."""
-
-ABORT_SECONDS = 10.0
-"""The deadline for the other ranks to end a command at which one of them has failed."""
-
-CONNECT_SECONDS = 5.0
-"""The seconds to open the connections of the next command."""
-
+# The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it goes on.
 LATE_SECONDS = 1.0
-"""The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it goes on."""
 
-Fields = dict[str, Any]
-"""A command, or a rank's answer to it."""
+Fields = dict[str, Any]  # a command, or a rank's answer to it
 
 
 class ReceiverError(EngineError):

@@ -47,8 +47,8 @@ class InvalidRequest(MyxoError):
     """A request was not sent, because the engine would have refused it or crashed."""
 
 
+# The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine.
 IDLE_SECONDS = 3.0
-"""The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine."""
 
 
 class EngineTransport:
@@ -165,12 +165,12 @@ def _parsed(data: bytes) -> Any:
         return data.decode(errors="replace")
 
 
+# Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun.
 DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
-"""Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun."""
 
+# Metrics of its load: requests that run and that wait, the share of its memory for keys and values, requests taken back for want of it.
 RUNNING, QUEUED = "sglang:num_running_reqs", "sglang:num_queue_reqs"
 USAGE, RETRACTED = "sglang:token_usage", "sglang:num_retracted_requests_total"
-"""Metrics of its load: requests that run and that wait, the share of its memory for keys and values, requests taken back for want of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import decoded_digests
 from shared.transfer.weight_channel import TransferDeadline
 
-CLOSED_SECONDS = 0.005
-"""The longest that the gate stays closed, whatever the other thread does."""
+CLOSED_SECONDS = 0.005  # the longest that the gate stays closed, whatever the other thread does
 
 
 class SchedulerGate:
@@ -81,17 +80,10 @@ class SchedulerGate:
 
 log = logging.getLogger(__name__)
 
-COMMAND_SECONDS = 30.0
-"""The deadline of a command that names none."""
-
-LINE_BYTES = 64 * 2**20
-"""The longest command, enough to name every tensor of a model with 100,000 of them."""
-
-SOCKET_BYTES = 65_536
-"""The longest answer that a scheduler writes itself: a socket takes so much without anybody reading."""
-
-ANSWER_MARGIN = 15.0
-"""Seconds beyond a command's deadline after which the connection stops waiting for its answer."""
+COMMAND_SECONDS = 30.0  # the deadline of a command that names none
+LINE_BYTES = 64 * 2**20  # the longest command, enough to name every tensor of a model with 100,000 of them
+SOCKET_BYTES = 65_536  # the longest answer that a scheduler writes itself: a socket takes so much without anybody reading
+ANSWER_MARGIN = 15.0  # seconds beyond a command's deadline after which the connection stops waiting for its answer
 
 Fields = Mapping[str, Any]
 
@@ -129,12 +121,12 @@ def adopt(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> di
     return {"digest": receiver.digest}
 
 
+# A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError.
 Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
-"""A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError."""
 
+# Verbs by the thread that ends them: the connection's own, or the one that owns the model (`Receiver.finish`).
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
 QUEUED: dict[str, Callable[[Receiver, Fields, TransferDeadline], Reception]] = {"receive": prepare}
-"""Verbs by the thread that ends them: the connection's own, or the one that owns the model (`Receiver.finish`)."""
 
 
 # ----------------------------------------------------------------------------------------------------------- session

@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 _POOLS = threading.RLock()
 
+# The number of flat buffers of which a plan keeps views; a channel has three, and they are dropped when the channel is left.
 VIEWED_BUFFERS = 8
-"""The number of flat buffers of which a plan keeps views; a channel has three, and they are dropped when the channel is left."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from shared.schema.versions import TOKEN_VERSIONS
 
 log = logging.getLogger(__name__)
 
+# The scheduler's attribute by which it is known: the stream of its forward passes, which wait for all others that they use.
 FORWARD_STREAM = "forward_stream"
-"""The scheduler's attribute by which it is known: the stream of its forward passes, which wait for all others that they use."""
 
 
 def calling_scheduler() -> Any:
@@ -55,8 +55,8 @@ def _callers() -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+# How SGLang calls what looks, after each token, whether a request has ended: in 0.5.16 and later, and before.
 CHECKS = ("update_finish_state", "check_finished")
-"""How SGLang calls what looks, after each token, whether a request has ended: in 0.5.16 and later, and before."""
 
 
 def find_ends_of_aborted(request: type[Any]) -> bool:
@@ -102,12 +102,12 @@ def _around_check(request: type[Any], around: Callable[[Any, Callable[[], Any]],
     return True
 
 
+# The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
+# command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU.
 SWITCH_SECONDS = 2e-5
-"""The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
-command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU."""
 
+# The exceptions of looking up a name that a release of SGLang has elsewhere.
 MOVED = (ImportError, AttributeError, KeyError, RuntimeError, ValueError)
-"""The exceptions of looking up a name that a release of SGLang has elsewhere."""
 
 _session: CommandSession | None = None
 

@@ -29,15 +29,12 @@ from shared.transfer.weight_channel import POLL_INTERVAL_S, TransferDeadline
 
 log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 128 * 1024**2
-"""The bytes of a bucket, over the number of ranks: a destination has buffers for all of them."""
+BUCKET_BYTES = 128 * 1024**2  # the bytes of a bucket, over the number of ranks: a destination has buffers for all of them
+TRANSFERS = 2  # the number of transfers that an engine sends at once: each takes two flat buffers of device memory, and a share of the link
 
-TRANSFERS = 2
-"""The number of transfers that an engine sends at once: each takes two flat buffers of device memory, and a share of the link."""
-
+# The time that the source's store outlives a transfer, for a destination that has not read all of it, and an aborted transfer.
 LINGER_SECONDS = 20.0
 BROKEN_LINGER_SECONDS = 2.0
-"""The time that the source's store outlives a transfer, for a destination that has not read all of it, and an aborted transfer."""
 
 
 def send_to_peer(receiver: Receiver, order: Mapping[str, Any], deadline: TransferDeadline) -> dict[str, Any]:

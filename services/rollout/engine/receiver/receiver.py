@@ -35,7 +35,6 @@ from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
 
 FIELD = "model.hf_checkpoint"
-
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
@@ -83,8 +82,7 @@ def _matrices(manifest: Manifest) -> dict[str, tuple[str, str]]:
     return names
 
 
-PEER_DONE = "done"
-"""The store's key in a transfer between engines: the number of readers that have received everything."""
+PEER_DONE = "done"  # the store's key in a transfer between engines: the number of readers that have received everything
 
 
 class HeldWeights(Protocol):
@@ -296,8 +294,7 @@ class Reception:
 
 log = logging.getLogger(__name__)
 
-KEPT_LAYOUTS = 16
-"""The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
+KEPT_LAYOUTS = 16  # the number of manifests whose plans are kept: for each channel that of a whole push, and that of a part
 
 
 class ReceiveError(MyxoError):
