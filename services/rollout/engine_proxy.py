@@ -162,6 +162,37 @@ class RequestDenied(Exception):
         super().__init__(reason)
 
 
+RAW: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "auto_decompress": False}
+
+
+class EndpointServer:
+    """An HTTP server on a free port, which may be opened more than once. ``make``: makes the server.
+
+    Attributes:
+        address: host and port, once it is open.
+    """
+
+    def __init__(self, make: Callable[[], web.Server]) -> None:
+        self._make, self._opening = make, asyncio.Lock()
+        self._runner: web.ServerRunner | None = None
+        self.address: tuple[str, int] | None = None
+
+    async def open(self, host: str) -> None:
+        """Listens on a free port of ``host``; does nothing if it does so already."""
+        async with self._opening:  # groups ask for it at once
+            if self._runner is None:
+                self._runner = web.ServerRunner(self._make(), shutdown_timeout=SHUTDOWN_SECONDS)
+                await self._runner.setup()
+                await web.TCPSite(self._runner, host, 0).start()
+                self.address = self._runner.addresses[0][:2]
+
+    async def close(self) -> None:
+        """Ends what is being passed on, and listens no more."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = self.address = None
+
+
 class _BoundedServer(web.Server):
     """A server that closes connections beyond so many at once."""
 
@@ -206,37 +237,24 @@ class EngineProxy:
         self._served, self._engine, self._metrics, self._limit = served, engine, metrics, limit
         self._generate_s, self._wait_s = generate_s, wait_s
         self._requests = 0
-        self._runner: web.ServerRunner | None = None
-        self._opening = asyncio.Lock()
-        self.address: tuple[str, int] | None = None
+        # bodies stay as they were sent: none is unpacked
+        self.server = EndpointServer(lambda: _BoundedServer(limit + SPARE_CONNECTIONS, self._handle, keepalive_timeout=IDLE_SECONDS, **RAW))
         self.public, self.draw_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
         self.answers: EngineAnswers | None = None
 
+    @property
+    def address(self) -> tuple[str, int] | None:
+        return self.server.address
+
     async def open(self, host: str) -> None:
         """Listens on a free port of ``host``; does nothing if it does so already."""
-        async with self._opening:  # groups ask for it at once
-            if self._runner is None:
-                # the handler is cancelled when its client is gone. Bodies stay as they were sent: none is unpacked
-                server = _BoundedServer(
-                    self._limit + SPARE_CONNECTIONS,
-                    self._handle,
-                    handler_cancellation=True,
-                    access_log=None,
-                    auto_decompress=False,
-                    keepalive_timeout=IDLE_SECONDS,
-                )
-                self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_SECONDS)
-                await self._runner.setup()
-                await web.TCPSite(self._runner, host, 0).start()
-                self.address = self._runner.addresses[0][:2]
+        await self.server.open(host)
 
     async def close(self) -> None:
         """Ends what is being passed on, and listens no more."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = self.address = None
+        await self.server.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:

@@ -16,7 +16,7 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp import web
 
-from services.rollout.engine_proxy import GENERATIONS, ROUTES, RequestDenied, body_of
+from services.rollout.engine_proxy import GENERATIONS, RAW, ROUTES, EndpointServer, RequestDenied, body_of
 from services.rollout.replica import Replica
 from shared.bus.connection import TRANSIENT
 from shared.runtime.errors import MyxoError
@@ -54,12 +54,15 @@ class EngineSpread:
 
     def __init__(self, service: Service, replica: Replica) -> None:
         self._service, self._replica, self.least = service, replica, 0
-        self._runner: web.ServerRunner | None = None
+        self._server = EndpointServer(lambda: web.Server(self._handle, **RAW))
         self._session: aiohttp.ClientSession | None = None
         self._others: list[Door] = []
         self._in_hand: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
-        self.address: tuple[str, int] | None = None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        return self._server.address
 
     async def keep(self) -> None:
         """Is open and follows the registry until cancelled."""
@@ -74,22 +77,16 @@ class EngineSpread:
     async def open(self) -> None:
         """Listens on a free port of loopback; does nothing if it does so already."""
         await self._replica.open_proxy()
-        if self._runner is not None:
-            return
-        # the doors bound what is in hand; a request here is one of a function's of this machine
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None, auto_decompress=False)
-        self._runner = web.ServerRunner(server, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, LOOPBACK, 0).start()
-        self.address = self._runner.addresses[0][:2]
+        if self._session is None:  # the proxies bound what is in hand; a request here is one of a function's of this machine
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        await self._server.open(LOOPBACK)
 
     async def close(self) -> None:
         """Ends what is being passed on, and listens no more."""
-        if self._runner is not None and self._session is not None:
-            await self._runner.cleanup()
+        await self._server.close()
+        if self._session is not None:
             await self._session.close()
-            self._runner = self._session = self.address = None
+            self._session = None
 
     async def look(self) -> None:
         """Reads the registry; where it cannot be read, what it said last stands."""

@@ -182,15 +182,15 @@ class EpisodeGenerate(CustomGenerate):
         data = self._config.data if view is None else view.config.data
         variables = {**data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
         as_chat = data.apply_chat_template or not isinstance(task.prompt, str)
-        return EpisodeTokens(self._tokenizer, as_chat, variables, self.settings.episode_control_tokens)
+        return EpisodeTokens(self.tokenizer, as_chat, variables, self.settings.episode_control_tokens)
 
     def end_across(self, task: Task, before: list[int], drawn: list[int]) -> int | None:
         """Returns where a stop string of the task's ends that began in the tokens before: see `shared.data.stop_strings`."""
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
         return end_across(before, drawn, task.sampling.stop, decode)
 
     def text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens)
+        return self.tokenizer.decode(tokens)
 
     def sampling(self, task: Task, index: int) -> dict[str, Any]:
         """Returns the engine's sampling parameters of a rollout, in SGLang's names."""

@@ -9,13 +9,21 @@ needs, a rollout that fails is not tried again: a surplus one takes its place.
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, NamedTuple
 
-from services.rollout.in_flight import Stopped
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.generate import RETRY_PAUSE
+from services.rollout.in_flight import InFlight, Requests, Stopped, samples_of_rollout
+from services.rollout.replica import Replica
+from services.rollout.replica_command import SampleSeeds
+from services.rollout.request_slots import GroupSlots
 from shared.config.rollout_section import RolloutSection
+from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import BadMessage, MyxoError
+from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample
@@ -107,32 +115,160 @@ class GroupProgress:
 
 
 class PlayedGroup(NamedTuple):
-    """What became of a group's rollouts: samples, in the rollouts' order; why they were ``stopped``, if they were; ``aborted``: how many
-    surplus ones were, since the others had ended."""
+    """The outcome of a group: samples, in the rollouts' order; why they were ``stopped``, if they were; ``aborted``: how many surplus
+    rollouts were, since the others had ended."""
 
     samples: list[Sample]
     stopped: Stopped | None
     aborted: int = 0
 
 
-class PlayedRollout(Protocol):
-    """One rollout: its index, and why it was stopped, if it was."""
+class PlayedRollout:
+    """One rollout of a task, played until it has ended, is stopped or is lost. Subclasses say how, in `attempt`.
 
-    index: int
-    stopped: Stopped | None
+    Args:
+        samples: what an earlier attempt has finished; None: nothing. tries: failures in a row that lose it.
+
+    Attributes:
+        samples: once it has ended. stopped: why it was stopped, once it was. requests: those of it that the engine holds.
+    """
+
+    least_pause = 0.0  # before it is tried again
+    places: AbstractAsyncContextManager[None] = nullcontext()  # held besides its slot
+
+    def __init__(
+        self,
+        task: Task,
+        index: int,
+        samples: list[Sample] | None,
+        replica: Replica,
+        slots: GroupSlots,
+        progress: GroupProgress,
+        tries: int = TRIES,
+    ) -> None:
+        self.task, self.index, self.samples, self.replica = task, index, samples, replica
+        self.slots, self.progress = slots, progress
+        self.requests, self.failures = Requests(), RolloutFailures(tries)
+        self.stopped: Stopped | None = None
+
+    async def attempt(self, client: EngineClient, version: int, life: int) -> None:
+        """Tries once to play it, which sets ``samples``. Raises HookFailed; Stopped; what loses it at once.
+
+        Args:
+            version, life: that the replica serves, and its incarnation.
+        """
+        raise NotImplementedError
+
+    def patience_s(self) -> float:
+        """Returns how long it waits for weights. Raises DeadlineExceeded where it has no time left."""
+        raise NotImplementedError
+
+    def oldest(self, version: int) -> int:
+        """Returns the version that its oldest token may be of, where ``version`` is served."""
+        return version
+
+    def note(self, error: HookFailed) -> None:
+        """Logs a failed attempt."""
+
+    def stored(self) -> list[Sample]:
+        """Returns the samples to store; of one that was stopped those that may be continued; of one that is lost none."""
+        return self.samples or []
+
+    async def play(self, in_flight: InFlight | None) -> None:
+        """Plays to the end, or until it is stopped. Raises what loses it."""
+        try:
+            while self.samples is None:
+                await self.replica.wait_serving(self.task.min_version, self.patience_s())
+                async with self.slots.slot(self.index), self.places:
+                    await self.try_once(in_flight)
+                if self.samples is None:  # after an abort, the push that caused it is still in progress
+                    await asyncio.sleep(max(self.least_pause, RETRY_PAUSE * self.failures.count))
+        except Stopped as stopped:
+            self.stopped = stopped
+
+    async def try_once(self, in_flight: InFlight | None) -> None:
+        """Makes one attempt, in a slot. Raises what `attempt` does, but of HookFailed only one that is not to be tried again."""
+        client = await self.replica.wait_serving(self.task.min_version, self.patience_s())
+        version, life = self.replica.version, self.replica.incarnation
+        tracked = in_flight.tracked(self.task.group, self.requests, self.oldest(version), version) if in_flight else nullcontext()
+        try:
+            with tracked:
+                await self.attempt(client, version, life)
+        except HookFailed as error:
+            self.note(error)
+            self.progress.check_needed(error)
+            self.failures.note(error, counts=self.replica.incarnation == life)  # it did not cause the engine's death
 
 
-Made = TypeVar("Made", bound=PlayedRollout)
+class GroupPlayer:
+    """Plays the groups of a function, an environment or an agent: one `PlayedRollout` for each rollout.
+
+    Attributes:
+        lost: rollouts that were given up. losing: errors by which one is lost; others end the group.
+    """
+
+    losing: tuple[type[MyxoError], ...] = (HookFailed,)
+
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
+        self._service, self._config, self.replica, self.tokenizer = service, service.config, replica, tokenizer
+        self._seeds, self.lost = SampleSeeds.of(service.config), 0
+
+    def called(self, task: Task) -> str:
+        """Returns what plays a task, for errors: a field and its value."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Starts the processes that it needs, once. Raises ConfigError where the user's code cannot be imported."""
+
+    async def close(self) -> None:
+        """Kills the processes, and closes connections."""
+
+    def rollout(self, task: Task, index: int, earlier: list[Sample], slots: GroupSlots, progress: GroupProgress) -> PlayedRollout:
+        """Returns one rollout. ``earlier``: what an earlier attempt left of it."""
+        raise NotImplementedError
+
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
+        """Returns all samples of the rollouts that ended first, as many as the group needs; of a stopped group those that there are.
+
+        Args:
+            earlier: what an earlier attempt left. in_flight: may stop the group; None for groups that are never stopped.
+            slots: of the group; a rollout holds one while it is played.
+
+        Rollouts that are lost are left out, as far as `rollout.min_rollouts` allows; of held-out groups none is.
+
+        Raises, where too few are left, what they were lost by; DeadlineExceeded where no weights or no gateway is there; BadMessage where
+        no token is trained.
+        """
+        progress = GroupProgress.of(task, self._config.rollout)
+        rollouts = [self.rollout(task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun]
+        await _until_complete([self._play(rollout, in_flight) for rollout in rollouts], progress)
+        stopped = None
+        if progress.complete:
+            rollouts = [rollout for rollout in rollouts if rollout.index in progress.kept]
+        else:
+            stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
+        samples = [sample for rollout in rollouts for sample in rollout.stored()]
+        for index, sample in enumerate(samples):
+            sample.index = index
+        if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
+            raise BadMessage(f"{self.called(task)}: no token of group {task.group} is trained: the loss mask is 0 on all of them")
+        return PlayedGroup(samples, stopped, progress.aborted)
+
+    async def _play(self, rollout: PlayedRollout, in_flight: InFlight | None) -> None:
+        """Plays a rollout. Raises the error that it is lost by, where the group cannot do without it."""
+        try:
+            await rollout.play(in_flight)
+            if rollout.samples is not None:
+                rollout.progress.end(rollout.index)
+        except self.losing as error:
+            self.lost += 1
+            self._service.log.error("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
+            rollout.progress.lose(error)
+        finally:
+            rollout.slots.end()
 
 
-def kept(rollouts: Sequence[Made], progress: GroupProgress) -> tuple[list[Made], Stopped | None]:
-    """Returns the rollouts that make up a complete group; of another all of them, and why it was stopped, if it was."""
-    if progress.complete:
-        return [rollout for rollout in rollouts if rollout.index in progress.kept], None
-    return list(rollouts), next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
-
-
-async def until_complete(playing: Sequence[Coroutine[Any, Any, None]], progress: GroupProgress) -> None:
+async def _until_complete(playing: Sequence[Coroutine[Any, Any, None]], progress: GroupProgress) -> None:
     """Runs a group's rollouts until it is complete, or all have come to an end; the others are cancelled. Raises what one of them does."""
     running = [asyncio.create_task(one) for one in playing]
     left = set(running)

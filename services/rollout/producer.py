@@ -121,7 +121,6 @@ class Producer:
         spread: EngineSpread,
         outcomes: TaskOutcomes,
         tokenizer: Tokenizer,
-        count: Callable[[int], None],
     ) -> None:
         self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
         self._choices = replayed_choices(service.config)
@@ -129,7 +128,7 @@ class Producer:
         self.allowed: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._path = hooks.paths(service.config, "rollout")[FIELD]
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
-        self._tokenizer, self._count = tokenizer, count
+        self._tokenizer, self.tokens = tokenizer, 0
         self._check = SampleCheck(service, tokenizer)
         replica.proxy.answers = self._check.answers
         self._waiting: list[DrawnTask] = []  # fetched, and not yet drawn by the function
@@ -299,7 +298,7 @@ class Producer:
             called, prompt = f"{FIELD} = {self._path}", self._rendered(drawn.task)
             stored = [self._check.checked(sample, drawn.task, prompt, called) for sample in stored]
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
-            self._count(sum(len(sample.response) for sample in stored))
+            self.tokens += sum(len(sample.response) for sample in stored)
         except (BadMessage, DeadlineExceeded) as error:  # the latter: a teacher is away
             message = self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {error}", error.fault)
         await self._end(drawn, message)

@@ -241,11 +241,6 @@ class DrawnGroups(DataSource):
         for drawn in [drawn for drawn in list(self._drawn.values()) if not drawn.held]:
             self._leave(drawn, "discard", reason=reason)
 
-    def drop_all(self) -> None:
-        """Forgets all groups: the service takes them back."""
-        with self._lock:
-            self._drawn.clear()
-
     # --- inside
 
     def _leave(self, drawn: DrawnGroup, verb: str, **fields: Any) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 
 import numpy as np
 from pydantic import ValidationError
@@ -18,7 +17,7 @@ from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import UNROUTED, InFlight, Stopped, restored, samples_of
-from services.rollout.played_group import PlayedGroup
+from services.rollout.played_group import GroupPlayer, PlayedGroup
 from services.rollout.producer import ActiveProducer, Producer
 from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, SampleSeeds, captured_requests
@@ -193,9 +192,6 @@ PUSH_SECONDS = 4.0  # the time that a stopping replica stays for a push that it 
 HAND_ON_SECONDS = 1.5  # the time that a stopping replica waits until its unfinished groups are stored and handed on
 RETRY_SECONDS = 1.0  # the pause after the engine could not be asked to abort stale requests
 
-# Generates a task, going on from what an earlier attempt left.
-Generator = Callable[[Task, list[Sample], InFlight | None, GroupSlots], Awaitable[PlayedGroup]]
-
 FETCHED_GROUPS = 8  # the most groups that are taken at once: replicas that have room take turns then
 QUIET_SECONDS = 10.0  # an engine with groups in hand that draws no token for so long does not go on, or waits for agents and environments
 RATE_SECONDS = 1.0  # the interval at which the engine's token count is read and the gauges are set
@@ -224,11 +220,12 @@ class Rollout:
         self._agents = AgentGroups(service, self.replica, self._tokenizer, Gateways(service))
         steps = service.config.episode.episode_url is not None
         self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if steps else None
+        self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]
         self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
         self.spread = EngineSpread(service, self.replica)
-        parts = (self.replica, self.spread, self._outcomes, self._tokenizer, self._count)
+        parts = (self.replica, self.spread, self._outcomes, self._tokenizer)
         self.producer = None if function is None else Producer(service, *parts)
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
@@ -273,10 +270,8 @@ class Rollout:
 
     async def close_functions(self) -> None:
         """Kills the processes of generate functions and agents, and closes the connections of episodes."""
-        await self._custom.close()
-        await self._agents.close()
-        if self._episodes is not None:
-            await self._episodes.close()
+        for player in self._players:
+            await player.close()
 
     async def produce(self) -> None:
         """Generates training prompts, or has the user's rollout function do it in one of the replicas."""
@@ -300,9 +295,6 @@ class Rollout:
                 handling = asyncio.create_task(self._handle(lease, slots))
                 self.running[handling], self._taken[handling] = lease.message, (time.time(), slots)
                 handling.add_done_callback(self._handled)
-
-    def _count(self, tokens: int) -> None:
-        self.tokens += tokens
 
     def _handled(self, handling: asyncio.Task[None]) -> None:
         del self.running[handling]
@@ -358,22 +350,25 @@ class Rollout:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        samples, stopped, aborted = await self._generator(task)(task, earlier, in_flight, slots)
-        if stopped is not None:
-            return await self._interrupted(task, samples, stopped)
+        player = self._player(task)
+        generate = self._by_engine if player is None else player.group
+        samples, stopped, aborted = await generate(task, earlier, in_flight, slots)
+        if stopped is not None:  # partial samples are handed on unless they are too old
+            kept = not stopped.stale and any(len(sample.response) for sample in samples)
+            return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)
         if aborted:
             self._service.metrics.add("aborted_rollouts", aborted)
         generated = await self._outcomes.generated(task, samples, started, time.time(), aborted)
         self.tokens += sum(sample.tokens for sample in generated.samples)
         return generated
 
-    def _generator(self, task: Task) -> Generator:
-        """Returns what generates a task: an agent, a function of its own, the run's episodes or function, or the engine alone."""
+    def _player(self, task: Task) -> GroupPlayer | None:
+        """Returns what plays a task: an agent, a function of its own, the run's episodes or function; None: the engine alone."""
         if self._agents.program(task) is not None:
-            return self._agents.group
+            return self._agents
         if self._episodes is not None and task.generate_function is None:
-            return self._episodes.group
-        return self._by_engine if self._custom.path(task) is None else self._custom.group
+            return self._episodes
+        return None if self._custom.path(task) is None else self._custom
 
     async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
         """Returns the task's samples; with why they were stopped, as far as they have come."""
@@ -394,11 +389,6 @@ class Rollout:
             for sample in samples:
                 sample.attributes["prompt"] = text
         return PlayedGroup(samples, why)
-
-    async def _interrupted(self, task: Task, samples: list[Sample], stopped: Stopped) -> Interrupted:
-        """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""
-        kept = not stopped.stale and any(len(sample.response) for sample in samples)
-        return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)
 
     async def stop_stale(self) -> None:
         """Aborts, while new weights are served, the generations that these have made too old to be trained.
@@ -447,23 +437,22 @@ class Rollout:
 
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""
-        drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
+        drawn, rate, metrics, producer = DrawnTokens(), TokenRate(), self._service.metrics, self.producer
         while True:
-            tokens = await drawn.read(self.replica.client, self.tokens)
+            tokens = await drawn.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
             self._note_drawn(tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
-            metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
+            metrics.set("running_groups", len(self.running) + (0 if producer is None else producer.held))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
             metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             load = None if self.replica.client is None else self.replica.client.load
             self._slots.note(load, tokens, time.monotonic())
-            metrics.set("request_slots", self._slots.limit)
-            metrics.set("used_slots", self._slots.held)
+            gauges: dict[str, float] = {"request_slots": self._slots.limit, "used_slots": self._slots.held}
             if load is not None:
-                metrics.set("running_requests", load.running)
-                metrics.set("queued_requests", load.queued)
-                metrics.set("kv_usage", load.kv_usage)
+                gauges |= {"running_requests": load.running, "queued_requests": load.queued, "kv_usage": load.kv_usage}
+            for name, value in gauges.items():
+                metrics.set(name, value)
             await asyncio.sleep(RATE_SECONDS if self._generated or not self.replica.serving else FIRST_SECONDS)
 
 

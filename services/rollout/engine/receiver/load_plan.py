@@ -345,12 +345,7 @@ def _pools_run_here() -> Iterator[None]:
 
     One thread at a time: each puts back what it has found.
     """
-    with _POOLS:
-        yield from _running_here()
-
-
-def _running_here() -> Iterator[None]:
-    submit, here = ThreadPoolExecutor.submit, threading.get_ident()
+    here = threading.get_ident()
 
     def at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if threading.get_ident() != here:
@@ -362,8 +357,10 @@ def _running_here() -> Iterator[None]:
             future.set_exception(error)
         return future
 
-    ThreadPoolExecutor.submit = at_once  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+    with _POOLS:
+        submit = ThreadPoolExecutor.submit
+        ThreadPoolExecutor.submit = at_once  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]

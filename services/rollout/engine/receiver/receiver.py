@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,27 +85,6 @@ def _matrices(manifest: Manifest) -> dict[str, tuple[str, str]]:
 PEER_DONE = "done"  # the store's key in a transfer between engines: the number of readers that have received everything
 
 
-class HeldWeights(Protocol):
-    """What a push is received into: `services.rollout.engine.receiver.receiver.Receiver`."""
-
-    model: Any
-    model_path: str | None
-    device: torch.device
-    known: dict[str, TensorDigest]
-    version: int
-
-    @property
-    def digest(self) -> str: ...
-
-    def on_stream(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def layout(self, manifest: Manifest) -> "ManifestLayout": ...
-
-    def adopt(self, version: int, known: Mapping[str, TensorDigest]) -> None: ...
-
-    def learn(self, version: int, known: Mapping[str, TensorDigest]) -> None: ...
-
-
 class ManifestLayout:
     """The plans of a manifest, kept between pushes, by which its buckets are loaded and hashed."""
 
@@ -138,7 +117,7 @@ class Reception:
 
     def __init__(
         self,
-        receiver: HeldWeights,
+        receiver: "Receiver",
         version: int,
         push: int,
         check: bool,
@@ -434,7 +413,7 @@ class Receiver:
         """
         try:
             reception = Reception(self, version, push, check, self._joined(channels, deadline), deadline, manifests or {})
-            if self._begins_early(reception):
+            if self._streams_known and all(isinstance(channel, GroupReceiver) for channel in reception.channels):
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # of this thread
                 reception.begin()
@@ -479,9 +458,6 @@ class Receiver:
     @property
     def _streams_known(self) -> bool:
         return self.device.type != "cuda" or self.engine_streams is not None
-
-    def _begins_early(self, reception: Reception) -> bool:
-        return self._streams_known and all(isinstance(channel, GroupReceiver) for channel in reception.channels)
 
     def _failure(self, error: Exception, push: int, version: int, touched: bool) -> ReceiveError:
         if not isinstance(error, MyxoError):
