@@ -242,11 +242,8 @@ class _AgentRollout(PlayedRollout):
             self._alone = disturbed.unknown
 
     async def _played(self, opened: Mapping[str, tuple[Session, str]]) -> list[Sample]:
-        """Returns the sessions' samples. Raises Stopped, HookFailed, AgentDisturbed; without gateway or store DeadlineExceeded.
-
-        Args:
-            opened: session and key of each role.
-        """
+        """Returns the sessions' samples. Raises Stopped, HookFailed, AgentDisturbed; without gateway or store DeadlineExceeded. ``opened``:
+        session and key of each role."""
         groups, ended = self._groups, dict[str, SessionLog]()
         base_url = await groups.gateways.base_url()
         keys = {role: key for role, (_, key) in opened.items()}

@@ -93,10 +93,7 @@ def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
 
 def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:
     """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model.
-
-    Args:
-        roles: the key of each, by name; empty where one plays.
-    """
+    ``roles``: the key of each, by name; empty where one plays."""
     messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
     return {
         "messages": messages,

@@ -102,12 +102,8 @@ NOT_STARTED, NOT_RUN, NOT_FOUND, KILLED = 125, 126, 127, 137  # exit codes of th
 
 
 class AgentContainers:
-    """The containers of one rollout service.
-
-    Args:
-        named: variables of the service that agents get. run, instance: of the service; a successor has the same.
-        colocated: whether no agent's time runs while engines sleep.
-    """
+    """The containers of one rollout service. ``named``: variables of the service that agents get. ``run``, ``instance``: of the service; a
+    successor has the same. ``colocated``: whether no agent's time runs while engines sleep."""
 
     def __init__(self, rollout: RolloutSection, named: Sequence[str], run: str, instance: str, colocated: bool = False) -> None:
         self._lease_s = rollout.agent_timeout + (LEASE_COLOCATED_S if colocated else LEASE_BEYOND_S)
@@ -137,13 +133,8 @@ class AgentContainers:
     async def run(
         self, command: Sequence[str], environment: Mapping[str, str], gateway: Mapping[str, str], data: Mapping[str, object]
     ) -> object:
-        """Returns what the last line of a command says, as `run_command` does.
-
-        Args:
-            environment: that of the service's commands. gateway: the variables that tell where the gateway is.
-
-        Raises CommandFailed.
-        """
+        """Returns what the last line of a command says, as `run_command` does. ``environment``: that of the service's commands.
+        ``gateway``: the variables that tell where the gateway is. Raises CommandFailed."""
         name, ended = f"myxo-agent-{uuid.uuid4().hex}", False
         played = f"{data.get('group')}/{data.get('rollout')}"
         line = self.command_line(name, played, command, (*gateway, *self._named))
@@ -162,12 +153,8 @@ class AgentContainers:
                     structlog.get_logger().warning("agent_container_not_removed", container=name, error=str(error))
 
     def command_line(self, name: str, played: str, command: Sequence[str], variables: Sequence[str]) -> list[str]:
-        """Returns the command line that runs an agent in a container.
-
-        Args:
-            name: the container's. played: group and rollout, for whoever looks at it. variables: names; values do not belong in a process
-                list.
-        """
+        """Returns the command line that runs an agent in a container. ``name``: the container's. ``played``: group and rollout, for whoever
+        looks at it. ``variables``: names; values do not belong in a process list."""
         rollout = self._rollout
         memory = str(rollout.agent_memory_bytes)
         options = {
@@ -219,11 +206,8 @@ def agent_workers(rollout: RolloutSection) -> int:
 
 
 class AgentRunner:
-    """Runs a run's agents. Processes for functions start with `start`.
-
-    Args:
-        instance: the service's. asleep: whether its engine sleeps for a trainer: then no agent's time runs.
-    """
+    """Runs a run's agents. Processes for functions start with `start`. ``instance``: the service's. ``asleep``: whether its engine sleeps
+    for a trainer: then no agent's time runs."""
 
     def __init__(self, config: RunConfig, instance: str, asleep: Callable[[], bool]) -> None:
         rollout = config.rollout
@@ -262,13 +246,8 @@ class AgentRunner:
             await self._pool.close()
 
     async def run(self, program: AgentProgram, data: dict[str, Any], base_url: str, api_key: str, *, alone: bool = False) -> object:
-        """Returns an agent's result. One that is cancelled is ended with all that it started, as far as it gives way.
-
-        Args:
-            alone: in a process that has no other agent.
-
-        Raises HookFailed where it gave none, AgentDisturbed.
-        """
+        """Returns an agent's result. One that is cancelled is ended with all that it started, as far as it gives way. ``alone``: in a
+        process that has no other agent. Raises HookFailed where it gave none, AgentDisturbed."""
         try:
             if program.command:
                 async with awake_timeout(self._timeout_s, self._asleep):

@@ -46,10 +46,8 @@ _MODULE = "services.rollout.generate_worker"
 class CustomGenerate(GroupPlayer):
     """Generates groups by functions in worker processes, which start with `start` or the first group.
 
-    Attributes:
-        field: of the config, that says who generates. check: of the samples. goes_on: an aborted rollout continues from its tokens.
-        seconds: that a rollout has. log_probs_reader, choices: as in `SampleLimits`.
-    """
+    ``field``: of the config, that says who generates. ``check``: of the samples. ``goes_on``: an aborted rollout continues from its tokens.
+    ``seconds``: that a rollout has. ``log_probs_reader``, ``choices``: as in `SampleLimits`."""
 
     field = GENERATE
     losing = (HookFailed, DeadlineExceeded, BadMessage)
@@ -91,11 +89,8 @@ class CustomGenerate(GroupPlayer):
         return _Rollout(self, task, index, earlier, slots, progress)
 
     async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
-        """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded.
-
-        Args:
-            alone: in a process of its own.
-        """
+        """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded. ``alone``:
+        in a process of its own."""
         path, token = self.path(task), uuid.uuid4().hex
         assert path is not None and self.replica.proxy.address is not None  # it is open from the engine's start on
         request = {
@@ -211,10 +206,7 @@ class _Rollout(PlayedRollout):
 
     async def _called(self, sample: HookSample, begun: int) -> list[HookSample]:
         """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped.
-
-        Args:
-            begun: the version that is served.
-        """
+        ``begun``: the version that is served."""
         seconds, alone = self.patience_s(), self.failures.alone
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self.requests, seconds, alone))
         stopping = asyncio.create_task(self.requests.stopped.wait())

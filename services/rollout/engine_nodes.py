@@ -40,13 +40,9 @@ class EngineRanks:
 
     An engine that ends is no reason to end its services: the attempt counts as one whose nodes have lost each other, and the next begins.
 
-    Args:
-        node, nodes: this one's index, and how many there are. secret: returns the first node's, by which the engine's processes know each
-            other. command: makes the launch command. log_file: the engine's output.
-
-    Attributes:
-        own: how they are. engine: the processes, while there are any.
-    """
+    ``node``, ``nodes``: this one's index, and how many there are. ``secret``: returns the first node's, by which the engine's processes
+    know each other. ``command``: makes the launch command. ``log_file``: the engine's output. Attributes: ``own``: how they are.
+    ``engine``: the processes, while there are any."""
 
     def __init__(
         self, node: int, nodes: int, secret: Callable[[], str], command: Callable[[EngineMeeting], EngineCommand], log_file: Path
@@ -120,14 +116,8 @@ def rank_socket(engine: Path, rank: int) -> Path:
 
 
 class RankDoor:
-    """A follower's end.
-
-    Args:
-        engine: returns this node's part of the engine, where it runs.
-
-    Attributes:
-        port: where it listens, 0: not yet. secret: what others prove to know.
-    """
+    """A follower's end. ``engine``: returns this node's part of the engine, where it runs. Attributes: ``port``: where it listens, 0: not
+    yet. ``secret``: what others prove to know."""
 
     def __init__(self, engine: Callable[[], EngineProcess | None]) -> None:
         self._engine = engine
@@ -171,11 +161,8 @@ class RankDoor:
 
 
 class RankTunnels:
-    """The first node's end: the sockets of the ranks on other nodes.
-
-    Args:
-        nodes: returns the other nodes by index, as their leases show them. secret: reads the secret of one. share: the ranks of each.
-    """
+    """The first node's end: the sockets of the ranks on other nodes. ``nodes``: returns the other nodes by index, as their leases show
+    them. ``secret``: reads the secret of one. ``share``: the ranks of each."""
 
     def __init__(self, nodes: Callable[[], Mapping[int, SeenNode]], secret: Callable[[int], Awaitable[str]], share: int) -> None:
         self._nodes, self._secret, self._share = nodes, secret, share
@@ -256,11 +243,7 @@ ATTEMPT_POLL_INTERVAL_S = 0.1
 
 
 class EngineLeader:
-    """Leads one engine's nodes.
-
-    Attributes:
-        tunnels: to the ranks on the other nodes.
-    """
+    """Leads one engine's nodes. ``tunnels``: to the ranks on the other nodes."""
 
     def __init__(self, service: Service) -> None:
         rollout, patience = service.config.rollout, service.config.trainer.node_timeout

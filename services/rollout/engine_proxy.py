@@ -89,10 +89,8 @@ class SampleCheck:
     def checked(self, sample: Sample, task: Task, prompt: object, called: str | None, mask: Sequence[int] | None = None) -> Sample:
         """Returns a sample with the texts of the model's own turns. Raises BadMessage for one that contradicts itself or the engine.
 
-        Args:
-            prompt: as the function was given it. called: the function, by its field and path; None for code of Myxo's own.
-            mask: as the function set it, where the sample's own has been cleared since.
-        """
+        ``prompt``: as the function was given it. ``called``: the function, by its field and path; None for code of Myxo's own. ``mask``: as
+        the function set it, where the sample's own has been cleared since."""
         trained = (sample.mask if mask is None or len(mask) != len(sample.mask) else np.asarray(mask)) != 0
         own = sampled(trained, sample.log_probs)
         if called is not None:
@@ -166,11 +164,8 @@ RAW: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "auto_d
 
 
 class EndpointServer:
-    """An HTTP server on a free port, which may be opened more than once. ``make``: makes the server.
-
-    Attributes:
-        address: host and port, once it is open.
-    """
+    """An HTTP server on a free port, which may be opened more than once. ``make``: makes the server. ``address``: host and port, once it is
+    open."""
 
     def __init__(self, make: Callable[[], web.Server]) -> None:
         self._make, self._opening = make, asyncio.Lock()

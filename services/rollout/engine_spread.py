@@ -46,11 +46,8 @@ def doors(statuses: list[ServiceStatus], host: str, least: int) -> list[Door]:
 
 
 class EngineSpread:
-    """The address of one function.
-
-    Attributes:
-        address: host and port, once it is open. least: the version that a replica has to serve. sent: requests, by door.
-    """
+    """The address of one function. ``address``: host and port, once it is open. ``least``: the version that a replica has to serve.
+    ``sent``: requests, by door."""
 
     def __init__(self, service: Service, replica: Replica) -> None:
         self._service, self._replica, self.least = service, replica, 0

@@ -40,10 +40,8 @@ _PLACEHOLDER = "3c6ef372fe94f82b"  # stands for the model's message: no template
 class EpisodeTokens:
     """The ids of one episode.
 
-    Args:
-        as_chat: through the chat template; else texts stand one behind the other. variables: more of the template's.
-        control_tokens: what those are that the environment's texts spell, through the template: text, or control tokens (as_written).
-    """
+    ``as_chat``: through the chat template; else texts stand one behind the other. ``variables``: more of the template's.
+    ``control_tokens``: what those are that the environment's texts spell, through the template: text, or control tokens (as_written)."""
 
     def __init__(
         self, tokenizer: Tokenizer, as_chat: bool, variables: dict[str, Any], control_tokens: Literal["text", "as_written"] = "text"
@@ -53,13 +51,8 @@ class EpisodeTokens:
         self._variables = {key: self._control.guarded(value) if key == "tools" else value for key, value in variables.items()}
 
     def opening(self, prompt: str | list[dict[str, Any]], ids: Sequence[int], messages: Sequence[Reply]) -> list[int]:
-        """Returns the ids that the first turn goes on from: the prompt, and what ``reset`` has added.
-
-        Args:
-            ids: of the prompt alone, which stay where text is put behind text.
-
-        Raises ConfigError.
-        """
+        """Returns the ids that the first turn goes on from: the prompt, and what ``reset`` has added. ``ids``: of the prompt alone, which
+        stay where text is put behind text. Raises ConfigError."""
         if self._as_chat:
             first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             formed = in_call_form(self._tokenizer, [*first, *messages], self._variables, keep_text=True)
@@ -70,11 +63,8 @@ class EpisodeTokens:
     def reply(self, messages: Sequence[Reply], last: int | None) -> tuple[str, list[int]]:
         """Returns what stands behind the model's message up to its next one, as text and ids; none of it is the model's.
 
-        Args:
-            last: the token that ended the message, where it ended by itself: what the template ends a message with is not put there twice.
-
-        Raises ConfigError where the template does not go on from a message as it ended one.
-        """
+        ``last``: the token that ended the message, where it ended by itself: what the template ends a message with is not put there twice.
+        Raises ConfigError where the template does not go on from a message as it ended one."""
         text = self._behind(messages) if self._as_chat else _text(messages)
         if last is not None and text.startswith(end := self._tokenizer.pieces([last])[0]):
             text = text[len(end) :]

@@ -38,15 +38,11 @@ async def generate_group(
 ) -> None:
     """Generates all of the task's samples until they have ended.
 
-    Args:
-        partials: one for each sample, with its output so far; they grow in place.
-        tokenizer: the model's, for stop strings of which an interrupted sample had the beginning.
-        deadline: seconds for waiting for weights, and as many for each sample's time in the engine.
-        in_flight: may stop the group; None for groups that are never stopped. slots: of the group.
-
-    Raises Stopped once every sample has ended or was stopped; DeadlineExceeded, or EngineError when the engine failed `ENGINE_TRIES` times
-    in a row for one of them: the others are cancelled then.
-    """
+    ``partials``: one for each sample, with its output so far; they grow in place. ``tokenizer``: the model's, for stop strings of which an
+    interrupted sample had the beginning. ``deadline``: seconds for waiting for weights, and as many for each sample's time in the engine.
+    ``in_flight``: may stop the group; None for groups that are never stopped. ``slots``: of the group. Raises Stopped once every sample has
+    ended or was stopped; DeadlineExceeded, or EngineError when the engine failed `ENGINE_TRIES` times in a row for one of them: the others
+    are cancelled then."""
     group = _Group(replica, task, partials, tokenizer, deadline, in_flight, slots)
     left = {asyncio.create_task(group.sample(index)) for index in range(len(partials))}
     stopped: Stopped | None = None

@@ -32,11 +32,9 @@ UNROUTED = "routed_experts_problem"  # the attribute of a sample that is not tra
 class Partial:
     """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R); seed: None for none.
 
-    Args:
-        choices: of the model, where the experts of each token are asked for. routed: those known so far, of the first tokens of prompt and
-            response: a token keeps the experts of the pass that drew the token after it, also where later passes compute it again.
-        unrouted: why they are not known.
-    """
+    ``choices``: of the model, where the experts of each token are asked for. ``routed``: those known so far, of the first tokens of prompt
+    and response: a token keeps the experts of the pass that drew the token after it, also where later passes compute it again.
+    ``unrouted``: why they are not known."""
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -84,9 +82,7 @@ def restored(samples: Sequence[Sample], task: Task, choices: ExpertChoices | Non
     Samples that had ended and whose newest token is older than ``task.renew_below`` begin anew; where the earlier attempt does not fit the
     task (another number of samples, more tokens than may be generated), all begin anew.
 
-    Args:
-        choices: of the model, where the experts of each token are asked for.
-    """
+    ``choices``: of the model, where the experts of each token are asked for."""
     longest = task.sampling.max_new_tokens
     if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):
         return [Partial(choices=choices) for _ in range(task.n)]
@@ -172,11 +168,8 @@ class Stopped(MyxoError):
 
 @dataclass(eq=False)
 class Requests:
-    """Requests that the engine holds together.
-
-    Attributes:
-        rids: their ids; a function of the user's sends new ones while it runs. stopped: set when they are to end. stale: why.
-    """
+    """Requests that the engine holds together. ``rids``: their ids; a function of the user's sends new ones while it runs. ``stopped``: set
+    when they are to end. ``stale``: why."""
 
     rids: set[str] = field(default_factory=set)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -201,11 +194,8 @@ class InFlight:
     def asked(self, group: str, partials: Sequence[Partial], requests: "Requests", rid: str, version: int) -> Iterator[None]:
         """Registers, while the body runs, one more of a group's requests in the engine, which serves ``version``.
 
-        Args:
-            partials: all of the group's: with one of its samples, all of them are too old. rid: of the request.
-
-        Raises Stopped where it must not be sent at all.
-        """
+        ``partials``: all of the group's: with one of its samples, all of them are too old. ``rid``: of the request. Raises Stopped where it
+        must not be sent at all."""
         oldest = min([version, *(partial.segments[0][2] for partial in partials if partial.segments)])
         with self.tracked(group, requests, oldest, version):
             requests.rids.add(rid)

@@ -35,11 +35,8 @@ DISRUPTIVE_TRIES = 2
 
 
 class RolloutFailures:
-    """The failed calls of one rollout in a row, of which ``tries`` lose it.
-
-    Attributes:
-        count: how many. alone: its next call gets a process of its own.
-    """
+    """The failed calls of one rollout in a row, of which ``tries`` lose it. ``count``: how many. ``alone``: its next call gets a process of
+    its own."""
 
     def __init__(self, tries: int = TRIES) -> None:
         self.count, self._disruptive, self._tries = 0, 0, tries
@@ -49,11 +46,8 @@ class RolloutFailures:
         return self._disruptive > 0
 
     def note(self, error: HookFailed, counts: bool) -> None:
-        """Notes a failed call. Raises HookFailed where there should be no other.
-
-        Args:
-            counts: False where it may not have been the function's fault, since the engine had died under it.
-        """
+        """Notes a failed call. Raises HookFailed where there should be no other. ``counts``: False where it may not have been the
+        function's fault, since the engine had died under it."""
         self.count += counts
         self._disruptive += error.disruptive
         if self.count >= self._tries or self._disruptive >= DISRUPTIVE_TRIES:
@@ -62,11 +56,8 @@ class RolloutFailures:
 
 
 class GroupProgress:
-    """The rollouts of one group: how many are left, and which have ended.
-
-    Args:
-        wanted: with how many it is complete. surplus: how many are begun beyond them. fewest: how many have to be left.
-    """
+    """The rollouts of one group: how many are left, and which have ended. ``wanted``: with how many it is complete. ``surplus``: how many
+    are begun beyond them. ``fewest``: how many have to be left."""
 
     def __init__(self, wanted: int, fewest: int, surplus: int = 0) -> None:
         self._left, self._wanted, self._fewest = wanted + surplus, wanted, fewest
@@ -126,12 +117,8 @@ class PlayedGroup(NamedTuple):
 class PlayedRollout:
     """One rollout of a task, played until it has ended, is stopped or is lost. Subclasses say how, in `attempt`.
 
-    Args:
-        samples: what an earlier attempt has finished; None: nothing. tries: failures in a row that lose it.
-
-    Attributes:
-        samples: once it has ended. stopped: why it was stopped, once it was. requests: those of it that the engine holds.
-    """
+    ``samples``: what an earlier attempt has finished; None: nothing. ``tries``: failures in a row that lose it. Attributes: ``samples``:
+    once it has ended. ``stopped``: why it was stopped, once it was. ``requests``: those of it that the engine holds."""
 
     least_pause = 0.0  # before it is tried again
     places: AbstractAsyncContextManager[None] = nullcontext()  # held besides its slot
@@ -152,11 +139,8 @@ class PlayedRollout:
         self.stopped: Stopped | None = None
 
     async def attempt(self, client: EngineClient, version: int, life: int) -> None:
-        """Tries once to play it, which sets ``samples``. Raises HookFailed; Stopped; what loses it at once.
-
-        Args:
-            version, life: that the replica serves, and its incarnation.
-        """
+        """Tries once to play it, which sets ``samples``. Raises HookFailed; Stopped; what loses it at once. ``version``, ``life``: that the
+        replica serves, and its incarnation."""
         raise NotImplementedError
 
     def patience_s(self) -> float:
@@ -201,11 +185,8 @@ class PlayedRollout:
 
 
 class GroupPlayer:
-    """Plays the groups of a function, an environment or an agent: one `PlayedRollout` for each rollout.
-
-    Attributes:
-        lost: rollouts that were given up. losing: errors by which one is lost; others end the group.
-    """
+    """Plays the groups of a function, an environment or an agent: one `PlayedRollout` for each rollout. ``lost``: rollouts that were given
+    up. ``losing``: errors by which one is lost; others end the group."""
 
     losing: tuple[type[MyxoError], ...] = (HookFailed,)
 
@@ -230,15 +211,10 @@ class GroupPlayer:
     async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
         """Returns all samples of the rollouts that ended first, as many as the group needs; of a stopped group those that there are.
 
-        Args:
-            earlier: what an earlier attempt left. in_flight: may stop the group; None for groups that are never stopped.
-            slots: of the group; a rollout holds one while it is played.
-
-        Rollouts that are lost are left out, as far as `rollout.min_rollouts` allows; of held-out groups none is.
-
-        Raises, where too few are left, what they were lost by; DeadlineExceeded where no weights or no gateway is there; BadMessage where
-        no token is trained.
-        """
+        ``earlier``: what an earlier attempt left. ``in_flight``: may stop the group; None for groups that are never stopped. ``slots``: of
+        the group; a rollout holds one while it is played. Rollouts that are lost are left out, as far as `rollout.min_rollouts` allows; of
+        held-out groups none is. Raises, where too few are left, what they were lost by; DeadlineExceeded where no weights or no gateway is
+        there; BadMessage where no token is trained."""
         progress = GroupProgress.of(task, self._config.rollout)
         rollouts = [self.rollout(task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun]
         await _until_complete([self._play(rollout, in_flight) for rollout in rollouts], progress)

@@ -107,12 +107,8 @@ class FunctionFailed(Exception):
 class Producer:
     """The rollout function of one replica.
 
-    Args:
-        spread: the address that the function sends its generations to. count: is told the response tokens of each group that was handed in.
-
-    Attributes:
-        allowed: awaited before each act for the function; raises where another replica may run it.
-    """
+    ``spread``: the address that the function sends its generations to. ``count``: is told the response tokens of each group that was handed
+    in. Attributes: ``allowed``: awaited before each act for the function; raises where another replica may run it."""
 
     def __init__(
         self,

@@ -129,11 +129,8 @@ class DrawnGroup:
 
 
 class DrawnGroups(DataSource):
-    """slime's data source over the buffer's tasks. Every method may be called from any thread.
-
-    Attributes:
-        in_call: the function is at work on a rollout, and does not just go on with groups in the background.
-    """
+    """slime's data source over the buffer's tasks. Every method may be called from any thread. ``in_call``: the function is at work on a
+    rollout, and does not just go on with groups in the background."""
 
     def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
         self._calls, self._config, self._prompts = calls, config, prompts

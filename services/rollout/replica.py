@@ -49,12 +49,9 @@ RESTART_SECONDS = 2.0  # the pause before a dead engine is started again
 class Replica:
     """An engine and the version that it serves.
 
-    Attributes:
-        client: usable while ``engine_up`` is set. served: the one owner of the replica's version.
-        update_lock: held by whoever changes the engine's weights or memory.
-        before_start, after_start: awaited around each start of an engine.
-        proxy: where routers, gateways and generate functions of the user's reach the engine; open if there are any.
-    """
+    ``client``: usable while ``engine_up`` is set. ``served``: the one owner of the replica's version. ``update_lock``: held by whoever
+    changes the engine's weights or memory. ``before_start``, ``after_start``: awaited around each start of an engine. ``proxy``: where
+    routers, gateways and generate functions of the user's reach the engine; open if there are any."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._rollout = service, service.config.rollout

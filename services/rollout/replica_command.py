@@ -49,11 +49,8 @@ class SampleSeeds:
 
 
 def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) -> bool:
-    """Returns whether an engine keeps prefixes, where ``[rollout.sglang] disable-radix-cache`` says nothing.
-
-    Args:
-        device: the engine's. answers_are_read: by this service; not those of a router's clients and of the user's own functions.
-    """
+    """Returns whether an engine keeps prefixes, where ``[rollout.sglang] disable-radix-cache`` says nothing. ``device``: the engine's.
+    ``answers_are_read``: by this service; not those of a router's clients and of the user's own functions."""
     separable = config.rollout.in_flight_on_push != "retract" and answers_are_read
     reproducible = SampleSeeds.of(config).first is not None  # a prefix that is there or not may change a last bit
     # to look a prefix up costs more than to compute it, for a single turn of a model that a CPU can serve
@@ -115,11 +112,8 @@ def engine_log(service: Service) -> Path:
 
 
 def replica_command(service: Service, name: str, meeting: EngineMeeting | None = None) -> EngineCommand:
-    """Returns the launch command of a replica's engine, or of one node's part of it. Raises ConfigError.
-
-    Args:
-        name: the replica's. meeting: where the nodes' ranks meet; None: all ranks are on this machine.
-    """
+    """Returns the launch command of a replica's engine, or of one node's part of it. Raises ConfigError. ``name``: the replica's.
+    ``meeting``: where the nodes' ranks meet; None: all ranks are on this machine."""
     config, rollout = service.config, service.config.rollout
     device = devices.resolve(rollout.rollout_device)
     tensor_parallel = device == "cuda" or meeting is not None  # an engine on one CPU has one rank, whatever its share of GPUs

@@ -63,13 +63,8 @@ class SlotWaiter:
 class SlotQueue:
     """The slots of one replica.
 
-    Args:
-        trains: whether groups are trained; else evaluations have all slots.
-
-    Attributes:
-        limit: slots; may be lowered below those that are held, and none is granted then until enough have been left.
-        held: slots that are held now, by task class.
-    """
+    ``trains``: whether groups are trained; else evaluations have all slots. Attributes: ``limit``: slots; may be lowered below those that
+    are held, and none is granted then until enough have been left. ``held``: slots that are held now, by task class."""
 
     def __init__(self, limit: int, trains: bool = True) -> None:
         self.limit, self._trains = limit, trains
@@ -182,10 +177,9 @@ class EngineLoad:
 class SlotLimit:
     """The slots of one replica, one reading of the engine's load after another.
 
-    Args:
-        fixed: slots that do not follow the load (`rollout.rollout_concurrency`); None: they do. least: the fewest slots: a group's samples.
-        batch: its share of a batch's samples: with as many slots it begins, since a step may wait for all of them. most: slots.
-    """
+    ``fixed``: slots that do not follow the load (`rollout.rollout_concurrency`); None: they do. ``least``: the fewest slots: a group's
+    samples. ``batch``: its share of a batch's samples: with as many slots it begins, since a step may wait for all of them. ``most``:
+    slots."""
 
     def __init__(self, fixed: int | None, least: int, batch: int = 0, most: int = MOST) -> None:
         self._fixed, self._least, self._most = fixed, least, min(MOST, most)
@@ -196,11 +190,8 @@ class SlotLimit:
         self._before: tuple[int, float] | None = None  # fewer slots, and the engine's speed with them
 
     def note(self, load: EngineLoad, held: int, tokens: int, now: float) -> int:
-        """Returns the slots after a reading, about one a second.
-
-        Args:
-            held: slots that are held. tokens: that the engine has drawn by ``now``, monotonic seconds.
-        """
+        """Returns the slots after a reading, about one a second. ``held``: slots that are held. ``tokens``: that the engine has drawn by
+        ``now``, monotonic seconds."""
         if self._fixed is not None:
             return self.slots
         retracted = max(0, load.retracted - (load.retracted if self._retracted is None else self._retracted))
@@ -272,11 +263,8 @@ class GroupSlots:
 
 
 class RequestSlots:
-    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows.
-
-    Args:
-        captured: requests at once that the engine is made for, the bound of slots that the run does not name; None: there is none.
-    """
+    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows. ``captured``: requests at
+    once that the engine is made for, the bound of slots that the run does not name; None: there is none."""
 
     def __init__(self, config: RunConfig, captured: int | None = None) -> None:
         rollout = config.rollout

@@ -75,11 +75,8 @@ class TokenRate:
 
 
 class DrawnTokens:
-    """Counts the tokens that the replica's engines have drawn, one engine after another.
-
-    Attributes:
-        total: tokens in all, of finished, aborted and unfinished samples alike, without prompts.
-    """
+    """Counts the tokens that the replica's engines have drawn, one engine after another. ``total``: tokens in all, of finished, aborted and
+    unfinished samples alike, without prompts."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -89,10 +86,8 @@ class DrawnTokens:
     async def read(self, client: EngineClient | None, delivered: int) -> int:
         """Returns ``total``, brought up to date.
 
-        Args:
-            client: of the present engine, None while there is none. delivered: tokens of the groups that have ended; they are counted where
-                an engine does not count by itself (`[rollout.sglang] enable_metrics = false`, or an old SGLang).
-        """
+        ``client``: of the present engine, None while there is none. ``delivered``: tokens of the groups that have ended; they are counted
+        where an engine does not count by itself (`[rollout.sglang] enable_metrics = false`, or an old SGLang)."""
         ended, self._delivered = delivered - self._delivered, delivered
         if client is None:
             return self.total
@@ -199,11 +194,7 @@ FIRST_SECONDS = 0.1  # the same until it is known that the replica, which serves
 
 
 class Rollout:
-    """The rollout service of one replica.
-
-    Attributes:
-        tokens: generated tokens of the groups that have ended. running: the groups in hand.
-    """
+    """The rollout service of one replica. ``tokens``: generated tokens of the groups that have ended. ``running``: the groups in hand."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._config = service, service.config

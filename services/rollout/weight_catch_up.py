@@ -57,10 +57,8 @@ Value = TypeVar("Value", bound=Message)
 class Situation:
     """A replica's knowledge when it looks for weights. Versions are -1 where there is none.
 
-    Args:
-        held: the version that it serves. live: the run's. snapshot: the newest on disk. peers: replicas that could send ``live``.
-        pushes: whether the trainer pushes at all.
-    """
+    ``held``: the version that it serves. ``live``: the run's. ``snapshot``: the newest on disk. ``peers``: replicas that could send
+    ``live``. ``pushes``: whether the trainer pushes at all."""
 
     held: int
     live: int
@@ -87,11 +85,8 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
 
 
 class WeightCatchUp:
-    """Loads the weights that a replica lacks, and sends its own to replicas that lack them.
-
-    Args:
-        busy: returns whether a push has been agreed upon or is going on.
-    """
+    """Loads the weights that a replica lacks, and sends its own to replicas that lack them. ``busy``: returns whether a push has been
+    agreed upon or is going on."""
 
     def __init__(self, service: Service, replica: Replica, busy: Callable[[], bool]) -> None:
         self._service, self._replica, self._busy = service, replica, busy

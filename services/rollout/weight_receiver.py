@@ -290,11 +290,8 @@ class WeightsReceiver:
         self._paused_at = time.monotonic()
 
     async def _received(self, client: EngineClient, request: WeightsReceive, marks: dict[str, float], *, again: bool) -> WeightsReceived:
-        """Receives, and pauses the engine while the transfer begins; that has to be done within `own_seconds`.
-
-        Args:
-            marks: takes when the engine was paused. again: the engine is paused already.
-        """
+        """Receives, and pauses the engine while the transfer begins; that has to be done within `own_seconds`. ``marks``: takes when the
+        engine was paused. ``again``: the engine is paused already."""
         push, seconds, own = request.push, request.deadline, own_seconds(request.deadline)
         self._pushed, self._receiving = push, True  # a check has a number of its own
 

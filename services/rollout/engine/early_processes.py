@@ -175,10 +175,8 @@ class EarlyPopen(popen_spawn_posix.Popen):
 class EarlyProcesses:
     """Begins a process for each of ``modules``, in the order in which their targets will be started, and has multiprocessing use them.
 
-    Args:
-        variables: which will have been set in the environment when the targets are started, unless they are set now.
-        late: the names of further variables that may be set until then: they are not read while modules are imported.
-    """
+    ``variables``: which will have been set in the environment when the targets are started, unless they are set now. ``late``: the names of
+    further variables that may be set until then: they are not read while modules are imported."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], late: Collection[str]) -> None:
         self._expected, self._late, self._imported = variables, late, dict(os.environ)
@@ -320,10 +318,7 @@ OTHERWISE = frozenset(
 
 def early_modules(arguments: Sequence[str]) -> list[str]:
     """Returns the modules of the processes that SGLang will start on this node, in their order; none where that is not known.
-
-    Args:
-        arguments: the flags of ``sglang.launch_server``.
-    """
+    ``arguments``: the flags of ``sglang.launch_server``."""
     flags = engine_flags(arguments)
     try:
         tensor, pipeline, data, nodes = (flag_number(flags, names) for names in (TENSOR, PIPELINE, DATA, NODES))

@@ -42,11 +42,7 @@ POLL_INTERVAL_S = 0.05
 
 
 class EngineMemory:
-    """The memory of one engine, as its client knows it.
-
-    Args:
-        running: how many groups its client waits for.
-    """
+    """The memory of one engine, as its client knows it. ``running``: how many groups its client waits for."""
 
     def __init__(self, transport: EngineTransport, running: Callable[[], int]) -> None:
         self._transport, self._running = transport, running
@@ -58,9 +54,7 @@ class EngineMemory:
 
         Does nothing to an engine that is asleep and has released that much. The caller keeps new groups away meanwhile.
 
-        Raises:
-            DeadlineExceeded, EngineError, EngineUnreachable: the engine is in an unknown state and must be killed.
-        """
+        Raises DeadlineExceeded, EngineError, EngineUnreachable: the engine is in an unknown state and must be killed."""
         self.asleep = True
         try:
             async with asyncio.timeout(deadline):
@@ -152,11 +146,7 @@ class EngineClient:
 
     @classmethod
     async def connect(cls, receiver: Path, *, deadline: float = CONTROL_SECONDS) -> Self:
-        """Connects to a ready engine and reads what it can do.
-
-        Args:
-            receiver: `EngineProcess.receiver`.
-        """
+        """Connects to a ready engine and reads what it can do. ``receiver``: `EngineProcess.receiver`."""
         transport = EngineTransport(receiver)
         try:
             capabilities = await read_capabilities(transport, deadline)
@@ -316,11 +306,8 @@ class EngineClient:
     async def join_channels(
         self, channels: Sequence[WeightChannelAddress], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
     ) -> None:
-        """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them.
-
-        Args:
-            rank: the rank of the engine's first process in all channels. timeout: seconds for joining.
-        """
+        """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them. ``rank``: the
+        rank of the engine's first process in all channels. ``timeout``: seconds for joining."""
         fields = [channel.model_dump(mode="json") for channel in channels]
         await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
 
@@ -350,15 +337,11 @@ class EngineClient:
     ) -> WeightsReceived:
         """Receives all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
-        Args:
-            push: the index of its manifests in the channels' stores. check: compare with the engine's weights and load nothing.
-            begin: seconds for the engine's schedulers to begin; None: as long as for all of it. manifests: channel → the id of its
-                manifest, as far as it is known. pause: pauses the engine, while the transfer begins; nothing is loaded before.
-
-        Raises:
-            ReceiverError, NotBegun, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then,
-                until a whole push has succeeded.
-        """
+        ``push``: the index of its manifests in the channels' stores. ``check``: compare with the engine's weights and load nothing.
+        ``begin``: seconds for the engine's schedulers to begin; None: as long as for all of it. ``manifests``: channel → the id of its
+        manifest, as far as it is known. ``pause``: pauses the engine, while the transfer begins; nothing is loaded before. Raises
+        ReceiverError, NotBegun, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then,
+        until a whole push has succeeded."""
         command = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
         command["manifests"] = dict(manifests or {})
         wake = functools.partial(self._call_loader, deadline + LOADER_MARGIN)
@@ -452,11 +435,8 @@ def patience(device: str, generate_timeout: float) -> float:
 async def until_hung(client: EngineClient, can_be_asked: Callable[[], object], seconds: float) -> str:
     """Probes an engine, and returns why once it counts as hung.
 
-    Args:
-        seconds: for which it may answer no probe.
-        can_be_asked: returns what the engine serves, and nothing (or something false) while it generates for nobody; a probe counts only
-            if that was the same before and after it.
-    """
+    ``seconds``: for which it may answer no probe. ``can_be_asked``: returns what the engine serves, and nothing (or something false) while
+    it generates for nobody; a probe counts only if that was the same before and after it."""
     health = EngineHealth(seconds)
     while True:
         await asyncio.sleep(PROBE_INTERVAL_S)

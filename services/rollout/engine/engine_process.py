@@ -84,11 +84,7 @@ CUDA_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The launch command of one engine.
-
-    Args:
-        argv: the command. env: variables to set beside the inherited environment.
-    """
+    """The launch command of one engine. ``argv``: the command. ``env``: variables to set beside the inherited environment."""
 
     argv: list[str]
     env: dict[str, str]
@@ -98,10 +94,8 @@ class EngineCommand:
 class EngineMeeting:
     """Where the ranks of an engine over several nodes meet, and which of its nodes this is.
 
-    Args:
-        rank: of this node. address, port: of the store that the engine's first rank opens there. secret: by which the engine's processes
-            know each other (`services.rollout.engine.private_endpoints`).
-    """
+    ``rank``: of this node. ``address``, ``port``: of the store that the engine's first rank opens there. ``secret``: by which the engine's
+    processes know each other (`services.rollout.engine.private_endpoints`)."""
 
     rank: int
     nodes: int
@@ -126,15 +120,11 @@ def engine_command(
 ) -> EngineCommand:
     """Returns the launch command of an engine. It labels its tokens with weight version 0 until it is told another.
 
-    Args:
-        model_path: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub.
-        port: free on 127.0.0.1, though nothing listens on it (`services.rollout.engine.private_endpoints`): SGLang derives others from it.
-        device: ``cpu`` or ``cuda``. random_seed: of the engine's sampling.
-        flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
-        meeting: of an engine over several nodes; None: all of its ranks are on this machine.
-
-    Raises ConfigError: on a CPU, no checkpoint at ``model_path``, or no engine site.
-    """
+    ``model_path``: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub. ``port``: free on 127.0.0.1, though nothing
+    listens on it (`services.rollout.engine.private_endpoints`): SGLang derives others from it. ``device``: ``cpu`` or ``cuda``.
+    ``random_seed``: of the engine's sampling. ``flags``: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or
+    ``_``. ``meeting``: of an engine over several nodes; None: all of its ranks are on this machine. Raises ConfigError: on a CPU, no
+    checkpoint at ``model_path``, or no engine site."""
     chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
         chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
@@ -239,15 +229,9 @@ class EngineProcess(ChildProcess):
 
     SGLang checks for SIGTERM every 5 s and finishes running requests first: abort them before `stop`.
 
-    Args:
-        command: from ``engine_command``.
-        log_file: the engine's output is appended to it; its directory is made.
-
-    Raises ConfigError where the directory for temporary files has too long a name.
-
-    Attributes:
-        receiver: the private directory in which its server and its ranks listen; it is removed with the engine.
-    """
+    ``command``: from ``engine_command``. ``log_file``: the engine's output is appended to it; its directory is made. Raises ConfigError
+    where the directory for temporary files has too long a name. Attributes: ``receiver``: the private directory in which its server and its
+    ranks listen; it is removed with the engine."""
 
     def __init__(self, command: EngineCommand, log_file: Path) -> None:
         self.receiver = Path(tempfile.mkdtemp(prefix=PREFIX))

@@ -37,14 +37,11 @@ RID_END = "$"
 class GenerationRequest:
     """A request for one sample of a group.
 
-    Args:
-        tokens: int [P], the prompt, then the tokens of earlier attempts; generation continues after them.
-        max_new_tokens: at most this many are generated now; it replaces the one of the sampling settings.
-        rid: the request's id, unique in the engine; ``EngineClient.abort`` takes it.
-        ignore_eos: continue past the model's end token, to ``max_new_tokens``.
-        seed: draw each token by it and the token's position, in an engine with deterministic inference; None: at random.
-        routed_from: tells the experts of its tokens from this one on, those of the input too; None: does not tell them.
-    """
+    ``tokens``: int [P], the prompt, then the tokens of earlier attempts; generation continues after them. ``max_new_tokens``: at most this
+    many are generated now; it replaces the one of the sampling settings. ``rid``: the request's id, unique in the engine;
+    ``EngineClient.abort`` takes it. ``ignore_eos``: continue past the model's end token, to ``max_new_tokens``. ``seed``: draw each token
+    by it and the token's position, in an engine with deterministic inference; None: at random. ``routed_from``: tells the experts of its
+    tokens from this one on, those of the input too; None: does not tell them."""
 
     tokens: Tokens
     max_new_tokens: int
@@ -78,13 +75,10 @@ class Span(NamedTuple):
 class Generation:
     """The output of one request, without the prompt and without tokens of earlier attempts.
 
-    Args:
-        tokens: int32 [T]; T may be 0 after an abort. log_probs: float32 [T], of exactly those tokens.
-        finish: ``stop`` (end token or stop string), ``length``, ``abort`` (partial: can be continued).
-        spans: cover [0, T) without gap or overlap, versions growing; none if T is 0.
-        cached_tokens: input tokens whose keys and values were cached. retractions: times the engine put it back in the queue.
-        routed: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran.
-    """
+    ``tokens``: int32 [T]; T may be 0 after an abort. ``log_probs``: float32 [T], of exactly those tokens. ``finish``: ``stop`` (end token
+    or stop string), ``length``, ``abort`` (partial: can be continued). ``spans``: cover [0, T) without gap or overlap, versions growing;
+    none if T is 0. ``cached_tokens``: input tokens whose keys and values were cached. ``retractions``: times the engine put it back in the
+    queue. ``routed``: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
@@ -98,16 +92,12 @@ class Generation:
 def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine: Capabilities, cache_key: str) -> dict[str, Any]:
     """Returns the body of one ``/generate`` call for a group.
 
-    Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` limit which tokens are
-    drawn, without renormalising the log-probs.
+    Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` limit which tokens are drawn,
+    without renormalising the log-probs.
 
-    Args:
-        engine: the limits of its input. cache_key: prefixes are shared among requests of the same key only.
-
-    Raises:
-        InvalidRequest: an id out of the vocabulary (it would kill the engine), a sequence over the limit (the engine
-            would refuse it, or cut it short in silence), no tokens, ids of requests that clash.
-    """
+    ``engine``: the limits of its input. ``cache_key``: prefixes are shared among requests of the same key only. Raises InvalidRequest: an
+    id out of the vocabulary (it would kill the engine), a sequence over the limit (the engine would refuse it, or cut it short in silence),
+    no tokens, ids of requests that clash."""
     if not requests:
         raise InvalidRequest("a group without requests")
     if outside := [token for token in sampling.stop_token_ids if not 0 <= token < engine.vocab_size]:
@@ -156,13 +146,8 @@ def wire_rid(rid: str) -> str:
 def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_before: int, late: Set[int], where: str) -> list[Generation]:
     """Returns the generations of a ``/generate`` answer, in the order of ``requests``.
 
-    Args:
-        version_before: the version the engine served when the request was sent.
-        late: versions whose first token was still drawn by the one before. where: for errors.
-
-    Raises:
-        EngineError: the answer does not fit the request.
-    """
+    ``version_before``: the version the engine served when the request was sent. ``late``: versions whose first token was still drawn by the
+    one before. ``where``: for errors. Raises EngineError: the answer does not fit the request."""
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise EngineError(where, f"answered {str(answer)[:200]!r} to a group of {len(requests)}")
     try:

@@ -55,12 +55,9 @@ _FUSED_ROTARY, _FUSED_NORMS = (64, 128, 256, 512), (64, 128, 256, 512, 1024)
 class JitKernel:
     """One kernel that is compiled when a Python function asks for it.
 
-    Args:
-        name: for the log. cache: the variable that names the directory where it is kept.
-        ways: ``module:function`` and its arguments in one release and another of its library; the first whose function exists is taken.
-            An argument that begins with ``torch.`` is a data type.
-        unless_false: ``module:attribute`` that is false where the library does without this kernel.
-    """
+    ``name``: for the log. ``cache``: the variable that names the directory where it is kept. ``ways``: ``module:function`` and its
+    arguments in one release and another of its library; the first whose function exists is taken. An argument that begins with ``torch.``
+    is a data type. ``unless_false``: ``module:attribute`` that is false where the library does without this kernel."""
 
     name: str
     cache: str
@@ -71,11 +68,8 @@ class JitKernel:
 def jit_kernels(config: Mapping[str, Any], arguments: Sequence[str]) -> list[JitKernel]:
     """Returns the kernels for a model, those that take longest first.
 
-    Args:
-        config: the checkpoint's config.json; empty where it is not known: what depends on it is left out.
-        arguments: the engine's, as on its command line. Raises KeyError, ValueError or TypeError where sizes are
-            missing or no numbers.
-    """
+    ``config``: the checkpoint's config.json; empty where it is not known: what depends on it is left out. ``arguments``: the engine's, as
+    on its command line. Raises KeyError, ValueError or TypeError where sizes are missing or no numbers."""
     flags = engine_flags(arguments)
     found = []
     model = config.get("text_config") or config
@@ -167,9 +161,7 @@ def begin_kernel_builds(arguments: Sequence[str]) -> ChildProcess | None:
 
     To be called in the main thread of the engine's launcher: they end with it.
 
-    Args:
-        arguments: the engine's, as on its command line.
-    """
+    ``arguments``: the engine's, as on its command line."""
     try:
         if compiler(os.environ) is None or not missing_kernels(arguments, os.environ):
             return None

@@ -61,11 +61,8 @@ def report_of(answers: Sequence[Fields], where: str) -> WeightsReceived:
 
 
 class ReceiverClient:
-    """The sockets of one engine.
-
-    Args:
-        directory: each rank listens there, as ``rank-<r>.sock``. ranks: the engine's tensor-parallel size.
-    """
+    """The sockets of one engine. ``directory``: each rank listens there, as ``rank-<r>.sock``. ``ranks``: the engine's tensor-parallel
+    size."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks
@@ -97,11 +94,8 @@ class ReceiverClient:
         await self.ask({"verb": "state"}, deadline)
 
     async def ask(self, command: Fields, deadline: float) -> list[Fields]:
-        """Returns the answers, by rank, to a command that is run at once, even while the engine is busy.
-
-        Raises:
-            ReceiverError: a rank refused, or has died. DeadlineExceeded: one did not answer.
-        """
+        """Returns the answers, by rank, to a command that is run at once, even while the engine is busy. Raises ReceiverError: a rank
+        refused, or has died. DeadlineExceeded: one did not answer."""
         async with self._asked(command, deadline) as (_, answers):
             return answers
 
@@ -117,16 +111,11 @@ class ReceiverClient:
 
         ``wake`` may still be on its way then: see `settled`.
 
-        Args:
-            deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler run its next command, once the
-                command is queued at all of them. begin: seconds for the schedulers to begin it; None: as long as for all of it.
-            ready: what has to be done before ``wake``; it begins as soon as the command has been sent, and is awaited in any case.
-                `settled` in it waits for the command before this one.
-
-        Raises:
-            ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the command, and none has begun it.
-            NotBegun: a rank has not begun it.
-        """
+        ``deadline``: seconds for all of it, which the ranks are told. ``wake``: has every rank's scheduler run its next command, once the
+        command is queued at all of them. ``begin``: seconds for the schedulers to begin it; None: as long as for all of it. ``ready``: what
+        has to be done before ``wake``; it begins as soon as the command has been sent, and is awaited in any case. `settled` in it waits
+        for the command before this one. Raises ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the
+        command, and none has begun it. NotBegun: a rank has not begun it."""
         begin = deadline if begin is None else min(begin, deadline)
         before, getting_ready = self._waking, asyncio.ensure_future(_after_others(ready))
 
@@ -192,11 +181,8 @@ class ReceiverClient:
     async def _asked(
         self, command: Fields, deadline: float, *, ahead: bool = False
     ) -> AsyncIterator[tuple[list["_Connection"], list[Fields]]]:
-        """Sends a command to every rank. Yields the connections, open in the body, and the first answer of each, by rank.
-
-        Args:
-            ahead: take those that were opened ahead.
-        """
+        """Sends a command to every rank. Yields the connections, open in the body, and the first answer of each, by rank. ``ahead``: take
+        those that were opened ahead."""
         connections = self._connections() if ahead else [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
         asking = [asyncio.create_task(connection.ask(command)) for connection in connections]
         try:

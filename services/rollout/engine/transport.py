@@ -25,11 +25,8 @@ from shared.runtime.untrusted_files import parse_json
 class EngineError(MyxoError):
     """The engine refused a call, or its answer is unusable.
 
-    Args:
-        where: the engine's address and the endpoint, for example ``http://127.0.0.1:30000/generate``.
-        reason: the engine's own message, or what was wrong with its answer.
-        status: the HTTP status, None where there was no answer.
-    """
+    ``where``: the engine's address and the endpoint, for example ``http://127.0.0.1:30000/generate``. ``reason``: the engine's own message,
+    or what was wrong with its answer. ``status``: the HTTP status, None where there was no answer."""
 
     fault = INFRASTRUCTURE
 
@@ -52,11 +49,8 @@ IDLE_SECONDS = 3.0
 
 
 class EngineTransport:
-    """One HTTP session to one engine. Must be made, used and closed in one event loop.
-
-    Args:
-        directory: `EngineProcess.receiver`, in which the engine's server listens.
-    """
+    """One HTTP session to one engine. Must be made, used and closed in one event loop. ``directory``: `EngineProcess.receiver`, in which
+    the engine's server listens."""
 
     def __init__(self, directory: Path) -> None:
         self.url = f"unix:{directory / SOCKET}"
@@ -75,15 +69,9 @@ class EngineTransport:
     async def post(self, path: str, body: Any, deadline: float, next_action: str) -> Any:
         """Sends a POST and returns the parsed JSON, None for an empty answer, or the text of an answer that is not JSON.
 
-        Args:
-            body: anything that orjson takes, also numpy arrays; None for none.
-            deadline: seconds for everything, connecting and reading included.
-            next_action: what happens should the deadline pass, for its error.
-
-        Raises:
-            DeadlineExceeded: no complete answer came in time.
-            EngineError: the status is other than 2xx; with the engine's message.
-            EngineUnreachable: there is no connection, or it broke.
+        ``body``: anything that orjson takes, also numpy arrays; None for none. ``deadline``: seconds for everything, connecting and reading
+        included. ``next_action``: what happens should the deadline pass, for its error. Raises DeadlineExceeded: no complete answer came in
+        time. EngineError: the status is other than 2xx; with the engine's message. EngineUnreachable: there is no connection, or it broke.
         """
         return await self._call("POST", path, body, deadline, next_action)
 
@@ -177,13 +165,10 @@ USAGE, RETRACTED = "sglang:token_usage", "sglang:num_retracted_requests_total"
 class Capabilities:
     """The capabilities that an engine has reported.
 
-    Args:
-        release: SGLang's version, ``0.5.20``.
-        vocab_size: token ids are from 0 to this, exclusive. max_sequence: tokens of one request, input and output together.
-        weight_sessions: a push must lie between begin and end.
-        overlaps: a step is computed while the results of the one before are processed. A pause in place leaves that step unfinished.
-        ranks: processes that each hold a part of the model (tensor parallelism).
-    """
+    ``release``: SGLang's version, ``0.5.20``. ``vocab_size``: token ids are from 0 to this, exclusive. ``max_sequence``: tokens of one
+    request, input and output together. ``weight_sessions``: a push must lie between begin and end. ``overlaps``: a step is computed while
+    the results of the one before are processed. A pause in place leaves that step unfinished. ``ranks``: processes that each hold a part of
+    the model (tensor parallelism)."""
 
     release: str
     vocab_size: int
@@ -228,14 +213,8 @@ def _sum_of(page: str, name: str, label: str) -> float:
 
 
 async def read_capabilities(transport: EngineTransport, deadline: float) -> Capabilities:
-    """Returns the engine's capabilities.
-
-    Args:
-        deadline: seconds, for each of the four requests.
-
-    Raises:
-        EngineError: an answer lacks a needed field, or there is no readable ``config.json``. DeadlineExceeded, EngineUnreachable.
-    """
+    """Returns the engine's capabilities. ``deadline``: seconds, for each of the four requests. Raises EngineError: an answer lacks a needed
+    field, or there is no readable ``config.json``. DeadlineExceeded, EngineUnreachable."""
     info = await transport.get("/server_info", deadline)
     model = await transport.get("/model_info", deadline)
     served = await transport.get("/v1/models", deadline)

@@ -157,11 +157,8 @@ class _Command:
 
 
 class CommandSession:
-    """One rank's socket and queue.
-
-    Args:
-        directory: private to this engine and its service; the socket is ``rank-<r>.sock`` in it. gate: of the scheduler that calls `work`.
-    """
+    """One rank's socket and queue. ``directory``: private to this engine and its service; the socket is ``rank-<r>.sock`` in it. ``gate``:
+    of the scheduler that calls `work`."""
 
     def __init__(self, directory: Path, receiver: Receiver, gate: SchedulerGate | None = None) -> None:
         self._gate = gate or SchedulerGate()

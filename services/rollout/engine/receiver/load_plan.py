@@ -35,12 +35,8 @@ VIEWED_BUFFERS = 8
 
 @dataclass(frozen=True)
 class TensorCopy:
-    """One copy into a parameter.
-
-    Args:
-        target: a view of the parameter. offset: bytes from the flat buffer's beginning. dtype, stride: of the source, whose shape is the
-            target's.
-    """
+    """One copy into a parameter. ``target``: a view of the parameter. ``offset``: bytes from the flat buffer's beginning. ``dtype``,
+    ``stride``: of the source, whose shape is the target's."""
 
     target: Tensor
     offset: int

@@ -41,14 +41,9 @@ _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 def merged(manifest: Manifest, tensors: Mapping[str, Tensor], model_path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapted matrices under their Hugging Face names, one at a time, for ``model.load_weights``: W + scale * B A, float32.
 
-    Args:
-        manifest: of kind ``adapter``, with the scale. tensors: by PEFT's names, on the device where the products are to be computed.
-        model_path: the engine's checkpoint.
-
-    Raises:
-        BadMessage: an adapter is incomplete or does not fit its matrix. ConfigError: the checkpoint lacks that matrix, or cannot be read.
-            Both are raised before the first matrix is yielded.
-    """
+    ``manifest``: of kind ``adapter``, with the scale. ``tensors``: by PEFT's names, on the device where the products are to be computed.
+    ``model_path``: the engine's checkpoint. Raises BadMessage: an adapter is incomplete or does not fit its matrix. ConfigError: the
+    checkpoint lacks that matrix, or cannot be read. Both are raised before the first matrix is yielded."""
     matrices = _matrices(manifest)
     try:
         base = TensorFiles(weight_files(model_path)[0], links=True)
@@ -107,13 +102,9 @@ class _Stream:
 class Reception:
     """A push that is being received.
 
-    Args:
-        push: its number. check: compare with the model's weights, load nothing. channels: that it comes over. manifests: channel → the id
-            of its manifest, where the push's request names it.
-
-    Attributes:
-        touched: whether parameters may hold some of it. marks: what was reached → when, seconds of this machine's monotonic clock.
-    """
+    ``push``: its number. ``check``: compare with the model's weights, load nothing. ``channels``: that it comes over. ``manifests``:
+    channel → the id of its manifest, where the push's request names it. Attributes: ``touched``: whether parameters may hold some of it.
+    ``marks``: what was reached → when, seconds of this machine's monotonic clock."""
 
     def __init__(
         self,
@@ -292,11 +283,9 @@ def said_by(error: BaseException) -> str:
 class Receiver:
     """The receiver of one rank. `finish`, `receive`, `layout` and `on_stream` belong to the model's thread; others may use the rest.
 
-    Args:
-        model: any module with ``load_weights(names and tensors)``. rank: in the engine's tensor parallelism. model_path: the checkpoint
-            that adapters are laid over, where there are any. engine_streams: returns the streams on which the engine computes; None: they
-            are not known. undisturbed: a context in which the engine leaves the interpreter to other threads.
-    """
+    ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine's tensor parallelism. ``model_path``: the
+    checkpoint that adapters are laid over, where there are any. ``engine_streams``: returns the streams on which the engine computes; None:
+    they are not known. ``undisturbed``: a context in which the engine leaves the interpreter to other threads."""
 
     def __init__(
         self,
@@ -352,11 +341,8 @@ class Receiver:
         return [] if self._channels is None else [channel.name for channel in self._channels.all]
 
     def join(self, addresses: Sequence[WeightChannelAddress], first_rank: int, seconds: float) -> None:
-        """Leaves its present channels and joins these on a thread; `receive` waits for it.
-
-        Args:
-            first_rank: of the engine's first process, in all channels. seconds: for joining.
-        """
+        """Leaves its present channels and joins these on a thread; `receive` waits for it. ``first_rank``: of the engine's first process,
+        in all channels. ``seconds``: for joining."""
         self.leave()
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
@@ -405,12 +391,8 @@ class Receiver:
 
         What shares memory with the trainer, or comes to an engine whose streams are not known, begins only in `finish`.
 
-        Args:
-            check: for a comparison with the model's weights. manifests: see `Reception`.
-
-        Raises:
-            ReceiveError: for every failure; nothing was touched.
-        """
+        ``check``: for a comparison with the model's weights. ``manifests``: see `Reception`. Raises ReceiveError: for every failure;
+        nothing was touched."""
         try:
             reception = Reception(self, version, push, check, self._joined(channels, deadline), deadline, manifests or {})
             if self._streams_known and all(isinstance(channel, GroupReceiver) for channel in reception.channels):
@@ -428,9 +410,7 @@ class Receiver:
         Channels on which a push has failed are left, since data of the failed push may still be in transit over them. Returns the fields of
         `shared.schema.weight_messages.WeightsReceived`.
 
-        Raises:
-            ReceiveError: for every failure.
-        """
+        Raises ReceiveError: for every failure."""
         if not reception.check:
             self.disturb(f"a push of version {reception.version} begins")
         try:
