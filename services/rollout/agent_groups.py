@@ -88,9 +88,8 @@ class Conversation:
 def samples_of_sessions(task: Task, rollout: int, played: Sequence[Conversation], tokenizer: Tokenizer) -> list[Sample]:
     """Returns one sample for each conversation, checked; they share the rollout, and those of a role its reward.
 
-    Their ``index`` is their place here; the group numbers them anew. Raises BadMessage where there is none, where there are more
-    than a group has room for, and for a sample that is not valid.
-    """
+    Their ``index`` is their place here; the group numbers them anew. Raises BadMessage where there is none, where there are more than a
+    group has room for, and for a sample that is not valid."""
     if not played:
         raise BadMessage("it made no model call")
     if len(played) > (most := MAX_SAMPLES // task.n):

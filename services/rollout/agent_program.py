@@ -17,7 +17,6 @@ Rewards = float | dict[str, float]  # a reward, or several by name
 @dataclass(frozen=True)
 class AgentProgram:
     """An agent. ``field``: where the config names it. ``function``: its path, empty for a ``command``. ``reward_key``: see `reward`.
-
     ``options``: what it is told besides its task. ``roles``: of those that play together; ("",) where one plays."""
 
     field: str
@@ -37,10 +36,8 @@ class AgentProgram:
         return HookFailed(self.field, self.path, " ".join(reason.split()), disruptive)
 
     def reward(self, result: object) -> Rewards | None:
-        """Returns the reward in an agent's result: a number, or named ones of which one counts; None: the run's reward scores it.
-
-        Raises HookFailed that says what would be valid.
-        """
+        """Returns the reward in an agent's result: a number, or named ones of which one counts; None: the run's reward scores it. Raises
+        HookFailed that says what would be valid."""
         if result is None:
             return None
         try:
@@ -66,10 +63,8 @@ class AgentProgram:
 
 
 def by_role(result: object, roles: Sequence[str]) -> dict[str, object]:
-    """Returns what an agent's result gives to each role: its own where the result is by role, else the same to all.
-
-    Raises ValueError where some roles have one and others none.
-    """
+    """Returns what an agent's result gives to each role: its own where the result is by role, else the same to all. Raises ValueError where
+    some roles have one and others none."""
     if not isinstance(result, Mapping) or result.keys().isdisjoint(roles):
         return dict.fromkeys(roles, result)
     if result.keys() != set(roles):

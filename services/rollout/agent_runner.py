@@ -50,10 +50,8 @@ class CommandFailed(Exception):
 
 
 async def run_command(command: Sequence[str], environment: Mapping[str, str], data: Mapping[str, object]) -> object:
-    """Returns what the command's last line says, and None where it prints nothing. It has a directory of its own as TMPDIR.
-
-    Its whole process group is killed when it ends, and when this is cancelled. Raises CommandFailed.
-    """
+    """Returns what the command's last line says, and None where it prints nothing. It has a directory of its own as TMPDIR. Its whole
+    process group is killed when it ends, and when this is cancelled. Raises CommandFailed."""
     scratch = Path(tempfile.mkdtemp(prefix="myxo-agent-"))
     try:
         process = ChildProcess("an agent", command, None, {**environment, "TMPDIR": str(scratch)}, watchdog=True, scratch=scratch)

@@ -57,11 +57,8 @@ class AgentCalls:
 
 
 def share_certificates() -> None:
-    """Has the clients of this process read the machine's certificates once.
-
-    The libraries on which OpenAI's and Anthropic's clients stand read them for each client, also where it never speaks TLS: 17 ms of CPU,
-    more than all else that a short agent does.
-    """
+    """Has the clients of this process read the machine's certificates once. The libraries on which OpenAI's and Anthropic's clients stand
+    read them for each client, also where it never speaks TLS: 17 ms of CPU, more than all else that a short agent does."""
     for library in ("httpx", "httpx2"):
         with contextlib.suppress(ImportError, AttributeError):  # where it is not, or has them elsewhere, agents are slower
             transports: Any = importlib.import_module(f"{library}._transports.default")

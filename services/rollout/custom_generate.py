@@ -194,8 +194,7 @@ class _Rollout(PlayedRollout):
         """Returns samples that the function itself calls ABORTED as ended ones, with the reward that it has given them.
 
         slime trains them as they are; generated anew, until one turns out well, they would leave the failures out. Raises HookFailed for
-        one without a reward that cannot be gone on with.
-        """
+        one without a reward that cannot be gone on with."""
         for sample in given:
             if sample.status is Status.ABORTED and sample.reward is not None:
                 sample.status, sample.aborted = Status.COMPLETED, True  # type: ignore[attr-defined]

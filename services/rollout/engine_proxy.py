@@ -103,9 +103,7 @@ class SampleCheck:
 
     def _compared(self, sample: Sample, task: Task, prompt: object, called: str) -> tuple[NDArray[np.bool_], bool]:
         """Returns which tokens of the response the engine is known to have sampled, bool [R], and whether all of its answers are known.
-
-        Raises BadMessage as `checked`.
-        """
+        Raises BadMessage as `checked`."""
         answers = self.answers.of(np.concatenate([sample.prompt, sample.response]))
         given = task.prompt_tokens if sample.prompt_text == prompt else None
         whole = self.answers.whole and task.partial is None  # else its beginning may be another replica's

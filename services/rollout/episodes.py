@@ -284,10 +284,8 @@ class _Episode:
         return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
 
     def _route(self, encoded: str | None, beyond: int) -> None:
-        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them.
-
-        ``beyond``: tokens that the engine drew and that were left out.
-        """
+        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them. ``beyond``: tokens
+        that the engine drew and that were left out."""
         if encoded is None or self._run.choices is None:
             return
         known = self._sample.rollout_routed_experts

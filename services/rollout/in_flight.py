@@ -108,10 +108,8 @@ def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> lis
 
 
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
-    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage.
-
-    One that has ended without the experts of all its tokens, which somebody has asked for, is not trained: its mask is 0 everywhere.
-    """
+    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage. One that has
+    ended without the experts of all its tokens, which somebody has asked for, is not trained: its mask is 0 everywhere."""
     problems = [_routing_problem(partial, len(task.prompt_tokens)) for partial in partials]
     samples = [
         Sample(
@@ -206,10 +204,8 @@ class InFlight:
 
     @contextlib.contextmanager
     def tracked(self, group: str, requests: "Requests", oldest: int, version: int) -> Iterator[None]:
-        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`.
-
-        Where some of them are registered already, all are as old as the oldest: one that ends first leaves its tokens in the group.
-        """
+        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`. Where
+        some of them are registered already, all are as old as the oldest: one that ends first leaves its tokens in the group."""
         lost = self._is_lost(oldest, version)
         if lost or self.leaving or requests.stopped.is_set():
             raise Stopped(group, stale=lost or requests.stale)

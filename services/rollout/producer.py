@@ -209,10 +209,8 @@ class Producer:
             raise ConfigError(*refused)
 
     async def _watch(self, process: ChildProcess) -> None:
-        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`.
-
-        No time runs while the replica does not serve, or the store or a stream is full.
-        """
+        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`. No time runs while
+        the replica does not serve, or the store or a stream is full."""
         limit = self._config.rollout.generate_timeout
         self._moved = time.monotonic()
         while True:

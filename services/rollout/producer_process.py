@@ -261,10 +261,8 @@ class DrawnGroups(DataSource):
         return waited > PATIENCE_S if loop is None else self._spinning.get(id(loop), 0) > 1
 
     def _gives_way(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Returns whether a call on an event loop returns without prompts: it does once, unless nothing else can go on there.
-
-        A caller that comes back before its loop has run anything else would never let what it waits for be generated.
-        """
+        """Returns whether a call on an event loop returns without prompts: it does once, unless nothing else can go on there. A caller that
+        comes back before its loop has run anything else would never let what it waits for be generated."""
         with self._lock:
             first = id(loop) not in self._spinning
             self._spinning[id(loop)] = self._spinning.get(id(loop), 0) + 1

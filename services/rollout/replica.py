@@ -130,9 +130,7 @@ class Replica:
 
     async def serve(self, version: int, digest: str = "", *, deadline: float = OPEN_SECONDS) -> None:
         """Serves ``version``, which the engine holds; while the trainer computes on the same GPUs, the replica serves it once that is over.
-
-        Raises as `EngineMemory.wake`.
-        """
+        Raises as `EngineMemory.wake`."""
         if not self.served.asleep and self.client is not None and self.client.memory.asleep:
             await self.client.memory.wake(deadline=deadline)
         self.served.serve(version, digest)

@@ -58,8 +58,7 @@ class TokenRate:
     """Measures tokens a second over the last `WINDOW_SECONDS`.
 
     A reading divides the tokens of the window by the whole window, also at the start, so that the rate's integral over a run is the run's
-    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly drawn.
-    """
+    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly drawn."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, float]] = deque()
@@ -382,10 +381,8 @@ class Rollout:
         return PlayedGroup(samples, why)
 
     async def stop_stale(self) -> None:
-        """Aborts, while new weights are served, the generations that these have made too old to be trained.
-
-        Repeats the request until they have ended, since the engine ignores an id whose request has not reached it yet.
-        """
+        """Aborts, while new weights are served, the generations that these have made too old to be trained. Repeats the request until they
+        have ended, since the engine ignores an id whose request has not reached it yet."""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             client, version = self.replica.client, self.replica.version

@@ -41,10 +41,8 @@ class _Again(Exception):
 
 
 def weights_of(objective: AlgorithmSection, metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the teachers of a prompt, each with its weight; the weights' sum is 1.
-
-    Raises BadMessage for an unknown teacher, and for weights that are not positive numbers.
-    """
+    """Returns the teachers of a prompt, each with its weight; the weights' sum is 1. Raises BadMessage for an unknown teacher, and for
+    weights that are not positive numbers."""
     key, known = objective.opd_teacher_key, objective.opd_teachers
     named = metadata.get(key)
     if named is None:
@@ -72,9 +70,7 @@ def _authorization(variable: str | None) -> dict[str, str]:
 
 class Teachers:
     """The teachers of a run. Must be made, used and closed in one event loop. Raises ConfigError for a key that is not set.
-
-    ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken; SGLang gives those of given tokens at 1.
-    """
+    ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken; SGLang gives those of given tokens at 1."""
 
     def __init__(self, objective: AlgorithmSection, temperature: float = 1.0) -> None:
         self._objective = objective
@@ -93,10 +89,8 @@ class Teachers:
         await self._session.close()
 
     async def taught(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples of a group with their teachers' log-probs, within `algorithm.opd_teacher_timeout` seconds.
-
-        Raises DeadlineExceeded, which names the teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher.
-        """
+        """Returns the samples of a group with their teachers' log-probs, within `algorithm.opd_teacher_timeout` seconds. Raises
+        DeadlineExceeded, which names the teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher."""
         asked = [asyncio.create_task(self._taught(sample)) for sample in samples]
         try:
             return list(await asyncio.gather(*asked))

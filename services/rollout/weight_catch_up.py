@@ -71,8 +71,7 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
     """Returns where to take weights from: the first peer, or the snapshot; None if a push will come or nothing is missing.
 
     If the trainer pushes, only a replica without weights catches up: one that serves an older version gets the next push. Without pushes,
-    every replica reads every version from disk; a new one takes it from a replica that serves it already, if it may.
-    """
+    every replica reads every version from disk; a new one takes it from a replica that serves it already, if it may."""
     newcomer = now.held == NO_WEIGHTS
     newest = now.live if now.pushes else max(now.live, now.snapshot)
     if newest <= now.held or (now.pushes and not newcomer):
@@ -160,10 +159,8 @@ class WeightCatchUp:
             return None
 
     async def _peers(self, version: int) -> tuple[str, ...]:
-        """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks.
-
-        New replicas get them in different orders, so that not all ask the same one first.
-        """
+        """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks. New replicas get them in
+        different orders, so that not all ask the same one first."""
         own = self._service
         if version == NO_WEIGHTS or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
             return ()

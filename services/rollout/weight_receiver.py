@@ -36,14 +36,12 @@ from shared.schema.weight_messages import (
 from shared.tracing.span import Attributes, TraceSpan, push_trace
 from shared.tracing.traces import Traces
 
-Repeated = TypeVar("Request", bound=Message)
+Repeated = TypeVar("Repeated", bound=Message)
 
 
 class AnsweredOnce(Generic[Repeated]):
     """A handler's way to take each request once: one that equals the one before is that request, sent again, and gets the same outcome.
-
-    Requests that may be sent again must differ from all others: those of a push have its number or its remaining time in them.
-    """
+    Requests that may be sent again must differ from all others: those of a push have its number or its remaining time in them."""
 
     def __init__(self, handler: Callable[[Repeated], Awaitable[Message]]) -> None:
         self._handler = handler
@@ -59,7 +57,7 @@ class AnsweredOnce(Generic[Repeated]):
 
 PushStep = WeightsPrepare | WeightsReceive | WeightsCommit | WeightsAbort
 
-PushRequestKind = TypeVar("Request", WeightsPrepare, WeightsReceive, WeightsCommit, WeightsAbort)
+PushRequestKind = TypeVar("PushRequestKind", WeightsPrepare, WeightsReceive, WeightsCommit, WeightsAbort)
 
 
 class PushSpans:
@@ -185,10 +183,8 @@ class WeightsReceiver:
             return self._ready()
 
     async def _receive(self, request: WeightsReceive) -> Message:
-        """Pauses the engine and receives every bucket. While it waits for the first of them, an abort leaves the replica as it was.
-
-        A check of the received weights is made in the same pause.
-        """
+        """Pauses the engine and receives every bucket. While it waits for the first of them, an abort leaves the replica as it was. A check
+        of the received weights is made in the same pause."""
         async with self._replica.update_lock:
             client, served = self._client(), self._served
             again = request.check and served.target == request.version and bool(served.received)

@@ -50,8 +50,7 @@ def wait_for_work(handle: int, tracker: int, module: str) -> NoReturn:
     """Runs this process, which inherits the descriptors of its end of the sockets and of multiprocessing's resource tracker.
 
     Two messages come: what spawned children are prepared with; then the variables that have changed, the limits, that preparation as it is
-    by now, and the process.
-    """
+    by now, and the process."""
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
     channel = socket.socket(fileno=handle)
     channel.set_inheritable(False)

@@ -68,9 +68,7 @@ class EngineMemory:
 
     async def take_back(self, *tags: str, deadline: float) -> None:
         """Takes memory again for the released parts among ``tags``. The weights' memory then has no defined content, unless backed up.
-
-        Raises as `sleep`.
-        """
+        Raises as `sleep`."""
         if wanted := [tag for tag in tags if tag in self.released]:
             next_action = "it may have taken some of its memory"
             await self._transport.post("/resume_memory_occupation", {"tags": wanted}, deadline, next_action)
@@ -186,8 +184,7 @@ class EngineClient:
         another version's weights; one that waited while weights were changed, and did, comes back as aborted, without a token. If the call
         is cancelled or its deadline passes, the engine is told to abort these requests.
 
-        Raises InvalidRequest: nothing was sent.
-        """
+        Raises InvalidRequest: nothing was sent."""
         version = self.version
         body = group_body(requests, sampling, self.capabilities, self.cache_key)
         self.generating += 1
@@ -206,9 +203,7 @@ class EngineClient:
         self, request: GenerationRequest, sampling: Sampling, *, deadline: float = GENERATE_SECONDS
     ) -> AsyncGenerator[Generation]:
         """Yields a request's tokens as they are drawn: each piece goes on where the one before ended, and all but the last are ``abort``.
-
-        Otherwise as `generate_group`. A caller that does not take all pieces closes the generator: the engine then aborts the request.
-        """
+        Otherwise as `generate_group`. A caller that does not take all pieces closes the generator: the engine then aborts the request."""
         version, where, seen, ended = self.version, f"{self.url}/generate", 0, False
         body = group_body([request], sampling, self.capabilities, self.cache_key)
         single = {name: value[0] if name in ("rid", "input_ids", "sampling_params") else value for name, value in body.items()}
@@ -255,10 +250,8 @@ class EngineClient:
         log_failure(task, "ending abandoned requests")
 
     async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
-        """Returns how many tokens the engine has drawn for all clients since it started; None where it does not count them.
-
-        A retracted sample draws its next token in a prefill again, which the engine does not count.
-        """
+        """Returns how many tokens the engine has drawn for all clients since it started; None where it does not count them. A retracted
+        sample draws its next token in a prefill again, which the engine does not count."""
         try:
             page = await self.transport.get("/metrics", deadline)
         except EngineError as error:
@@ -317,9 +310,7 @@ class EngineClient:
 
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
         """Tells the engine all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
-
-        Returns the version's digest.
-        """
+        Returns the version's digest."""
         answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": tensors}, deadline)
         return str(answers[0]["digest"])
 
@@ -353,10 +344,8 @@ class EngineClient:
         await self.transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Opens a push. A failed push is closed first; its tensors stay loaded, so the next push has to send all of them.
-
-        Engines before 0.5.21 have no such step: nothing happens then.
-        """
+        """Opens a push. A failed push is closed first; its tensors stay loaded, so the next push has to send all of them. Engines before
+        0.5.21 have no such step: nothing happens then."""
         if self.capabilities.weight_sessions:
             if self._session_open:
                 await self.end_weight_update(deadline=deadline)
@@ -376,8 +365,7 @@ class EngineClient:
 
         An engine that is not paused finishes its requests first. The receiver forgets its record of the weights: see ``adopt``. Cached
         prefixes stay, since requests of the new version share none with the old one's, and a flush would kill an engine that is paused with
-        requests in it.
-        """
+        requests in it."""
         await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))
         body = {"model_path": path, "weight_version": str(version), "flush_cache": False}
         next_action = "the engine may be half-loaded: restart it, or load anew"

@@ -254,8 +254,7 @@ class EngineProcess(ChildProcess):
         """Returns in words why this engine cannot be used any more; empty while it can.
 
         It cannot without one of its processes. SGLang finds that out as well, but first waits a minute for dumps of its GPUs' memory; and
-        it waits for ever for a process that is stopped.
-        """
+        it waits for ever for a process that is stopped."""
         if (code := self.exit_code()) is not None:
             return f"ended with {cause(code)}: {self.last_words()}"
         now = time.monotonic()

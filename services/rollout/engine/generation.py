@@ -53,9 +53,7 @@ class GenerationRequest:
 
 class Routed(NamedTuple):
     """The experts of ``rows`` tokens of a sequence, input and output, from token ``start`` on; ``encoded`` as the engine gave them.
-
-    ``beyond``: how many of them, at the end, are of tokens that were left out.
-    """
+    ``beyond``: how many of them, at the end, are of tokens that were left out."""
 
     start: int
     rows: int
@@ -158,10 +156,8 @@ def parse_group(answer: Any, requests: Sequence[GenerationRequest], version_befo
 
 
 def parse_piece(answer: Any, request: GenerationRequest, seen: int, version_before: int, late: Set[int], where: str) -> Generation:
-    """Returns what one of a streamed answer's parts adds to the ``seen`` tokens before it; ``abort`` where more may follow.
-
-    An engine tells in each part all tokens so far, or, with ``incremental-streaming-output``, the new ones. Otherwise as `parse_group`.
-    """
+    """Returns what one of a streamed answer's parts adds to the ``seen`` tokens before it; ``abort`` where more may follow. An engine tells
+    in each part all tokens so far, or, with ``incremental-streaming-output``, the new ones. Otherwise as `parse_group`."""
     try:
         meta = answer["meta_info"]
         total, drawn = int(meta["completion_tokens"]), meta.get("output_token_logprobs") or []
@@ -182,8 +178,7 @@ def without_older_prefix(generation: Generation, version_before: int) -> Generat
     """Returns a generation as if it had been aborted before its first token, where it began with keys and values of older weights.
 
     That is one that waited in the engine while weights were changed: it was sent to share prefixes of ``version_before``, found some, and
-    drew its first token by a newer version.
-    """
+    drew its first token by a newer version."""
     if not generation.cached_tokens or not generation.spans or generation.spans[0].version == version_before:
         return generation
     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "abort", (), 0, generation.retractions)
@@ -257,9 +252,8 @@ def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[i
 def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) -> tuple[Span, ...]:
     """Returns the spans with every late version's beginning moved by one token, which goes to the version before it.
 
-    The first span is moved, too, where its version was loaded after the request was sent: its first token may have been
-    drawn before, or the request may only have waited. These cannot be told apart, and the older version is the safe answer.
-    """
+    The first span is moved, too, where its version was loaded after the request was sent: its first token may have been drawn before, or
+    the request may only have waited. These cannot be told apart, and the older version is the safe answer."""
     count = spans[-1].end
     starts = [(span.start + (span.version in late and (span.start > 0 or span.version > version_before)), span.version) for span in spans]
     if starts[0][0] > 0:

@@ -157,11 +157,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def begin_kernel_builds(arguments: Sequence[str]) -> ChildProcess | None:
-    """Starts the builds of an engine, whose log they share; None where there is nothing to build, or no compiler. Raises nothing.
-
-    To be called in the main thread of the engine's launcher: they end with it.
-
-    ``arguments``: the engine's, as on its command line."""
+    """Starts the builds of an engine, whose log they share; None where there is nothing to build, or no compiler. Raises nothing. To be
+    called in the main thread of the engine's launcher: they end with it. ``arguments``: the engine's, as on its command line."""
     try:
         if compiler(os.environ) is None or not missing_kernels(arguments, os.environ):
             return None
@@ -201,10 +198,8 @@ def mark(kernels: Sequence[JitKernel], cache: str, environment: Mapping[str, str
 
 
 def build_of(kernel: JitKernel) -> Callable[[], object] | None:
-    """Imports what compiles a kernel, and returns the call; None where the library is not there, or does without it.
-
-    Raises LookupError where this release has no such function, and what the import raises otherwise.
-    """
+    """Imports what compiles a kernel, and returns the call; None where the library is not there, or does without it. Raises LookupError
+    where this release has no such function, and what the import raises otherwise."""
     library = kernel.ways[0][0].partition(":")[0].partition(".")[0]
     if importlib.util.find_spec(library) is None:
         return None
@@ -224,10 +219,8 @@ def build_of(kernel: JitKernel) -> Callable[[], object] | None:
 
 
 def build_all(kernels: Sequence[JitKernel], environment: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """Builds kernels side by side, on half of the cores at most, and marks the caches that have all of theirs.
-
-    Returns what went wrong, by kernel. Those that have not ended after ``seconds`` still run then.
-    """
+    """Builds kernels side by side, on half of the cores at most, and marks the caches that have all of theirs. Returns what went wrong, by
+    kernel. Those that have not ended after ``seconds`` still run then."""
     begun, failed, took = time.monotonic(), dict[str, str](), dict[str, float]()
     pool = concurrent.futures.ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
     builds: dict[concurrent.futures.Future[float], str] = {}
@@ -279,10 +272,8 @@ def _value(argument: int | bool | str) -> Any:
 
 @functools.cache
 def _tell_architecture() -> None:
-    """Tells tvm_ffi for which GPUs to compile, once for all threads.
-
-    SGLang 0.5.16 sets this variable for the time of each build, and takes it away afterwards, from those that still need it.
-    """
+    """Tells tvm_ffi for which GPUs to compile, once for all threads. SGLang 0.5.16 sets this variable for the time of each build, and takes
+    it away afterwards, from those that still need it."""
     for name in _ARCHITECTURES:
         with contextlib.suppress(ImportError):
             os.environ["TVM_FFI_CUDA_ARCH_LIST"] = importlib.import_module(name).get_jit_cuda_arch().target_name

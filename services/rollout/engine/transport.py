@@ -77,10 +77,8 @@ class EngineTransport:
 
     @asynccontextmanager
     async def stream(self, path: str, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a POST of JSON, and yields the answer as it comes, whatever its status. It has no deadline of its own.
-
-        Raises EngineUnreachable.
-        """
+        """Sends a POST of JSON, and yields the answer as it comes, whatever its status. It has no deadline of its own. Raises
+        EngineUnreachable."""
         self._check_open(path)
         try:
             async with self._session.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
@@ -90,10 +88,8 @@ class EngineTransport:
 
     @asynccontextmanager
     async def events(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[Any]]:
-        """Sends a POST whose answer is a stream of events, and yields their data as they come. It has no deadline of its own.
-
-        Raises EngineError where the answer, or one of its events, is an error; EngineUnreachable.
-        """
+        """Sends a POST whose answer is a stream of events, and yields their data as they come. It has no deadline of its own. Raises
+        EngineError where the answer, or one of its events, is an error; EngineUnreachable."""
         async with self.stream(path, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as response:
             if not response.ok:
                 raise EngineError(self.url + path, message_of(_parsed(await response.read())), response.status)
@@ -183,8 +179,7 @@ def parse_drawn_tokens(page: str, overlaps: bool) -> int | None:
 
     SGLang counts the tokens of its decode steps. A sample's first token is drawn by its prefill and not counted there; it is taken from the
     number of samples whose prefill has begun. An engine that ``overlaps`` its steps computes, and counts, one token beyond each sample's
-    end, which makes up for it.
-    """
+    end, which makes up for it."""
     if DRAWN not in page:
         return None
     drawn = _sum_of(page, DRAWN, 'mode="decode"')

@@ -208,10 +208,8 @@ class CommandSession:
         return True
 
     def _told(self, command: _Command, name: str, answer: dict[str, Any]) -> None:
-        """Answers on this thread: the connection's would have to wait for the interpreter, which an idle scheduler holds.
-
-        What does not fit into the socket for certain is left to that one.
-        """
+        """Answers on this thread: the connection's would have to wait for the interpreter, which an idle scheduler holds. What does not fit
+        into the socket for certain is left to that one."""
         with contextlib.suppress(OSError):  # the caller no longer waits for the answer
             command.answers.say(name, answer, SOCKET_BYTES)
 

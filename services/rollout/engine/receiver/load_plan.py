@@ -116,10 +116,7 @@ class BucketLoader:
 
 
 def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, str]:
-    """Loads the bucket by ``load_weights``, and traces its operations.
-
-    Returns the plan, or None and the reason why there is none.
-    """
+    """Loads the bucket by ``load_weights``, and traces its operations. Returns the plan, or None and the reason why there is none."""
     before = _storages(model)
     watching = _Tracing(flat, before)
     _load(model, bucket_views(bucket, flat), watching)
@@ -133,8 +130,7 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     """Returns, without loading the bucket, how many elements loading it would change: name → count of differing elements (int64, on the
     device; names of which nothing is copied are absent).
 
-    Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared.
-    """
+    Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared."""
     comparing = _Comparing(bucket, flat, _storages(model))
     _load(model, comparing.named(bucket_views(bucket, flat)), comparing)
     return comparing.differences
@@ -142,9 +138,7 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 
 def held_copies(model: Any, bucket: Bucket, flat: Tensor) -> list[TensorCopy]:
     """Returns the copies that loading the bucket from ``flat`` would make, without loading it: what they would set, the parameters hold.
-
-    Raises BadMessage: ``load_weights`` does something to the bucket from which its bytes cannot be told again.
-    """
+    Raises BadMessage: ``load_weights`` does something to the bucket from which its bytes cannot be told again."""
     inverting = _Inverting(flat, _storages(model), _computed_storages(model))
     _load(model, bucket_views(bucket, flat), inverting)
     return inverting.copies
@@ -229,10 +223,8 @@ class _Tracing(_Watching):
 
 
 class _Inverting(_Watching):
-    """Notes the copies into parameters and makes none. What is in the buffer has no meaning, so that nothing else may use it.
-
-    ``computed``: the storages of what the model has computed from parameters, which stays as it is.
-    """
+    """Notes the copies into parameters and makes none. What is in the buffer has no meaning, so that nothing else may use it. ``computed``:
+    the storages of what the model has computed from parameters, which stays as it is."""
 
     def __init__(self, flat: Tensor, parameters: set[int], computed: set[int]) -> None:
         super().__init__(flat, parameters | computed)
@@ -337,10 +329,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _pools_run_here() -> Iterator[None]:
-    """Runs the work that this thread submits to thread pools on this thread, since operations of other threads would not be traced.
-
-    One thread at a time: each puts back what it has found.
-    """
+    """Runs the work that this thread submits to thread pools on this thread, since operations of other threads would not be traced. One
+    thread at a time: each puts back what it has found."""
     here = threading.get_ident()
 
     def at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

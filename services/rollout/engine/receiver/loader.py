@@ -113,10 +113,8 @@ _session: CommandSession | None = None
 
 
 def load(model: Any, tensors: Iterable[object]) -> None:
-    """Runs the next queued command with this model; the first call opens the socket instead. ``tensors``: ignored.
-
-    Never raises, since that would end SGLang's scheduler; errors are in the answer to the command.
-    """
+    """Runs the next queued command with this model; the first call opens the socket instead. ``tensors``: ignored. Never raises, since that
+    would end SGLang's scheduler; errors are in the answer to the command."""
     global _session
     try:
         if _session is None:

@@ -38,10 +38,8 @@ BROKEN_LINGER_SECONDS = 2.0
 
 
 def send_to_peer(receiver: Receiver, order: Mapping[str, Any], deadline: TransferDeadline) -> dict[str, Any]:
-    """Begins to send ``version`` to ``ranks`` ranks over a channel called ``name`` at ``address``, within ``seconds``.
-
-    The destination receives it as push number ``version``. Answers with the channel. Raises BadMessage: it cannot be had here.
-    """
+    """Begins to send ``version`` to ``ranks`` ranks over a channel called ``name`` at ``address``, within ``seconds``. The destination
+    receives it as push number ``version``. Answers with the channel. Raises BadMessage: it cannot be had here."""
     if not receiver.known or receiver.version != int(order["version"]):
         raise BadMessage(f"version {order['version']} is not to be had here: this engine holds version {receiver.version}")
     if len(receiver.before_change) >= TRANSFERS:
