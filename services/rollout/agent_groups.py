@@ -179,7 +179,7 @@ class AgentGroups(GroupPlayer):
             key_digest=digest,
             deadline=time.time() + self.settings.agent_timeout,
             sampling=task.sampling,
-            seed=self._seeds.of_sample(seed),
+            seed=self.seeds.of_sample(seed),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
             opened=time.time(),

@@ -98,7 +98,7 @@ class CustomGenerate(GroupPlayer):
             "field": GENERATE,
             "path": path,
             "sample": sample_message.packed(sample),
-            "sampling_params": parameters(task.sampling) | self._seeds.parameters(index),
+            "sampling_params": parameters(task.sampling) | self.seeds.parameters(index),
             "evaluation": is_evaluation(task.group),
             "engine": self.replica.proxy.address,
             "token": token,

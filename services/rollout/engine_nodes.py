@@ -243,7 +243,7 @@ ATTEMPT_POLL_INTERVAL_S = 0.1
 
 
 class EngineLeader:
-    """Leads one engine's nodes. ``tunnels``: to the ranks on the other nodes."""
+    """Leads one engine's nodes. ``agent``: begins attempt after attempt. ``tunnels``: to the ranks on the other nodes."""
 
     def __init__(self, service: Service) -> None:
         rollout, patience = service.config.rollout, service.config.trainer.node_timeout
@@ -252,7 +252,7 @@ class EngineLeader:
         secret = secrets.token_hex(16)
         self._ranks = EngineRanks(0, nodes, lambda: secret, lambda meeting: replica_command(service, name, meeting), engine_log(service))
         # the service's own stopping must not end the engine before what it generates has been handed on
-        self._agent = NodeAgent(
+        self.agent = NodeAgent(
             service,
             service.subjects.engine_nodes(name),
             0,
@@ -264,26 +264,18 @@ class EngineLeader:
             show=self._show,
             healthy=rollout.engine_start_timeout + HEALTHY_SECONDS,  # it has served for so long, then
         )
-        self.tunnels = RankTunnels(lambda: self._agent.seen, self._agent.secret_of, rollout.rollout_num_gpus_per_engine // nodes)
+        self.tunnels = RankTunnels(lambda: self.agent.seen, self.agent.secret_of, rollout.rollout_num_gpus_per_engine // nodes)
 
     @property
     def ended(self) -> str:
         """Returns why this node's part of the last attempt has ended."""
         return self._ranks.own.reason
 
-    async def keep(self) -> None:
-        """Begins attempt after attempt until cancelled. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
-        await self._agent.run()
-
     async def begun(self, last: EngineProcess | None) -> EngineProcess:
-        """Returns this node's part of the engine once an attempt other than ``last``'s has begun. `keep` has the deadline."""
+        """Returns this node's part of the engine once an attempt other than ``last``'s has begun. the agent has the deadline."""
         while (engine := self._ranks.engine) is None or engine is last:
             await asyncio.sleep(ATTEMPT_POLL_INTERVAL_S)
         return engine
-
-    async def reach(self, engine: Path) -> None:
-        """Opens the ways to the other nodes' ranks."""
-        await self.tunnels.open(engine)
 
     def _show(self, state: str, detail: str) -> None:
         self._service.detail = "" if state in ("ready", "stopping") else f"{state} {detail}"

@@ -108,7 +108,7 @@ class EpisodeGenerate(CustomGenerate):
         super().__init__(service, replica, tokenizer)
         self.settings = service.config.episode
         assert self.settings.episode_url is not None  # only made for runs that have one
-        self.run = service.run
+        self.run, self.longest = service.run, service.config.rollout.rollout_max_context_len
         self.environment: Environment = open_environment("episode", self.settings.episode_url, service.bus, service.run)
         self._described: Description | None = None
 
@@ -174,23 +174,6 @@ class EpisodeGenerate(CustomGenerate):
         as_chat = data.apply_chat_template or not isinstance(task.prompt, str)
         return EpisodeTokens(self.tokenizer, as_chat, variables, self.settings.episode_control_tokens)
 
-    def end_across(self, task: Task, before: list[int], drawn: list[int]) -> int | None:
-        """Returns where a stop string of the task's ends that began in the tokens before: see `shared.data.stop_strings`."""
-        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
-        return end_across(before, drawn, task.sampling.stop, decode)
-
-    def text(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens)
-
-    def sampling(self, task: Task, index: int) -> dict[str, Any]:
-        """Returns the engine's sampling parameters of a rollout, in SGLang's names."""
-        return parameters(task.sampling) | self._seeds.parameters(index)
-
-    @property
-    def longest(self) -> int | None:
-        """Returns the most tokens of prompt and response."""
-        return self._config.rollout.rollout_max_context_len
-
 
 class _Episode:
     """One episode. ``sample.episode`` holds where it is, so that it goes on anywhere: session, turn, what was said, rewards, tools."""
@@ -241,7 +224,7 @@ class _Episode:
     async def _said(self) -> tuple[str, int | None]:
         """Has the model say its message. Returns how it ended (stop, length, abort; full: no token is left) and a stop's last token."""
         while (room := self._room()) > 0:
-            sampling = self._run.sampling(self._task, self._index) | {"max_new_tokens": room}
+            sampling = parameters(self._task.sampling) | self._run.seeds.parameters(self._index) | {"max_new_tokens": room}
             if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
                 sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
             body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True} | self._routing()
@@ -270,11 +253,12 @@ class _Episode:
         """Returns the engine's answer up to the end of a stop string that began in what the turn had drawn before."""
         meta, earlier = answer["meta_info"], self._state.get("drawn", 0)
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
-        count = self._run.end_across(self._task, self._sample.tokens[-earlier:] if earlier else [], ids)
+        decode = functools.partial(self._run.tokenizer.decode, skip_special_tokens=False)
+        count = end_across(self._sample.tokens[-earlier:] if earlier else [], ids, self._task.sampling.stop, decode)
         if count is None:
             return answer
         ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": {"type": "stop"}}
-        return {"text": self._run.text(ids[:count]), "meta_info": {**meta, **ended, "completion_tokens": count}}
+        return {"text": self._run.tokenizer.decode(ids[:count]), "meta_info": {**meta, **ended, "completion_tokens": count}}
 
     def _routing(self) -> dict[str, Any]:
         """Returns the fields that ask for the experts of the tokens whose own are not known yet."""
@@ -299,7 +283,8 @@ class _Episode:
     def _left(self) -> int:
         """Returns the tokens that the whole response may still have."""
         left = self._task.sampling.max_new_tokens - self._sample.response_length
-        return left if self._run.longest is None else min(left, self._run.longest - len(self._sample.tokens))
+        longest = self._run.longest
+        return left if longest is None else min(left, longest - len(self._sample.tokens))
 
     def _room(self) -> int:
         """Returns the tokens that this turn may still have."""

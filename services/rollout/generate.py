@@ -6,6 +6,7 @@ has; to continue it, prompt and tokens are sent to the engine again.
 """
 
 import asyncio
+import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -62,8 +63,6 @@ async def generate_group(
 
 @dataclass(frozen=True)
 class _Group:
-    """What the samples of one group have in common."""
-
     replica: Replica
     task: Task
     partials: list[Partial]
@@ -94,7 +93,10 @@ class _Group:
                 await asyncio.sleep(RETRY_PAUSE * failures)  # it may be restarting: the gate closes as soon as that is seen
                 continue
             spent += asyncio.get_running_loop().time() - began
-            partial.extend(_ended(partial, generation, self.task.sampling.stop, self.tokenizer), self.task.sampling.max_new_tokens)
+            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
+            count = end_across(partial.tokens, generation.tokens, self.task.sampling.stop, decode)  # a stop string may have begun before
+            ended = generation if count is None else first_tokens(generation, count)
+            partial.extend(ended, self.task.sampling.max_new_tokens)
             if spent >= self.deadline and partial.finish is None:
                 raise DeadlineExceeded(
                     f"sample {index} of {self.task.group}", "the engine", self.deadline, "the group goes back to the queue"
@@ -113,12 +115,6 @@ class _Group:
         if self.replica.incarnation != life:
             raise EngineError(client.url, "its weights became untrusted while it generated this, which is discarded")
         return generation
-
-
-def _ended(partial: Partial, generation: Generation, stops: list[str], tokenizer: Tokenizer) -> Generation:
-    """Returns what was drawn, up to the end of a stop string that began before it."""
-    count = end_across(partial.tokens, generation.tokens, stops, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
-    return generation if count is None else first_tokens(generation, count)
 
 
 def _request(task: Task, partial: Partial) -> GenerationRequest:

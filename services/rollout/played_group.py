@@ -192,7 +192,7 @@ class GroupPlayer:
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         self._service, self._config, self.replica, self.tokenizer = service, service.config, replica, tokenizer
-        self._seeds, self.lost = SampleSeeds.of(service.config), 0
+        self.seeds, self.lost = SampleSeeds.of(service.config), 0
 
     def called(self, task: Task) -> str:
         """Returns what plays a task, for errors: a field and its value."""

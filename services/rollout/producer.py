@@ -421,39 +421,25 @@ class Producer:
         await asyncio.gather(*(drawn.lease.hand_back() for drawn in tasks))
 
 
-class ActiveProducer:
-    """Runs a replica's producer while it is the run's only one."""
-
-    def __init__(self, service: Service, producer: Producer, spread: EngineSpread) -> None:
-        self._service, self._producer, self._spread = service, producer, spread
-
-    async def run(self) -> None:
-        """Stands by, or produces, until cancelled. Raises as `Producer.run`."""
-        while True:
-            timing = LeaseTiming(self._service.config.bus.lease_duration)
-            lease = LeaderLease(self._service.bus, self._service.run, PRODUCER, self._service.instance, timing)
-            await self._stand_by(lease)
-            try:
-                await self._produce(lease)
-            except LeaseLost as error:
-                self._service.log.warning("producer_lease_lost", error=str(error), next_action="its groups go back; it stands by")
-
-    async def _stand_by(self, lease: LeaderLease) -> None:
-        said = False
-        while not await lease.attempt():
-            if not said:
-                self._service.log.info("rollout_function_stands_by", reason="another replica runs it")
-                said = True
-            await asyncio.sleep(lease.timing.poll)
-
-    async def _produce(self, lease: LeaderLease) -> None:
-        self._service.log.info("rollout_function_runs_here")
-        self._producer.allowed = lease.held
-        work = {asyncio.create_task(one) for one in (self._producer.run(), lease.keep(), self._spread.keep())}
+async def run_where_active(service: Service, producer: Producer, spread: EngineSpread) -> None:
+    """Stands by, or runs the producer while it is the run's only one, until cancelled. Raises as `Producer.run`."""
+    while True:
+        timing = LeaseTiming(service.config.bus.lease_duration)
+        lease = LeaderLease(service.bus, service.run, PRODUCER, service.instance, timing)
+        if not await lease.attempt():
+            service.log.info("rollout_function_stands_by", reason="another replica runs it")
+            await asyncio.sleep(timing.poll)
+            while not await lease.attempt():
+                await asyncio.sleep(timing.poll)
+        service.log.info("rollout_function_runs_here")
+        producer.allowed = lease.held
+        work = {asyncio.create_task(one) for one in (producer.run(), lease.keep(), spread.keep())}
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+        except LeaseLost as error:
+            service.log.warning("producer_lease_lost", error=str(error), next_action="its groups go back; it stands by")
         finally:
             await cancelled(work)
             await lease.release()

@@ -156,7 +156,8 @@ class Replica:
                 self.engine_up.clear()
                 self.served.engine_died()
                 self._tell_of_last(cause)
-                await self._stop_at_once(engine)  # what others still ask of it fails now, not at its deadlines
+                with contextlib.suppress(MyxoError):  # what others still ask of it fails now, not at its deadlines; `_close` logs it
+                    await asyncio.to_thread(engine.stop, 0)
                 await self.fence(f"the engine died: {cause}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
@@ -165,9 +166,9 @@ class Replica:
             await self._close()
 
     async def keep_nodes(self) -> None:
-        """Keeps an engine's nodes together, where it has several. Runs until cancelled. Raises as `EngineLeader.keep`."""
+        """Keeps an engine's nodes together, where it has several. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
         if self._leader is not None:
-            await self._leader.keep()
+            await self._leader.agent.run()
 
     async def _fault(self, engine: EngineProcess) -> str:
         """Returns why the engine cannot be used any more, once it cannot."""
@@ -195,10 +196,6 @@ class Replica:
         """Tells why another engine is started; of one over several nodes its leader tells."""
         if self._leader is None:
             self._service.detail = f"the one before: {cause}" if cause else ""
-
-    async def _stop_at_once(self, engine: EngineProcess) -> None:
-        with contextlib.suppress(MyxoError):  # `_close` tells of it
-            await asyncio.to_thread(engine.stop, 0)
 
     async def _start_on_all_nodes(self, leader: EngineLeader) -> EngineProcess:
         """Starts the engine in an attempt of all nodes, or in the next where one ends before the engine is ready."""
@@ -258,7 +255,7 @@ class Replica:
         seconds = await engine.ready(self._rollout.engine_start_timeout)
         self.client = client = await EngineClient.connect(engine.receiver, deadline=60)
         if self._leader is not None:
-            await self._leader.reach(engine.receiver)
+            await self._leader.tunnels.open(engine.receiver)
         await client.freeze_gc(deadline=60)
         await client.open_receivers(deadline=60)
         service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)

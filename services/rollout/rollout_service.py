@@ -18,7 +18,7 @@ from services.rollout.evaluator import Evaluator
 from services.rollout.generate import generate_group
 from services.rollout.in_flight import UNROUTED, InFlight, Stopped, restored, samples_of
 from services.rollout.played_group import GroupPlayer, PlayedGroup
-from services.rollout.producer import ActiveProducer, Producer
+from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, SampleSeeds, captured_requests
 from services.rollout.request_slots import GroupSlots, RequestSlots
@@ -108,47 +108,33 @@ STEP_POLL_INTERVAL_S = 0.5  # the interval at which the run's step is read
 PROFILE_START_SECONDS = 60.0
 
 
-class EngineProfiler:
-    """Starts one trace of a replica's engine; the engine ends it by itself."""
+async def profile_engine(service: Service, replica: Replica) -> None:
+    """Waits for the first of the chosen steps, has the engine trace a number of forward passes (SGLang's /start_profile), which it ends by
+    itself, and returns; where the steps are over, it says so."""
+    debug = service.config.debug
+    while not replica.serving or (step := await _trained_steps(service)) < debug.profile_step_start:
+        await asyncio.sleep(STEP_POLL_INTERVAL_S)
+    if step >= debug.profile_step_end:
+        service.log.warning("engine_not_profiled", step=step, profile_step_end=debug.profile_step_end)
+        return
+    directory, client = str((service.config.run.root / PROFILE_DIRECTORY / service.instance).absolute()), replica.client
+    assert client is not None  # of a replica that serves
+    activities = ["CPU", "GPU"] if devices.resolve(service.config.rollout.rollout_device) == "cuda" else ["CPU"]
+    request = {"output_dir": directory, "num_steps": debug.profile_engine_steps, "activities": activities}
+    try:
+        await client.transport.post("/start_profile", request, PROFILE_START_SECONDS, "nothing is traced")
+        service.log.info("engine_profiled", step=step, directory=directory, forward_passes=debug.profile_engine_steps)
+    except MyxoError as error:
+        service.log.error("engine_not_profiled", step=step, error=str(error))
 
-    def __init__(self, service: Service, replica: Replica) -> None:
-        self._service, self._replica, self._debug = service, replica, service.config.debug
 
-    @property
-    def wanted(self) -> bool:
-        """Returns whether engines are to be traced."""
-        return self._debug.use_pytorch_profiler and "rollout" in self._debug.profile_target
-
-    async def run(self) -> None:
-        """Waits for the first of the chosen steps, starts the trace, and returns; where they are over, it says so."""
-        service, debug = self._service, self._debug
-        while not self._replica.serving or (step := await self._step()) < debug.profile_step_start:
-            await asyncio.sleep(STEP_POLL_INTERVAL_S)
-        if step >= debug.profile_step_end:
-            service.log.warning("engine_not_profiled", step=step, profile_step_end=debug.profile_step_end)
-            return
-        directory = (service.config.run.root / PROFILE_DIRECTORY / service.instance).absolute()
-        client = self._replica.client
-        assert client is not None  # of a replica that serves
-        on_gpu = devices.resolve(service.config.rollout.rollout_device) == "cuda"
-        request = {
-            "output_dir": str(directory),
-            "num_steps": debug.profile_engine_steps,
-            "activities": ["CPU", *(["GPU"] if on_gpu else [])],
-        }
-        try:
-            await client.transport.post("/start_profile", request, PROFILE_START_SECONDS, "nothing is traced")
-            service.log.info("engine_profiled", step=step, directory=str(directory), forward_passes=debug.profile_engine_steps)
-        except (EngineError, MyxoError) as error:
-            service.log.error("engine_not_profiled", step=step, error=str(error))
-
-    async def _step(self) -> int:
-        """Returns how many steps the run has trained, as its buffer last said; -1 where none says."""
-        try:
-            alive = await self._service.registry.alive("buffer")
-        except (MyxoError, *TRANSIENT):
-            return -1
-        return max((int(status.gauges.get("trained_steps", -1)) for status in alive), default=-1)
+async def _trained_steps(service: Service) -> int:
+    """Returns how many steps the run has trained, as its buffer last said; -1 where none says."""
+    try:
+        alive = await service.registry.alive("buffer")
+    except (MyxoError, *TRANSIENT):
+        return -1
+    return max((int(status.gauges.get("trained_steps", -1)) for status in alive), default=-1)
 
 
 declare_metrics(
@@ -237,8 +223,8 @@ class Rollout:
         if self._config.ingest.ingest_groups != "alone":
             work.append(self.produce())
         work += [router.keep() for router in routers]
-        if (profiler := EngineProfiler(service, self.replica)).wanted:
-            work.append(profiler.run())
+        if service.config.debug.use_pytorch_profiler and "rollout" in service.config.debug.profile_target:
+            work.append(profile_engine(service, self.replica))
         async with service.background(*work):
             try:
                 await service.stopping.wait()
@@ -265,7 +251,7 @@ class Rollout:
 
     async def produce(self) -> None:
         """Generates training prompts, or has the user's rollout function do it in one of the replicas."""
-        await (self.take(TRAIN) if self.producer is None else ActiveProducer(self._service, self.producer, self.spread).run())
+        await (self.take(TRAIN) if self.producer is None else run_where_active(self._service, self.producer, self.spread))
 
     async def evaluate(self) -> None:
         """Generates held-out prompts, or has the user's own function do it."""
