@@ -12,7 +12,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,57 +74,6 @@ class Gateways:
 ROUND_NUMBER = "round_number"  # the metadata's key with the number of turns, which the trainer makes a metric of
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """One conversation of a session. ``role``: whose session it is, "" without roles."""
-
-    trajectory: Trajectory
-    session: str
-    role: str
-    reward: Rewards | None
-
-
-def samples_of_sessions(task: Task, rollout: int, played: Sequence[Conversation], tokenizer: Tokenizer) -> list[Sample]:
-    """Returns one sample for each conversation, checked; they share the rollout, and those of a role its reward.
-
-    Their ``index`` is their place here; the group numbers them anew. Raises BadMessage where there is none, where there are more than a
-    group has room for, and for a sample that is not valid."""
-    if not played:
-        raise BadMessage("it made no model call")
-    if len(played) > (most := MAX_SAMPLES // task.n):
-        raise BadMessage(f"it made {len(played)} conversations; a rollout has room for {most}")
-    samples = [_sample(task, rollout, index, conversation, tokenizer) for index, conversation in enumerate(played)]
-    for sample in samples:
-        sample.check()
-    return samples
-
-
-def _sample(task: Task, rollout: int, index: int, conversation: Conversation, tokenizer: Tokenizer) -> Sample:
-    trajectory, role = conversation.trajectory, conversation.role
-    plain = task.sampling.skip_special_tokens is not False
-    decode = partial(tokenizer.decode, skip_special_tokens=plain)
-    return Sample(
-        group=task.group,
-        index=index,
-        prompt=trajectory.prompt,
-        response=trajectory.response,
-        log_probs=trajectory.log_probs,
-        mask=trajectory.mask,
-        segments=trajectory.segments,
-        finish="length" if trajectory.finish == "length" else "stop",
-        text=decode(trajectory.response),
-        prompt_text=task.prompt,
-        label=task.label,
-        label_json=task.label_json,
-        metadata={ROUND_NUMBER: len(trajectory.turns), **task.metadata},
-        rollout=rollout,
-        given_reward=conversation.reward,
-        role=role,
-        attributes={"session_id": conversation.session} | ({"role": role} if role else {}),
-        turns=turns_of(trajectory.sampled, trajectory.response, decode),
-    )
-
-
 declare_metrics(
     MetricSpec(
         "agents_failed",
@@ -168,7 +116,7 @@ class AgentGroups(GroupPlayer):
         return _AgentRollout(self, task, index, earlier, slots, progress)
 
     def new_session(self, task: Task, rollout: int, seed: int) -> tuple[Session, str]:
-        """Returns a session that is not open yet, and its key. ``seed``: by the how many-th one its tokens are drawn."""
+        """Returns a session that is not open yet, and its key. ``seed``: by the how many-th one its tokens are generated."""
         name = f"{task.group}.{task.attempt}.{rollout}.{uuid.uuid4().hex[:12]}"
         key, digest = new_key(name)
         session = Session(
@@ -276,13 +224,45 @@ class _AgentRollout(PlayedRollout):
             await cancelled((playing, stopping, prolonging))
 
     def _samples(self, ended: Mapping[str, SessionLog], rewards: Mapping[str, Rewards | None]) -> list[Sample]:
-        """Returns the sessions' samples, each with the reward of whoever ended its session first. Raises HookFailed."""
-        played = []
+        """Returns one sample for each conversation of the sessions; they share the rollout, and those of a role the reward of whoever ended
+        its session first. Their ``index`` is their place here; the group numbers them anew. Raises HookFailed."""
+        samples: list[Sample] = []
         for role, log in ended.items():
             first = rewards[role] if log.ended is None or log.ended.reward is None else self._program.reward(log.ended.reward)
             reward = self._program.named(first, role)
-            played += [Conversation(trajectory, log.session.id, role, reward) for trajectory in trajectories(log.turns.values())]
+            played = trajectories(log.turns.values())
+            samples += [self._sample(len(samples) + index, one, log, role, reward) for index, one in enumerate(played)]
+        if not samples:
+            raise self._program.failed("it made no model call")
+        if len(samples) > (most := MAX_SAMPLES // self.task.n):
+            raise self._program.failed(f"it made {len(samples)} conversations; a rollout has room for {most}")
         try:
-            return samples_of_sessions(self.task, self.index, played, self._groups.tokenizer)
+            for sample in samples:
+                sample.check()
         except BadMessage as error:
             raise self._program.failed(str(error)) from None
+        return samples
+
+    def _sample(self, index: int, conversation: Trajectory, log: SessionLog, role: str, reward: Rewards | None) -> Sample:
+        task = self.task
+        decode = partial(self._groups.tokenizer.decode, skip_special_tokens=task.sampling.skip_special_tokens is not False)
+        return Sample(
+            group=task.group,
+            index=index,
+            prompt=conversation.prompt,
+            response=conversation.response,
+            log_probs=conversation.log_probs,
+            mask=conversation.mask,
+            segments=conversation.segments,
+            finish="length" if conversation.finish == "length" else "stop",
+            text=decode(conversation.response),
+            prompt_text=task.prompt,
+            label=task.label,
+            label_json=task.label_json,
+            metadata={ROUND_NUMBER: len(conversation.turns), **task.metadata},
+            rollout=self.index,
+            given_reward=reward,
+            role=role,
+            attributes={"session_id": log.session.id} | ({"role": role} if role else {}),
+            turns=turns_of(conversation.sampled, conversation.response, decode),
+        )

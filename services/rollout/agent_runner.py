@@ -190,7 +190,7 @@ _MODULE = "services.rollout.agent_worker"
 
 
 class AgentDisturbed(Exception):
-    """An agent's process was ended, and another agent in it was the cause, or (``unknown``) nobody knows which one."""
+    """An agent's process was ended, and another agent in it was the cause, or (``unknown``) no one knows which one."""
 
     def __init__(self, unknown: bool) -> None:
         self.unknown = unknown
@@ -205,7 +205,7 @@ def agent_workers(rollout: RolloutSection) -> int:
 
 class AgentRunner:
     """Runs a run's agents. Processes for functions start with `start`. ``instance``: the service's. ``asleep``: whether its engine sleeps
-    for a trainer: then no agent's time runs."""
+    for a trainer: then no agent's time runs. ``slots``: the places of agents that run at once; held by whoever calls `run`."""
 
     def __init__(self, config: RunConfig, instance: str, asleep: Callable[[], bool]) -> None:
         rollout = config.rollout
@@ -213,7 +213,7 @@ class AgentRunner:
         self._timeout_s = rollout.agent_timeout
         self._environment = worker_environment(config.reward.worker_environment)
         commands = any(isinstance(agent, list) for agent in agents(config).values())
-        self._slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
+        self.slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
         named = config.reward.worker_environment
         contained = rollout.agent_image and commands
         where = (config.run.name, instance, config.trainer.colocate)
@@ -223,11 +223,6 @@ class AgentRunner:
             setup = {"config": config.model_dump_json()}
             self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment, self._asleep)
         self._started: asyncio.Task[None] | None = None
-
-    @property
-    def slots(self) -> asyncio.Semaphore:
-        """Returns the places of agents that run at once; held by whoever calls `run`."""
-        return self._slots
 
     async def start(self) -> None:
         """Starts the processes, once. Raises ConfigError where an agent cannot be imported, or has no image."""
@@ -249,7 +244,10 @@ class AgentRunner:
         try:
             if program.command:
                 async with awake_timeout(self._timeout_s, self._asleep):
-                    return await self._commanded(program.command, environment_of(base_url, api_key), data)
+                    gateway = environment_of(base_url, api_key)
+                    if self._containers is not None:
+                        return await self._containers.run(program.command, self._environment, gateway, data)
+                    return await run_command(program.command, self._environment | gateway, data)
             return await self._called(program, {"data": data, "base_url": base_url, "api_key": api_key}, alone)
         except (TimeoutError, DeadlineExceeded):
             raise program.failed(f"it did not end within agent_timeout = {self._timeout_s:g} s") from None
@@ -257,11 +255,6 @@ class AgentRunner:
             raise program.failed(str(error), disruptive=True) from None
         except (CommandFailed, WorkerFailed, BadMessage) as error:
             raise program.failed(str(error)) from None
-
-    async def _commanded(self, command: Sequence[str], gateway: dict[str, str], data: dict[str, Any]) -> object:
-        if self._containers is not None:
-            return await self._containers.run(command, self._environment, gateway, data)
-        return await run_command(command, self._environment | gateway, data)
 
     async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
         assert self._pool is not None

@@ -194,7 +194,7 @@ class _Rollout(PlayedRollout):
         """Returns samples that the function itself calls ABORTED as ended ones, with the reward that it has given them.
 
         slime trains them as they are; generated anew, until one turns out well, they would leave the failures out. Raises HookFailed for
-        one without a reward that cannot be gone on with."""
+        one without a reward that cannot be continued with."""
         for sample in given:
             if sample.status is Status.ABORTED and sample.reward is not None:
                 sample.status, sample.aborted = Status.COMPLETED, True  # type: ignore[attr-defined]
@@ -268,7 +268,7 @@ def parameters(sampling: Sampling) -> dict[str, Any]:
         "spaces_between_special_tokens": False,
     }
     drawn = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim", "min_new_tokens", "repetition_penalty"})
-    if sampling.min_new_tokens:  # slime leaves out what nobody has set
+    if sampling.min_new_tokens:  # slime leaves out what no one has set
         drawn["min_new_tokens"] = sampling.min_new_tokens
     if sampling.repetition_penalty != 1:
         drawn["repetition_penalty"] = sampling.repetition_penalty

@@ -115,7 +115,7 @@ def rank_socket(engine: Path, rank: int) -> Path:
     return engine / f"rank-{rank}.sock"
 
 
-class RankDoor:
+class RankEndpoint:
     """A follower's end. ``engine``: returns this node's part of the engine, where it runs. Attributes: ``port``: where it listens, 0: not
     yet. ``secret``: what others prove to know."""
 
@@ -260,7 +260,7 @@ class EngineLeader:
             patience,
             self._ranks,
             stopping=asyncio.Event(),
-            secret=secret,  # for the followers: nobody comes in here
+            secret=secret,  # for the followers: no one comes in here
             show=self._show,
             healthy=rollout.engine_start_timeout + HEALTHY_SECONDS,  # it has served for so long, then
         )
@@ -308,7 +308,7 @@ async def follow(service: Service) -> None:
         lambda meeting: replica_command(service, name, meeting),
         engine_log(service),
     )
-    door = RankDoor(lambda: ranks.engine)
+    door = RankEndpoint(lambda: ranks.engine)
     async with door.open(own_address()):
         agent = NodeAgent(
             service,

@@ -286,7 +286,7 @@ class EngineProxy:
         return web.json_response({"object": "list", "data": models})
 
     async def _draw(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers a gateway, which goes on from what was drawn where the engine aborts it."""
+        """Answers a gateway, which continues from what was generated where the engine aborts it."""
         given = request.headers.get(KEY_HEADER, "").encode()
         if not hmac.compare_digest(given, self.draw_key.encode()) and self.renew_key is not None:
             self.draw_key = await self.renew_key()  # the store may have been emptied
@@ -308,7 +308,7 @@ class EngineProxy:
     async def _draw_live(
         self, request: web.BaseRequest, client: EngineClient, wanted: GenerationRequest, asked: DrawRequest
     ) -> web.StreamResponse:
-        """Answers a gateway piece by piece. Where it cannot go on the connection breaks: what was sent is good."""
+        """Answers a gateway piece by piece. Where it cannot continue the connection breaks: what was sent is good."""
         life, response = self._served.incarnation, web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
         pauses = client.retracting_pauses
         try:
@@ -327,7 +327,7 @@ class EngineProxy:
         return response
 
     async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
-        self._present()  # before a body is read that nobody would answer
+        self._present()  # before a body is read that no one would answer
         body = await body_of(request)
         client = await self._serving()
         parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"

@@ -51,7 +51,7 @@ class EpisodeTokens:
         self._variables = {key: self._control.guarded(value) if key == "tools" else value for key, value in variables.items()}
 
     def opening(self, prompt: str | list[dict[str, Any]], ids: Sequence[int], messages: Sequence[Reply]) -> list[int]:
-        """Returns the ids that the first turn goes on from: the prompt, and what ``reset`` has added. ``ids``: of the prompt alone, which
+        """Returns the ids that the first turn continues from: the prompt, and what ``reset`` has added. ``ids``: of the prompt alone, which
         stay where text is put behind text. Raises ConfigError."""
         if self._as_chat:
             first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -64,7 +64,7 @@ class EpisodeTokens:
         """Returns what stands behind the model's message up to its next one, as text and ids; none of it is the model's.
 
         ``last``: the token that ended the message, where it ended by itself: what the template ends a message with is not put there twice.
-        Raises ConfigError where the template does not go on from a message as it ended one."""
+        Raises ConfigError where the template does not continue from a message as it ended one."""
         text = self._behind(messages) if self._as_chat else _text(messages)
         if last is not None and text.startswith(end := self._tokenizer.pieces([last])[0]):
             text = text[len(end) :]
@@ -119,12 +119,12 @@ class EpisodeGenerate(CustomGenerate):
         """Has nothing to start: the environment is a service of its own."""
 
     async def close(self) -> None:
-        """Closes the connections to the environment, and to the engine's door."""
+        """Closes the connections to the environment, and to the engine's proxy."""
         await self.environment.close()
         await close_session()
 
     async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
-        """Plays a rollout, or goes on with it. Raises HookFailed, or DeadlineExceeded."""
+        """Plays a rollout, or continues with it. Raises HookFailed, or DeadlineExceeded."""
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
         self.replica.proxy.calls[token] = requests
@@ -152,7 +152,7 @@ class EpisodeGenerate(CustomGenerate):
         return self._described
 
     async def asked(self, awaited: str, ask: Callable[[float], Awaitable[Answer]]) -> Answer:
-        """Returns an answer, asked for again while nobody can be reached; a repeat does no harm. Raises EnvironmentFailed."""
+        """Returns an answer, asked for again while no one can be reached; a repeat does no harm. Raises EnvironmentFailed."""
         deadline = self.settings.episode_timeout
         end, pause, reason = time.monotonic() + deadline, FIRST_PAUSE, ""
         while (left := end - time.monotonic()) > 0:
@@ -176,7 +176,7 @@ class EpisodeGenerate(CustomGenerate):
 
 
 class _Episode:
-    """One episode. ``sample.episode`` holds where it is, so that it goes on anywhere: session, turn, what was said, rewards, tools."""
+    """One episode. ``sample.episode`` holds where it is, so that it continues anywhere: session, turn, what was said, rewards, tools."""
 
     def __init__(self, run: EpisodeGenerate, task: Task, index: int, sample: HookSample, requests: Requests, engine: str) -> None:
         self._run, self._task, self._index, self._sample = run, task, index, sample
@@ -246,11 +246,11 @@ class _Episode:
                 return ("length", None) if self._left() > 0 else ("full", None)
             if self._requests.stopped.is_set():
                 return "abort", None
-            await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn goes on from its tokens
+            await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn continues from its tokens
         return "full", None
 
     def _up_to_stop(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's answer up to the end of a stop string that began in what the turn had drawn before."""
+        """Returns the engine's answer up to the end of a stop string that began in what the turn had generated before."""
         meta, earlier = answer["meta_info"], self._state.get("drawn", 0)
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
         decode = functools.partial(self._run.tokenizer.decode, skip_special_tokens=False)
@@ -269,7 +269,7 @@ class _Episode:
 
     def _route(self, encoded: str | None, beyond: int) -> None:
         """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them. ``beyond``: tokens
-        that the engine drew and that were left out."""
+        that the engine generated and that were left out."""
         if encoded is None or self._run.choices is None:
             return
         known = self._sample.rollout_routed_experts

@@ -4,7 +4,7 @@ It speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``.
 "engines": count}``; an answer: ``{"results": [fields of EvalResult, …]}``, ``{"unfit": text}`` for what is no result, or ``{"error":
 text}`` where the function raised. Where no sample names its versions, ``oldest`` and ``newest`` are None.
 
-It is a process apart from that of a rollout function: that one goes on meanwhile, and neither ends with the other.
+It is a process apart from that of a rollout function: that one continues meanwhile, and neither ends with the other.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class HeldOutSource(DataSource):
         self.metadata: dict[str, Any] = {}
 
     def get_samples(self, num_samples: int) -> NoReturn:
-        """Raises ValueError: what an evaluation drew would be missing in training."""
+        """Raises ValueError: what an evaluation generated would be missing in training."""
         raise ValueError("get_samples in an evaluation: training prompts are not drawn for it; args.eval_datasets has the held-out sets")
 
     def add_samples(self, samples: list[list[HookSample]]) -> NoReturn:

@@ -2,7 +2,7 @@
 
 The buffer asks for it once a version. One replica takes that task from the queue, calls the function in a process of its own and reports
 the result of each set; a replica that dies leaves it to another. Invariant: the task leaves the queue only once every set of the run has a
-result, or a reason, or nobody waits for it any more.
+result, or a reason, or no one waits for it any more.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class Evaluator:
         await lease.ack()
 
     async def _report(self, task: Evaluate, answer: dict[str, Any]) -> None:
-        """Tells the buffer of each set: first those that the function has of its own, for with the run's last one the version is done."""
+        """Informs the buffer of each set: first those that the function has of its own, for with the run's last one the version is done."""
         named = [item.name for item in self._config.eval.named.values()]
         results = {result.dataset: result for result in self._results(task, answer)}
         why = str(answer.get("unfit") or f"it gave no set of this name; it gave {', '.join(results) or 'none'}")

@@ -104,7 +104,7 @@ class _Group:
         self.slots.end()
 
     async def _drawn(self, client: EngineClient, partial: Partial, seconds: float) -> Generation:
-        """Returns what the engine draws for a sample in one request. Raises Stopped, DeadlineExceeded, EngineError."""
+        """Returns what the engine generates for a sample in one request. Raises Stopped, DeadlineExceeded, EngineError."""
         request, life = _request(self.task, partial), self.replica.incarnation
         version = self.replica.version
         asked = (

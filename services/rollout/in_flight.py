@@ -33,7 +33,7 @@ class Partial:
     """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R); seed: None for none.
 
     ``choices``: of the model, where the experts of each token are asked for. ``routed``: those known so far, of the first tokens of prompt
-    and response: a token keeps the experts of the pass that drew the token after it, also where later passes compute it again.
+    and response: a token keeps the experts of the pass that generated the token after it, also where later passes compute it again.
     ``unrouted``: why they are not known."""
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
@@ -47,7 +47,7 @@ class Partial:
 
     @property
     def routed_from(self) -> int | None:
-        """Returns the first token of prompt and response whose experts are still to be told; None where nobody asks for them."""
+        """Returns the first token of prompt and response whose experts are still to be told; None where no one asks for them."""
         return None if self.choices is None else 0 if self.routed is None else len(self.routed)
 
     def extend(self, generation: Generation, longest: int) -> None:

@@ -30,7 +30,7 @@ from shared.schema.sample import Sample
 
 TRIES = 5  # the number of failed calls in a row after which a rollout is lost
 
-# The same for calls that held up or ended their process. All but the first have one of their own, so that they cost nobody else.
+# The same for calls that held up or ended their process. All but the first have one of their own, so that they cost no one else.
 DISRUPTIVE_TRIES = 2
 
 

@@ -107,7 +107,8 @@ class _SessionId(str):
 
 @dataclass
 class DrawnGroup:
-    """A group that the function has drawn. ``begun``: the version that was served then. ``samples``: those it got, as long as they live."""
+    """A group that the function has taken. ``begun``: the version that was served then. ``samples``: those it got, as long as they
+    live."""
 
     group: str
     number: int
@@ -130,7 +131,7 @@ class DrawnGroup:
 
 class DrawnGroups(DataSource):
     """slime's data source over the buffer's tasks. Every method may be called from any thread. ``in_call``: the function is at work on a
-    rollout, and does not just go on with groups in the background."""
+    rollout, and does not just continue with groups in the background."""
 
     def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
         self._calls, self._config, self._prompts = calls, config, prompts
@@ -168,7 +169,8 @@ class DrawnGroups(DataSource):
         return found
 
     def add_samples(self, samples: list[list[HookSample]]) -> None:
-        """Gives groups back: they are drawn again later, with the tokens that they have. Raises ValueError for one that was not drawn."""
+        """Gives groups back: they are taken again later, with the tokens that they have. Raises ValueError for one that was not
+        taken."""
         for group in samples:
             flat = _flat(group)
             numbers = {sample.group_index for sample in flat}
@@ -181,7 +183,7 @@ class DrawnGroups(DataSource):
         return self._prompts
 
     def save(self, rollout_id: int) -> None:
-        """Does nothing: the ledger knows which prompts were drawn."""
+        """Does nothing: the ledger knows which prompts were taken."""
 
     def load(self, rollout_id: int | None = None) -> None:
         """Does nothing, as `save`."""
@@ -224,7 +226,7 @@ class DrawnGroups(DataSource):
         return None
 
     def give_back(self, drawn: DrawnGroup, samples: Sequence[HookSample]) -> None:
-        """Gives a group back with what its samples have; with nothing, where that is not fit to be gone on from."""
+        """Gives a group back with what its samples have; with nothing, where that is not fit to be continued from."""
         blobs: list[bytes] = []
         if len(samples) == self._n and any(sample.response_length for sample in samples):
             try:
@@ -234,7 +236,7 @@ class DrawnGroups(DataSource):
         self._leave(drawn, "give_back", samples=blobs)
 
     def discard_unheld(self, reason: str) -> None:
-        """Tells of the groups that the function cannot hand in any more."""
+        """Reports the groups that the function cannot hand in any more."""
         for drawn in [drawn for drawn in list(self._drawn.values()) if not drawn.held]:
             self._leave(drawn, "discard", reason=reason)
 
@@ -249,7 +251,7 @@ class DrawnGroups(DataSource):
         return POLL_INTERVAL_S if loop is None or id(loop) in self._spinning or not self._drawn else GLANCE_S
 
     def _starving(self, started: float, loop: asyncio.AbstractEventLoop | None) -> bool:
-        """Returns whether the function cannot go on without more prompts than the buffer has admitted."""
+        """Returns whether the function cannot continue without more prompts than the buffer has admitted."""
         drawn = list(self._drawn.values())
         if not drawn:
             return False
@@ -261,8 +263,8 @@ class DrawnGroups(DataSource):
         return waited > PATIENCE_S if loop is None else self._spinning.get(id(loop), 0) > 1
 
     def _gives_way(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Returns whether a call on an event loop returns without prompts: it does once, unless nothing else can go on there. A caller that
-        comes back before its loop has run anything else would never let what it waits for be generated."""
+        """Returns whether a call on an event loop returns without prompts: it does once, unless nothing else can continue there. A caller
+        that comes back before its loop has run anything else would never let what it waits for be generated."""
         with self._lock:
             first = id(loop) not in self._spinning
             self._spinning[id(loop)] = self._spinning.get(id(loop), 0) + 1

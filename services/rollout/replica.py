@@ -193,7 +193,7 @@ class Replica:
         return None if paused or served.asleep or served.target is not None else (served.incarnation, served.version)
 
     def _tell_of_last(self, cause: str) -> None:
-        """Tells why another engine is started; of one over several nodes its leader tells."""
+        """Reports why another engine is started; of one over several nodes its leader tells."""
         if self._leader is None:
             self._service.detail = f"the one before: {cause}" if cause else ""
 

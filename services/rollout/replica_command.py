@@ -23,7 +23,7 @@ from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import Service, default_instance
 
-# Flags of SGLang's under which it draws by seeds; without a seed of its own each request would have the same one.
+# Flags of SGLang's under which it generates by seeds; without a seed of its own each request would have the same one.
 SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")
 
 
@@ -64,7 +64,7 @@ FLAG = "cuda-graph-max-bs-decode"
 # Flags by which a run says itself how many: the most, or a list.
 SIZES = (FLAG, "cuda-graph-max-bs", "cuda-graph-bs-decode", "cuda-graph-bs")
 
-# Flags after which nobody can tell.
+# Flags after which no one can tell.
 OTHERWISE = ("disable-cuda-graph", "disable-decode-cuda-graph", "cuda-graph-config", "cuda-graph-backend-decode")
 
 

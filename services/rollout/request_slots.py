@@ -87,7 +87,7 @@ class SlotQueue:
         self._claims[claim.task_class].discard(claim)
 
     def claimed(self, task_class: str) -> int:
-        """Returns how many samples of a class have not ended, those that nobody has begun included."""
+        """Returns how many samples of a class have not ended, those that no one has begun included."""
         return sum(claim.open for claim in self._claims[task_class])
 
     def room(self, task_class: str, samples: int) -> int:
@@ -190,8 +190,8 @@ class SlotLimit:
         self._before: tuple[int, float] | None = None  # fewer slots, and the engine's speed with them
 
     def note(self, load: EngineLoad, held: int, tokens: int, now: float) -> int:
-        """Returns the slots after a reading, about one a second. ``held``: slots that are held. ``tokens``: that the engine has drawn by
-        ``now``, monotonic seconds."""
+        """Returns the slots after a reading, about one a second. ``held``: slots that are held. ``tokens``: that the engine has generated
+        by ``now``, monotonic seconds."""
         if self._fixed is not None:
             return self.slots
         retracted = max(0, load.retracted - (load.retracted if self._retracted is None else self._retracted))

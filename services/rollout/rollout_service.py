@@ -58,13 +58,13 @@ class TokenRate:
     """Measures tokens a second over the last `WINDOW_SECONDS`.
 
     A reading divides the tokens of the window by the whole window, also at the start, so that the rate's integral over a run is the run's
-    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly drawn."""
+    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly generated."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, float]] = deque()
 
     def note(self, now: float, tokens: float) -> float:
-        """Returns the rate at ``now`` (monotonic seconds), when ``tokens`` have been drawn in all."""
+        """Returns the rate at ``now`` (monotonic seconds), when ``tokens`` have been generated in all."""
         self._readings.append((now, tokens))
         begin = now - WINDOW_SECONDS
         while len(self._readings) > 1 and self._readings[1][0] <= begin:
@@ -74,8 +74,8 @@ class TokenRate:
 
 
 class DrawnTokens:
-    """Counts the tokens that the replica's engines have drawn, one engine after another. ``total``: tokens in all, of finished, aborted and
-    unfinished samples alike, without prompts."""
+    """Counts the tokens that the replica's engines have generated, one engine after another. ``total``: tokens in all, of finished, aborted
+    and unfinished samples alike, without prompts."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -97,7 +97,7 @@ class DrawnTokens:
         if drawn is None:
             self.total += ended
             return self.total
-        if client is self._engine:  # tokens that a new engine has drawn before were its own warm-up
+        if client is self._engine:  # tokens that a new engine has generated before were its own warm-up
             self.total += max(0, drawn - self._last)
         self._engine, self._last = client, drawn
         return self.total
@@ -173,9 +173,11 @@ HAND_ON_SECONDS = 1.5  # the time that a stopping replica waits until its unfini
 RETRY_SECONDS = 1.0  # the pause after the engine could not be asked to abort stale requests
 
 FETCHED_GROUPS = 8  # the most groups that are taken at once: replicas that have room take turns then
-QUIET_SECONDS = 10.0  # an engine with groups in hand that draws no token for so long does not go on, or waits for agents and environments
+QUIET_SECONDS = (
+    10.0  # an engine with groups in hand that generates no token for so long does not continue, or waits for agents and environments
+)
 RATE_SECONDS = 1.0  # the interval at which the engine's token count is read and the gauges are set
-FIRST_SECONDS = 0.1  # the same until it is known that the replica, which serves, has drawn its first tokens
+FIRST_SECONDS = 0.1  # the same until it is known that the replica, which serves, has generated its first tokens
 
 
 class Rollout:
@@ -206,7 +208,7 @@ class Rollout:
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
         self._taken: dict[asyncio.Task[None], tuple[float, GroupSlots]] = {}  # when each was taken, seconds since the epoch, oldest first
-        self._generated = False  # a token of a task has been drawn
+        self._generated = False  # a token of a task has been generated
         self._drawn = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
         self.tokens = 0
@@ -286,7 +288,7 @@ class Rollout:
         log = service.log.bind(group=task.group, attempt=task.attempt)
         try:
             async with lease.held():
-                if task.deadline and time.time() >= task.deadline:  # nobody waits for it any more
+                if task.deadline and time.time() >= task.deadline:  # no one waits for it any more
                     log.info("task_late")
                 elif lease.exhausted:
                     failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries", INFRASTRUCTURE)
@@ -402,7 +404,7 @@ class Rollout:
         return Doing(part=WORK, what=what, since=since, next_action=after, stuck=quiet)
 
     def _note_drawn(self, tokens: int) -> None:
-        """Notes how many tokens the engine has drawn."""
+        """Notes how many tokens the engine has generated."""
         if (drew := tokens != self._drawn[0]) or not self.running:
             if drew and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
                 self._generated = True

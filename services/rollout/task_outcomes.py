@@ -121,7 +121,7 @@ class TaskOutcomes:
             self._service.traces.add(span)
 
     async def _stored(self, task: Task, samples: Sequence[Sample]) -> Payload:
-        """Stores samples before their reference is published, under keys that nobody else writes: a referenced payload never changes.
+        """Stores samples before their reference is published, under keys that no one else writes: a referenced payload never changes.
         Raises BadMessage for samples that are too large."""
         encoded, generation = sample_codec.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex
         names = self._service.subjects

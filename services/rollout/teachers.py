@@ -1,4 +1,4 @@
-"""On-policy distillation: asks the teachers, SGLang servers of `algorithm.opd_teachers`, for their log-probs of what the policy drew.
+"""On-policy distillation: asks the teachers, SGLang servers of `algorithm.opd_teachers`, for their log-probs of what the policy generated.
 
 A sample's teachers are those that its prompt's metadata names under `algorithm.opd_teacher_key` (a name, a list of names, or names with
 weights), else all, with `opd_teacher_weights`. Weights count relative to one another. What the trainer gets in the sample's attributes,

@@ -1,8 +1,8 @@
 """Loads weights without a push, for a replica that joins late or a run without pushes: from a replica that serves them, or from disk.
 
 `choose` decides, `WeightCatchUp` acts. Meanwhile the replica's status is "catching up", and the trainer offers it no push. Catching up
-delays no other replica: the source goes on generating, and the disk is read in the background. After a failure the replica is still ready
-for a push, and another source is tried.
+delays no other replica: the source continues to generate, and the disk is read in the background. After a failure the replica is still
+ready for a push, and another source is tried.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
 
 class WeightCatchUp:
     """Loads the weights that a replica lacks, and sends its own to replicas that lack them. ``busy``: returns whether a push has been
-    agreed upon or is going on."""
+    agreed upon or is in progress."""
 
     def __init__(self, service: Service, replica: Replica, busy: Callable[[], bool]) -> None:
         self._service, self._replica, self._busy = service, replica, busy
@@ -215,7 +215,7 @@ class WeightCatchUp:
         await self._service.tell("caught_up", f"version {offer.version} from {source} in {figures['seconds']:.1f} s")
 
     async def _distrust(self, source: str, reason: str) -> None:
-        """Tells that a replica has sent weights that are not the trainer's. This replica stays fenced."""
+        """Reports that a replica has sent weights that are not the trainer's. This replica stays fenced."""
         self._service.metrics.add("peer_weights_differ")
         self._service.log.error("peer_weights_differ", replica=source, reason=reason)
         await self._service.tell("peer_weights_differ", f"{source}: {reason}")
@@ -353,7 +353,7 @@ class WeightCatchUp:
         await self._replica.serve(version, digest)
 
     async def _resume(self, client: EngineClient) -> None:
-        """Resumes an engine that was paused; output that it draws without the weights of a version is discarded."""
+        """Resumes an engine that was paused; output that it generates without the weights of a version is discarded."""
         for step in (client.end_weight_update, client.resume):
             with contextlib.suppress(MyxoError):
                 await step(deadline=ASK_SECONDS)

@@ -105,7 +105,7 @@ END_SECONDS = 10.0  # the deadline for each command to the engine after a push h
 POLL_INTERVAL_S = 0.05
 
 # The part of a push's deadline, and the least seconds, that an engine has for each step that is its own alone: to begin to join, to pause
-# and begin to receive, to go on. All others wait for it meanwhile; one that takes longer is left out of the push.
+# and begin to receive, to continue. All others wait for it meanwhile; one that takes longer is left out of the push.
 OWN_PART, OWN_LEAST = 0.25, 10.0
 
 
@@ -142,7 +142,7 @@ class WeightsReceiver:
         await self.colocation.listen()
 
     def expects_push(self) -> bool:
-        """Returns whether a push has been agreed upon, or is going on."""
+        """Returns whether a push has been agreed upon, or is in progress."""
         return self._served.target is not None or time.monotonic() < self._agreed_until
 
     async def settled(self, seconds: float) -> None:

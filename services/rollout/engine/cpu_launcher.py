@@ -167,8 +167,8 @@ def draw_by_seeds() -> torch.library.Library:
     """Lets torch's native attention draw by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
 
     It computes each sequence's attention by itself. The kernels that make a GPU's matrix products the same in every batch are left out: a
-    product may differ in the last bit of a float32 then, by which a token changes once in millions of draws. Returns the library that holds
-    the hash of seed and position, which must be kept alive."""
+    product may differ in the last bit of a float32 then, by which a token changes once in millions of tokens. Returns the library that
+    holds the hash of seed and position, which must be kept alive."""
     from sglang.srt import batch_invariant_ops, server_args
 
     server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")

@@ -190,7 +190,7 @@ class EarlyProcesses:
         context.SpawnProcess._Popen = staticmethod(self._start)  # type: ignore[method-assign,assignment]
 
     def note_imported(self) -> None:
-        """Tells that the environment is now what the imports have made of it, which are those of the early processes."""
+        """Reports that the environment is now what the imports have made of it, which are those of the early processes."""
         self._imported = dict(os.environ)
 
     def _start(self, process_object: Any) -> Any:

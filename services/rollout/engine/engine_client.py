@@ -98,8 +98,8 @@ class EngineMemory:
 
 
 # The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
-# where they are and go on with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their keys
-# and values are computed anew.
+# where they are and continue with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their
+# keys and values are computed anew.
 PauseMode = Literal["abort", "in_place", "retract"]
 
 # Deadlines where the caller gives none: for control calls, for one group, for one push or one load from disk.
@@ -126,7 +126,7 @@ class EngineClient:
         paused: the mode of the present pause, or None.
         generating: groups that the engine generates for this client now. retracting_pauses: how often all running requests were put back
             into the queue by a pause; each of them counts that as a retraction, like one for want of memory.
-        load: the engine's load when its drawn tokens were read the last time; None before, and of an engine that does not tell it.
+        load: the engine's load when its generated tokens were read the last time; None before, and of an engine that does not tell it.
         memory: releases the engine's memory and takes it again. receivers: the parts of the engine's ranks that receive weights.
     """
 
@@ -202,8 +202,9 @@ class EngineClient:
     async def generate_live(
         self, request: GenerationRequest, sampling: Sampling, *, deadline: float = GENERATE_SECONDS
     ) -> AsyncGenerator[Generation]:
-        """Yields a request's tokens as they are drawn: each piece goes on where the one before ended, and all but the last are ``abort``.
-        Otherwise as `generate_group`. A caller that does not take all pieces closes the generator: the engine then aborts the request."""
+        """Yields a request's tokens as they are generated: each piece continues where the one before ended, and all but the last are
+        ``abort``. Otherwise as `generate_group`. A caller that does not take all pieces closes the generator: the engine then aborts the
+        request."""
         version, where, seen, ended = self.version, f"{self.url}/generate", 0, False
         body = group_body([request], sampling, self.capabilities, self.cache_key)
         single = {name: value[0] if name in ("rid", "input_ids", "sampling_params") else value for name, value in body.items()}
@@ -250,8 +251,8 @@ class EngineClient:
         log_failure(task, "ending abandoned requests")
 
     async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
-        """Returns how many tokens the engine has drawn for all clients since it started; None where it does not count them. A retracted
-        sample draws its next token in a prefill again, which the engine does not count."""
+        """Returns how many tokens the engine has generated for all clients since it started; None where it does not count them. A retracted
+        sample generates its next token in a prefill again, which the engine does not count."""
         try:
             page = await self.transport.get("/metrics", deadline)
         except EngineError as error:
@@ -280,7 +281,7 @@ class EngineClient:
         self.paused = None
 
     async def probe(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Returns once the engine's processes have answered each other: it draws a token where it is idle. It must not be paused."""
+        """Returns once the engine's processes have answered each other: it generates a token where it is idle. It must not be paused."""
         await self.transport.get("/health_generate", deadline)
 
     async def freeze_gc(self, *, deadline: float = CONTROL_SECONDS) -> None:
@@ -299,8 +300,8 @@ class EngineClient:
     async def join_channels(
         self, channels: Sequence[WeightChannelAddress], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
     ) -> None:
-        """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them. ``rank``: the
-        rank of the engine's first process in all channels. ``timeout``: seconds for joining."""
+        """Has the engine leave the channels that it is in and join these. It continues to generate; ``receive`` waits for them. ``rank``:
+        the rank of the engine's first process in all channels. ``timeout``: seconds for joining."""
         fields = [channel.model_dump(mode="json") for channel in channels]
         await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
 
@@ -309,7 +310,7 @@ class EngineClient:
         await self.receivers.ask({"verb": "leave"}, deadline)
 
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
-        """Tells the engine all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
+        """Records all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
         Returns the version's digest."""
         answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": tensors}, deadline)
         return str(answers[0]["digest"])
@@ -373,7 +374,7 @@ class EngineClient:
         self._loaded(version)
 
     async def set_weight_version(self, version: int, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Tells the engine that it holds the whole of this version. The next tokens of running requests count for it."""
+        """Informs the engine that it holds the whole of this version. The next tokens of running requests count for it."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.transport.post("/update_weight_version", body, deadline, "the engine may name the old version")
         self._loaded(version)
@@ -424,7 +425,7 @@ async def until_hung(client: EngineClient, can_be_asked: Callable[[], object], s
     """Probes an engine, and returns why once it counts as hung.
 
     ``seconds``: for which it may answer no probe. ``can_be_asked``: returns what the engine serves, and nothing (or something false) while
-    it generates for nobody; a probe counts only if that was the same before and after it."""
+    it generates for no one; a probe counts only if that was the same before and after it."""
     health = EngineHealth(seconds)
     while True:
         await asyncio.sleep(PROBE_INTERVAL_S)

@@ -58,7 +58,7 @@ CPU_FLAGS: dict[str, FlagValue] = {
 
 COMMON_FLAGS: dict[str, FlagValue] = {
     "log-level-http": "warning",  # one access line per request otherwise
-    "enable-metrics": True,  # at /metrics, from which the service reads how many tokens were drawn
+    "enable-metrics": True,  # at /metrics, from which the service reads how many tokens were generated
     "sampling-defaults": "openai",  # or chats that name no top_p have that of generation_config.json, which is not trained
 }
 

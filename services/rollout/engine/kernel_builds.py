@@ -177,7 +177,7 @@ def compiler(environment: Mapping[str, str]) -> Path | None:
 
 
 def missing_kernels(arguments: Sequence[str], environment: Mapping[str, str]) -> list[JitKernel]:
-    """Returns the kernels of an engine in whose cache no mark says that it has them. A cache that nobody has named is nobody's to fill."""
+    """Returns the kernels of an engine in whose cache no mark says that it has them. A cache that no one has named is no one's to fill."""
     file = Path(engine_flags(arguments).get("model-path") or ".", "config.json")
     config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     kernels = [kernel for kernel in jit_kernels(config, arguments) if environment.get(kernel.cache)]
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str]) -> None:
         failed = build_all(missing_kernels(arguments, os.environ), os.environ, BUILD_SECONDS)
     for name, reason in failed.items():
         say(f"{name} is left to the engine: {' '.join(reason.split())[-1000:]}")
-    kill_descendants(os.getpid())  # compilers that are late would go on after the end of their locks
+    kill_descendants(os.getpid())  # compilers that are late would continue after the end of their locks
     os._exit(bool(failed))
 
 

@@ -1,4 +1,4 @@
-"""MurmurHash3 (Austin Appleby, public domain; the 32-bit variant, seed 0) of the 16 bytes that SGLang draws a token by."""
+"""MurmurHash3 (Austin Appleby, public domain; the 32-bit variant, seed 0) of the 16 bytes that SGLang generates a token by."""
 
 import numpy as np
 from numpy.typing import NDArray

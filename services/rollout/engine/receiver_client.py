@@ -21,7 +21,7 @@ ANSWER_MARGIN = 5.0  # seconds that a receiver has for its answer beyond a comma
 ABORT_SECONDS = 10.0  # the deadline for the other ranks to end a command at which one of them has failed
 CONNECT_SECONDS = 5.0  # the seconds to open the connections of the next command
 
-# The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it goes on.
+# The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it continues.
 LATE_SECONDS = 1.0
 
 Fields = dict[str, Any]  # a command, or a rank's answer to it
@@ -150,7 +150,7 @@ class ReceiverClient:
             await asyncio.shield(waking)
 
     def _wake(self, wake: Callable[[], Awaitable[object]]) -> asyncio.Future[None]:
-        """Begins to wake the schedulers. It goes on whatever becomes of the command, and is known until it has ended."""
+        """Begins to wake the schedulers. It continues whatever becomes of the command, and is known until it has ended."""
 
         async def until_answered() -> None:
             await wake()

@@ -35,7 +35,7 @@ CLOSED_SECONDS = 0.005  # the longest that the gate stays closed, whatever the o
 
 
 class SchedulerGate:
-    """One scheduler's gate. Any thread may close it; it opens once nobody keeps it closed."""
+    """One scheduler's gate. Any thread may close it; it opens once no one keeps it closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -248,7 +248,7 @@ class CommandSession:
                 self._begin(command)
             say("answer", command.answer.result(command.deadline.left + 2 * ANSWER_MARGIN))
         except CancelledError:
-            self._call_off(command)  # before the caller goes on to its next command
+            self._call_off(command)  # before the caller continues to its next command
             say("answer", {"ok": False, "error": "called off before it began", "touched": False})
         except TimeoutError:
             error = "nobody has done this command: the engine was not asked to"

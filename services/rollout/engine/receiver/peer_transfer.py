@@ -3,7 +3,7 @@
 Each of the source's ranks looks up which parameters loading a tensor would set, and puts what it holds of the tensor back in its place. All
 of the destination's ranks take from all of the source's, lay the parts over each other, and load, hash and count the tensors as in a push:
 what comes is known by its own digest, which must be the one that the trainer has told of the version. Nothing that the source says of its
-weights is believed. The source uses a thread of its own and goes on generating, since it only reads.
+weights is believed. The source uses a thread of its own and continues to generate, since it only reads.
 
 A change of the source's parameters ends the transfer first (`Receiver.before_change`).
 """
