@@ -16,9 +16,8 @@ from typing import Any
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine_proxy import SampleCheck
-from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import InFlight, Requests, Stopped
-from services.rollout.played_group import GroupPlayer, GroupProgress, PlayedGroup, PlayedRollout
+from services.rollout.played_group import RETRY_PAUSE, GroupPlayer, GroupProgress, PlayedGroup, PlayedRollout
 from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from shared.config.eval_views import eval_view

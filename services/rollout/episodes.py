@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from services.rollout.custom_generate import CustomGenerate, parameters
-from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import Requests
+from services.rollout.played_group import RETRY_PAUSE
 from services.rollout.replica import Replica
 from shared.config.eval_views import eval_view
 from shared.data.call_form import in_call_form

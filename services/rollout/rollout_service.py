@@ -15,9 +15,8 @@ from services.rollout.engine_nodes import follow
 from services.rollout.engine_spread import EngineSpread
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
-from services.rollout.generate import generate_group
 from services.rollout.in_flight import UNROUTED, InFlight, Stopped, restored, samples_of
-from services.rollout.played_group import GroupPlayer, PlayedGroup
+from services.rollout.played_group import GroupPlayer, PlayedGroup, generate_group
 from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, SampleSeeds, captured_requests
