@@ -129,12 +129,40 @@ class DrawnGroup:
         return all(status_of(sample.status) in _ENDED for sample in living)
 
 
-class DrawnGroups(DataSource):
+class PositionlessSource(DataSource):
+    """A data source whose position is the buffer's. ``prompts``: how many the run has."""
+
+    def __init__(self, prompts: int) -> None:
+        self._prompts = prompts
+        self.metadata: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return self._prompts
+
+    def save(self, rollout_id: int) -> None:
+        """Does nothing: the ledger knows which prompts were taken."""
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Does nothing, as `save`."""
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def get_buffer_length(self) -> int:
+        """Returns 0: what was given back is with the buffer, in the queue with all other prompts."""
+        return 0
+
+
+class DrawnGroups(PositionlessSource):
     """slime's data source over the buffer's tasks. Every method may be called from any thread. ``in_call``: the function is at work on a
     rollout, and does not just continue with groups in the background."""
 
     def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
-        self._calls, self._config, self._prompts = calls, config, prompts
+        super().__init__(prompts)
+        self._calls, self._config = calls, config
         self._choices = replayed_choices(config)
         self._n = config.rollout.n_samples_per_prompt
         self._lock = threading.Lock()
@@ -142,7 +170,6 @@ class DrawnGroups(DataSource):
         self.in_call = False
         self._all_finished_at: float | None = None  # since when, in a call that asks for more
         self._spinning: dict[int, int] = {}  # event loop → calls without prompts since it last ran
-        self.metadata: dict[str, Any] = {}
 
     # --- slime's data source
 
@@ -178,25 +205,6 @@ class DrawnGroups(DataSource):
             if drawn is None:
                 raise ValueError(f"add_samples: group_index {sorted(map(str, numbers))} is not one of the groups that get_samples gave")
             self.give_back(drawn, flat)
-
-    def __len__(self) -> int:
-        return self._prompts
-
-    def save(self, rollout_id: int) -> None:
-        """Does nothing: the ledger knows which prompts were taken."""
-
-    def load(self, rollout_id: int | None = None) -> None:
-        """Does nothing, as `save`."""
-
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
-        self.metadata.update(metadata)
-
-    def get_metadata(self) -> dict[str, Any]:
-        return self.metadata
-
-    def get_buffer_length(self) -> int:
-        """Returns 0: what was given back is with the buffer, in the queue with all other prompts."""
-        return 0
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raises AttributeError: a source of the user's own gives prompts to the buffer, in a process of its own, and is not here."""
