@@ -170,6 +170,11 @@ class EndpointServer:
         self._runner: web.ServerRunner | None = None
         self.address: tuple[str, int] | None = None
 
+    @property
+    def url(self) -> str:
+        """Returns where it listens; empty while it does not."""
+        return "" if self.address is None else f"http://{self.address[0]}:{self.address[1]}"
+
     async def open(self, host: str) -> None:
         """Listens on a free port of ``host``; does nothing if it does so already."""
         async with self._opening:  # groups ask for it at once
@@ -202,7 +207,7 @@ class _Closing(asyncio.Protocol):
         transport.close()
 
 
-class EngineProxy:
+class EngineProxy(EndpointServer):
     """Serves one replica's engine to others.
 
     Args:
@@ -231,23 +236,11 @@ class EngineProxy:
         self._generate_s, self._wait_s = generate_s, wait_s
         self._requests = 0
         # bodies stay as they were sent: none is unpacked
-        self.server = EndpointServer(lambda: _BoundedServer(limit + SPARE_CONNECTIONS, self._handle, keepalive_timeout=IDLE_SECONDS, **RAW))
+        super().__init__(lambda: _BoundedServer(limit + SPARE_CONNECTIONS, self._handle, keepalive_timeout=IDLE_SECONDS, **RAW))
         self.public, self.draw_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
         self.answers: EngineAnswers | None = None
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        return self.server.address
-
-    async def open(self, host: str) -> None:
-        """Listens on a free port of ``host``; does nothing if it does so already."""
-        await self.server.open(host)
-
-    async def close(self) -> None:
-        """Ends what is being passed on, and listens no more."""
-        await self.server.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:

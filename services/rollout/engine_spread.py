@@ -45,21 +45,17 @@ def reachable_proxies(statuses: list[ServiceStatus], host: str, least: int) -> l
     return [ReplicaProxy(one.engine, one.version) for one in there if one.host == host or f"//{LOOPBACK}:" not in one.engine]
 
 
-class EngineSpread:
+class EngineSpread(EndpointServer):
     """The address of one function. ``address``: host and port, once it is open. ``least``: the version that a replica has to serve.
     ``sent``: requests, by proxy."""
 
     def __init__(self, service: Service, replica: Replica) -> None:
+        super().__init__(lambda: web.Server(self._handle, **RAW))
         self._service, self._replica, self.least = service, replica, 0
-        self._server = EndpointServer(lambda: web.Server(self._handle, **RAW))
         self._session: aiohttp.ClientSession | None = None
         self._others: list[ReplicaProxy] = []
         self._in_hand: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        return self._server.address
 
     async def keep(self) -> None:
         """Is open and follows the registry until cancelled."""
@@ -71,16 +67,16 @@ class EngineSpread:
         finally:
             await self.close()
 
-    async def open(self) -> None:
-        """Listens on a free port of loopback; does nothing if it does so already."""
+    async def open(self, host: str = LOOPBACK) -> None:
+        """Listens on a free port; does nothing if it does so already."""
         await self._replica.open_proxy()
         if self._session is None:  # the proxies bound what is in hand; a request here is one of a function's of this machine
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
-        await self._server.open(LOOPBACK)
+        await super().open(host)
 
     async def close(self) -> None:
         """Ends what is being passed on, and listens no more."""
-        await self._server.close()
+        await super().close()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -104,8 +100,7 @@ class EngineSpread:
 
     def _choice(self, but: set[str]) -> str | None:
         """Returns the proxy with the fewest requests in hand, this replica's own only while it serves or nothing else is there."""
-        host, port = self._replica.proxy.address or ("", 0)
-        own = [f"http://{host}:{port}"] if host else []
+        own = [self._replica.proxy.url] if self._replica.proxy.url else []
         others = [proxy.url for proxy in self._others if proxy.url not in but]
         there = others + [url for url in own if url not in but and (self._replica.serving or not others)]
         return min(there, key=lambda url: self._in_hand[url], default=None)

@@ -131,7 +131,7 @@ class EpisodeGenerate(CustomGenerate):
         current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + seconds))
         try:
             async with asyncio.timeout(seconds):
-                return [await _Episode(self, task, index, sample, requests, f"http://{address[0]}:{address[1]}/generate").played()]
+                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()]
         except TimeoutError:
             raise DeadlineExceeded("the end of an episode", self.environment.label, seconds, "the group goes back to the queue") from None
         except (EnvironmentAway, EnvironmentFailed) as error:

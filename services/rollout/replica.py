@@ -112,16 +112,9 @@ class Replica:
         served, service = self.served, self._service
         service.state, service.version = served.state, served.version
         service.incarnation = f"{self._life}.{served.incarnation}"
-        service.engine = self._public_address()
+        service.engine = self.proxy.url if served.engine_is_up and served.has_weights else ""  # none without verified weights
         self._shown.set()
         self._shown = asyncio.Event()
-
-    def _public_address(self) -> str:
-        """Returns where a router, or a function of another replica's, may send requests; empty without verified weights."""
-        if self.proxy.address is None or not (self.served.engine_is_up and self.served.has_weights):
-            return ""
-        host, port = self.proxy.address
-        return f"http://{host}:{port}"
 
     async def publish(self) -> None:
         """Publishes the served version in the registry."""
