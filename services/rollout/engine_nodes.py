@@ -272,7 +272,7 @@ class EngineLeader:
         return self._ranks.own.reason
 
     async def begun(self, last: EngineProcess | None) -> EngineProcess:
-        """Returns this node's part of the engine once an attempt other than ``last``'s has begun. the agent has the deadline."""
+        """Returns this node's part of the engine once an attempt other than ``last``'s has begun. The agent has the deadline."""
         while (engine := self._ranks.engine) is None or engine is last:
             await asyncio.sleep(ATTEMPT_POLL_INTERVAL_S)
         return engine
