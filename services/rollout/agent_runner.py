@@ -174,7 +174,6 @@ class AgentContainers:
         return [rollout.agent_runtime, "run", "--rm", "--interactive", *HARDENED, *words, str(rollout.agent_image), *lease, *command]
 
     def _explained(self, code: int | None) -> str:
-        """Returns what an exit code means of a container."""
         runtime, image, memory = self._rollout.agent_runtime, self._rollout.agent_image, self._rollout.agent_memory_bytes
         return {
             NOT_STARTED: f" ({runtime} could not start the container: its words are in the log of the rollout service)",

@@ -145,8 +145,6 @@ class CustomGenerate(GroupPlayer):
 
 
 class _Rollout(PlayedRollout):
-    """One rollout of a task, by calls of its function."""
-
     least_pause = RETRY_PAUSE
 
     def __init__(

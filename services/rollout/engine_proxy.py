@@ -192,8 +192,6 @@ class EndpointServer:
 
 
 class _BoundedServer(web.Server):
-    """A server that closes connections beyond so many at once."""
-
     def __init__(self, connections: int, handler: Any, **options: Any) -> None:
         super().__init__(handler, **options)
         self._most = connections
@@ -405,7 +403,6 @@ def _drawn(found: Generation, pauses: int) -> Drawn:
 
 @asynccontextmanager
 async def _counted(call: Requests | None, rid: str) -> AsyncIterator[None]:
-    """Counts a request to its call while it is in the engine."""
     if call is None:
         yield
         return

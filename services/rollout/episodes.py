@@ -281,13 +281,11 @@ class _Episode:
         self._sample.rollout_routed_experts = found if known is None else np.concatenate([known, found])
 
     def _left(self) -> int:
-        """Returns the tokens that the whole response may still have."""
         left = self._task.sampling.max_new_tokens - self._sample.response_length
         longest = self._run.longest
         return left if longest is None else min(left, longest - len(self._sample.tokens))
 
     def _room(self) -> int:
-        """Returns the tokens that this turn may still have."""
         turn = self._run.settings.episode_turn_tokens
         return self._left() if turn is None else min(self._left(), turn - self._state.get("drawn", 0))
 
@@ -304,7 +302,6 @@ class _Episode:
         return outcome
 
     def _append(self, messages: list[Reply], last: int | None) -> bool:
-        """Appends what the environment says. Returns whether there is room for it, and for an answer."""
         text, ids = self._run.tokens(self._task, self._state["tools"]).reply(messages, last)
         if len(ids) >= self._left():
             return False

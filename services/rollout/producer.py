@@ -323,13 +323,11 @@ class Producer:
         self._last_words = error
 
     def _newest(self) -> int:
-        """Returns the newest version that an engine of the function's has served."""
         return max(self._replica.version, self._spread.versions()[1])
 
     # --- tasks
 
     async def _fetch(self, most: int, seconds: float = 1.0) -> bool:
-        """Fetches tasks while the replica serves. Returns whether any came."""
         if not self._replica.serving or self._service.held_back:
             await asyncio.sleep(min(POLL_INTERVAL_S, seconds))
             return False
@@ -403,7 +401,6 @@ class Producer:
         return drawn
 
     async def _end(self, drawn: DrawnTask, message: Generated | Outcome) -> None:
-        """Publishes what became of a task, and ends its lease."""
         await self._outcomes.publish(drawn.task, message, drawn.begun)
         self._moved = time.monotonic()
         self._drawn.pop(drawn.task.group, None)
@@ -411,7 +408,6 @@ class Producer:
         await drawn.lease.ack()
 
     async def _return_all(self, drawn_only: bool = False) -> None:
-        """Returns the tasks to the queue, for whoever takes them next."""
         tasks = [*self._drawn.values(), *([] if drawn_only else self._waiting)]
         self._drawn.clear()
         if not drawn_only:

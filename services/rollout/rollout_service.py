@@ -403,7 +403,6 @@ class Rollout:
         return Doing(part=WORK, what=what, since=since, next_action=after, stuck=quiet)
 
     def _note_drawn(self, tokens: int) -> None:
-        """Notes how many tokens the engine has generated."""
         if (drew := tokens != self._drawn[0]) or not self.running:
             if drew and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
                 self._generated = True

@@ -189,7 +189,6 @@ def _request(sample: Sample, k: int, temperature: float) -> dict[str, Any]:
 
 
 def _problem(values: NDArray[np.float64], tokens: NDArray[np.int64], sample: Sample) -> str | None:
-    """Returns what is wrong with a teacher's log-probs of a response."""
     length = len(sample.response)
     if values.shape != (length,):
         return f"gave {len(values)} log-probs for {length} response tokens"
@@ -206,7 +205,6 @@ def _problem(values: NDArray[np.float64], tokens: NDArray[np.int64], sample: Sam
 
 
 def _top_problem(entries: NDArray[np.float64]) -> str | None:
-    """Returns what is wrong with top entries, [R, k, 2]: log-probs and ids."""
     ids = entries[..., 1]
     wrong = _not_log_probs(entries[..., 0]) | ~((ids >= 0) & (ids < 2**31))
     if not wrong.any():

@@ -412,7 +412,6 @@ class WeightsReceiver:
         return self._replica.client
 
     def _joined(self) -> frozenset[str]:
-        """Returns the channels that the present engine has joined."""
         return self._channels if self._joined_by == self._replica.incarnation else frozenset()
 
     def _begin(self, request: WeightsReceive) -> None:
@@ -464,7 +463,6 @@ class WeightsReceiver:
                 await self._break_off(f"no commit came from the trainer within {seconds:g} s")
 
     async def _break_off(self, reason: str) -> None:
-        """Ends the present push without serving its version."""
         self._end()
         version, touched, client = self._served.target, self._served.touched, self._replica.client
         if touched:

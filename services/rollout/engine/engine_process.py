@@ -168,7 +168,6 @@ def engine_site() -> Path:
 
 
 def _between_nodes() -> dict[str, str]:
-    """Returns the variables of an engine whose ranks are on several nodes."""
     address = own_address()
     # SGLang's queue between ranks listens at all addresses for pickled messages, and takes network namespaces for one machine
     return listening_interfaces(across_machines=True) | {
@@ -187,7 +186,6 @@ def _cuda_runtime() -> list[str]:
 
 
 def _arguments(flags: Mapping[str, FlagValue]) -> Iterator[str]:
-    """Yields the flags as command line arguments, in order."""
     for name, value in flags.items():
         if value is None or value is False:
             continue

@@ -129,13 +129,11 @@ def _dtype(flag: str, model: Mapping[str, Any]) -> str:
 
 
 def _rotary_share(model: Mapping[str, Any]) -> float:
-    """Returns the share of a head that is rotated."""
     further = model.get("rope_parameters") or {}
     return float(model.get("partial_rotary_factor") or further.get("partial_rotary_factor") or 1.0)
 
 
 def _kv_heads(model: Mapping[str, Any], flags: Mapping[str, str], heads: int) -> int:
-    """Returns the heads of keys that one rank has; it has one at least."""
     ranks = flag_number(flags, TENSOR)
     if "enable-dp-attention" in flags:
         ranks //= flag_number(flags, DATA)
@@ -258,13 +256,11 @@ def _seconds_of(call: Callable[[], object]) -> float:
 
 
 def _place(name: str) -> tuple[Any, str]:
-    """Returns the module of ``module:attribute``, imported, and the attribute's name."""
     module, _, attribute = name.partition(":")
     return importlib.import_module(module), attribute
 
 
 def _value(argument: int | bool | str) -> Any:
-    """Returns an argument as a library takes it."""
     if isinstance(argument, str) and argument.startswith("torch."):
         return getattr(importlib.import_module("torch"), argument.removeprefix("torch."))
     return argument

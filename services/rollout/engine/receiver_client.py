@@ -265,8 +265,6 @@ class ReceiverClient:
 
 
 class _Connection:
-    """One command's connection to one rank."""
-
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = str(path), rank
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -337,7 +335,6 @@ async def _raise_first(work: asyncio.Future[None], error: BaseException) -> None
 
 
 async def _ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels tasks and waits for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

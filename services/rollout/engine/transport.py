@@ -202,7 +202,6 @@ def parse_load(page: str) -> EngineLoad | None:
 
 
 def _sum_of(page: str, name: str, label: str) -> float:
-    """Returns the sum of a metric's lines that carry the label."""
     lines = (line for line in page.splitlines() if line.startswith(name + "{") and label in line)
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 

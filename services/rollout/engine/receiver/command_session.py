@@ -295,7 +295,6 @@ class CommandSession:
         return _answer_of(str(command.fields.get("verb")), finish)
 
     def _abort(self) -> None:
-        """Ends the running and the queued commands, and the joining of channels."""
         with self._lock:
             held = list(self._held)
         for command in held:
@@ -305,7 +304,6 @@ class CommandSession:
 
 
 def _answer_of(verb: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the answer to a command, from its fields or its error."""
     try:
         return {"ok": True, **work()}
     except Exception as error:

@@ -155,7 +155,6 @@ def _storages(model: Any) -> set[int]:
 
 
 def _computed_storages(model: Any) -> set[int]:
-    """Returns the storages of tensors that are plain attributes of the model's modules."""
     values = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
     return {value.untyped_storage().data_ptr() for value in values} - _storages(model) - {0}
 
@@ -315,7 +314,6 @@ def _constant(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _overlap(first: Tensor, other: Tensor) -> bool:
-    """Returns whether the memory ranges of two tensors, each from its first to its last element, overlap."""
     (begin, end), (other_begin, other_end) = _extent(first), _extent(other)
     return begin < other_end and other_begin < end
 

@@ -137,14 +137,12 @@ def load(model: Any, tensors: Iterable[object]) -> None:
 
 
 def _request_class() -> type[Any]:
-    """Returns SGLang's class of requests in a scheduler."""
     from sglang.srt.managers.schedule_batch import Req
 
     return Req
 
 
 def _rank() -> int:
-    """Returns this process's rank in the engine's tensor parallelism."""
     try:
         from sglang.srt.runtime_context import get_parallel
 

@@ -230,7 +230,6 @@ class Reception:
         self._poll()
 
     def _merge(self, stream: _Stream) -> None:
-        """Merges a channel's adapter into the base weights."""
         receiver = self._receiver
         if not stream.adapter:
             return
@@ -248,7 +247,6 @@ class Reception:
             receiver.model.load_weights(made)
 
     def _drain(self) -> None:
-        """Waits until the device has done all submitted work."""
         if self._receiver.device.type == "cuda":
             last = torch.cuda.Event()
             last.record()
@@ -479,7 +477,6 @@ class Receiver:
             yield
 
     def _settle(self, seconds: float = 5.0) -> None:
-        """Waits until the loading stream has done all of its work."""
         end = time.monotonic() + seconds
         while self._stream is not None and not self._stream.query() and time.monotonic() < end:
             time.sleep(0.001)
