@@ -12,17 +12,15 @@ import contextlib
 import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from services.rollout.agent_program import AgentProgram, Rewards, agent_data, agent_program
 from services.rollout.agent_runner import AgentDisturbed, AgentRunner
-from services.rollout.generate import RETRY_PAUSE
-from services.rollout.in_flight import InFlight, Requests, Stopped, samples_of_rollout
-from services.rollout.played_group import GroupProgress, PlayedGroup, RolloutFailures, kept, until_complete
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.in_flight import Stopped
+from services.rollout.played_group import GroupPlayer, GroupProgress, PlayedRollout
 from services.rollout.replica import Replica
-from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
@@ -40,14 +38,9 @@ from shared.sessions.session_store import SessionStore
 from shared.sessions.trajectories import Trajectory, trajectories
 
 GATEWAY = "gateway"
-
-WAIT_SECONDS = 60.0
-"""The time that a session waits for a gateway: one that died is being restarted."""
-
+WAIT_SECONDS = 60.0  # the time that a session waits for a gateway: one that died is being restarted
 POLL_INTERVAL_S = 0.5
-
-KNOWN_SECONDS = 2.0
-"""The time for which what the registry said is taken for true: hundreds of sessions may begin at once."""
+KNOWN_SECONDS = 2.0  # the time for which what the registry said is taken for true: hundreds of sessions may begin at once
 
 
 class Gateways:
@@ -78,60 +71,7 @@ class Gateways:
         return self._known
 
 
-ROUND_NUMBER = "round_number"
-"""The metadata's key with the number of turns, which the trainer makes a metric of."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One conversation of a session. ``role``: whose session it is, "" without roles."""
-
-    trajectory: Trajectory
-    session: str
-    role: str
-    reward: Rewards | None
-
-
-def samples_of_sessions(task: Task, rollout: int, played: Sequence[Conversation], tokenizer: Tokenizer) -> list[Sample]:
-    """Returns one sample for each conversation, checked; they share the rollout, and those of a role its reward.
-
-    Their ``index`` is their place here; the group numbers them anew. Raises BadMessage where there is none, where there are more
-    than a group has room for, and for a sample that is not valid.
-    """
-    if not played:
-        raise BadMessage("it made no model call")
-    if len(played) > (most := MAX_SAMPLES // task.n):
-        raise BadMessage(f"it made {len(played)} conversations; a rollout has room for {most}")
-    samples = [_sample(task, rollout, index, conversation, tokenizer) for index, conversation in enumerate(played)]
-    for sample in samples:
-        sample.check()
-    return samples
-
-
-def _sample(task: Task, rollout: int, index: int, conversation: Conversation, tokenizer: Tokenizer) -> Sample:
-    trajectory, role = conversation.trajectory, conversation.role
-    plain = task.sampling.skip_special_tokens is not False
-    decode = partial(tokenizer.decode, skip_special_tokens=plain)
-    return Sample(
-        group=task.group,
-        index=index,
-        prompt=trajectory.prompt,
-        response=trajectory.response,
-        log_probs=trajectory.log_probs,
-        mask=trajectory.mask,
-        segments=trajectory.segments,
-        finish="length" if trajectory.finish == "length" else "stop",
-        text=decode(trajectory.response),
-        prompt_text=task.prompt,
-        label=task.label,
-        label_json=task.label_json,
-        metadata={ROUND_NUMBER: len(trajectory.turns), **task.metadata},
-        rollout=rollout,
-        given_reward=conversation.reward,
-        role=role,
-        attributes={"session_id": conversation.session} | ({"role": role} if role else {}),
-        turns=turns_of(trajectory.sampled, trajectory.response, decode),
-    )
+ROUND_NUMBER = "round_number"  # the metadata's key with the number of turns, which the trainer makes a metric of
 
 
 declare_metrics(
@@ -144,63 +84,39 @@ declare_metrics(
     ),
 )
 
-PROLONG_SECONDS = 5.0
-"""The interval at which sessions' deadlines are put off while the engine sleeps."""
+PROLONG_SECONDS = 5.0  # the interval at which sessions' deadlines are put off while the engine sleeps
 
 
-class AgentGroups:
-    """Fills the groups that an agent plays.
-
-    Attributes:
-        lost: rollouts that were given up.
-    """
+class AgentGroups(GroupPlayer):
+    """Fills the groups that an agent plays."""
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, gateways: Gateways) -> None:
-        self._service, self._config, self.settings = service, service.config, service.config.rollout
-        self.replica, self.tokenizer, self.gateways = replica, tokenizer, gateways
+        super().__init__(service, replica, tokenizer)
+        self.settings, self.gateways = service.config.rollout, gateways
         self.runner = AgentRunner(service.config, service.instance, lambda: replica.served.asleep)
-        self.model, self._seeds = service.config.model.hf_checkpoint.name, SampleSeeds.of(service.config)
-        self.sessions, self.lost = SessionStore(service.store, service.run), 0
+        self.model = service.config.model.hf_checkpoint.name
+        self.sessions = SessionStore(service.store, service.run)
 
     async def start(self) -> None:
-        """Starts the processes for agents. Raises ConfigError where one cannot be imported."""
         await self.runner.start()
 
     async def close(self) -> None:
-        """Kills them."""
         await self.runner.close()
 
     def program(self, task: Task) -> AgentProgram | None:
         """Returns the agent that plays a task's rollouts; None where none does."""
         return None if task.generate_function else agent_program(self._config, task.group)
 
-    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
-        """Returns all samples of the rollouts that have ended first, as many as the group needs, or why the others were stopped.
-
-        Args:
-            earlier: what an earlier attempt left; of it whole rollouts count. in_flight: may stop the group; None for groups that are
-                never stopped. slots: of the group; a rollout holds one while its agent plays.
-
-        Raises DeadlineExceeded where no replica serves or no gateway is there, HookFailed where too many rollouts are lost, BadMessage
-        where no token is left to train.
-        """
+    def called(self, task: Task) -> str:
         program = self.program(task)
         assert program is not None
-        progress = GroupProgress.of(task, self.settings)
-        rollouts = [
-            _AgentRollout(self, program, task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun
-        ]
-        await until_complete([self._play(rollout, in_flight) for rollout in rollouts], progress)
-        ended, stopped = kept(rollouts, progress)
-        samples = [sample for rollout in ended for sample in rollout.samples or ()]
-        for index, sample in enumerate(samples):
-            sample.index = index
-        if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
-            raise BadMessage(f"{program.field} = {program.path}: no token of group {task.group} is trained")
-        return PlayedGroup(samples, stopped, progress.aborted)
+        return f"{program.field} = {program.path}"
+
+    def rollout(self, task: Task, index: int, earlier: list[Sample], slots: GroupSlots, progress: GroupProgress) -> PlayedRollout:
+        return _AgentRollout(self, task, index, earlier, slots, progress)
 
     def new_session(self, task: Task, rollout: int, seed: int) -> tuple[Session, str]:
-        """Returns a session that is not open yet, and its key. ``seed``: by the how many-th one its tokens are drawn."""
+        """Returns a session that is not open yet, and its key. ``seed``: by the how many-th one its tokens are generated."""
         name = f"{task.group}.{task.attempt}.{rollout}.{uuid.uuid4().hex[:12]}"
         key, digest = new_key(name)
         session = Session(
@@ -211,7 +127,7 @@ class AgentGroups:
             key_digest=digest,
             deadline=time.time() + self.settings.agent_timeout,
             sampling=task.sampling,
-            seed=self._seeds.of_sample(seed),
+            seed=self.seeds.of_sample(seed),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
             opened=time.time(),
@@ -244,77 +160,37 @@ class AgentGroups:
         self._service.metrics.add("agents_failed")
         self._service.log.warning("agent_failed", group=task.group, rollout=rollout, session=session, error=str(error))
 
-    async def _play(self, rollout: "_AgentRollout", in_flight: InFlight | None) -> None:
-        """Plays a rollout. Raises HookFailed, by which it is lost, where the group cannot do without it."""
-        try:
-            await rollout.play(in_flight)
-            if rollout.samples is not None:
-                rollout.progress.end(rollout.index)
-        except HookFailed as error:
-            self.lost += 1
-            self._service.log.error("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
-            rollout.progress.lose(error)
-        finally:
-            rollout.slots.end()
 
-
-class _AgentRollout:
-    """One rollout of a task, played until it has ended, is stopped or is lost.
-
-    Attributes:
-        slots, progress: of its group. samples: once it has ended. stopped: why it was stopped, once it was.
-    """
+class _AgentRollout(PlayedRollout):
+    """One rollout of a task, in fresh sessions at each attempt. Of an earlier attempt whole rollouts count."""
 
     def __init__(
-        self,
-        groups: AgentGroups,
-        program: AgentProgram,
-        task: Task,
-        index: int,
-        earlier: list[Sample],
-        slots: GroupSlots,
-        progress: GroupProgress,
+        self, groups: AgentGroups, task: Task, index: int, earlier: list[Sample], slots: GroupSlots, progress: GroupProgress
     ) -> None:
-        self._groups, self._program, self.task, self.index, self.slots, self.progress = groups, program, task, index, slots, progress
-        self._requests, self._failures, self._alone = Requests(), RolloutFailures(groups.settings.agent_tries), False
-        self.samples = earlier or None
-        self.stopped: Stopped | None = None
+        super().__init__(task, index, earlier or None, groups.replica, slots, progress, groups.settings.agent_tries)
+        program = groups.program(task)
+        assert program is not None
+        self._groups, self._program, self._alone = groups, program, False
+        self.places, self._sessions = groups.runner.slots, ""
 
-    async def play(self, in_flight: InFlight | None) -> None:
-        """Raises HookFailed where the rollout is lost, and as `AgentGroups.group`."""
-        try:
-            while self.samples is None:
-                if self._failures.count:
-                    await asyncio.sleep(RETRY_PAUSE * self._failures.count)
-                await self._groups.replica.wait_serving(self.task.min_version, self._groups.settings.generate_timeout)
-                async with self.slots.slot(self.index), self._groups.runner.slots:
-                    await self._play_once(in_flight)
-        except Stopped as stopped:
-            self.stopped = stopped
+    def patience_s(self) -> float:
+        return self._groups.settings.generate_timeout
 
-    async def _play_once(self, in_flight: InFlight | None) -> None:
-        """Has the agent play the rollout, in fresh sessions. Raises Stopped, and as `play`."""
-        task, replica = self.task, self._groups.replica
-        await replica.wait_serving(task.min_version, self._groups.settings.generate_timeout)
-        version, life = replica.version, replica.incarnation
-        roles = self._program.roles
-        opened = {role: self._groups.new_session(task, self.index, self.index * len(roles) + of) for of, role in enumerate(roles)}
+    def note(self, error: HookFailed) -> None:
+        self._groups.failed(self.task, self.index, self._sessions, error)
+
+    async def attempt(self, client: EngineClient, version: int, life: int) -> None:
+        roles, groups = self._program.roles, self._groups
+        opened = {role: groups.new_session(self.task, self.index, self.index * len(roles) + of) for of, role in enumerate(roles)}
+        self._sessions = " ".join(session.id for session, _ in opened.values())
         try:
-            with in_flight.tracked(task.group, self._requests, version, version) if in_flight else contextlib.nullcontext():
-                self.samples = await self._played(opened)
+            self.samples = await self._played(opened)
         except AgentDisturbed as disturbed:  # it begins anew, and nothing is held against it
             self._alone = disturbed.unknown
-        except HookFailed as error:
-            self._groups.failed(task, self.index, " ".join(session.id for session, _ in opened.values()), error)
-            self.progress.check_needed(error)
-            self._failures.note(error, counts=replica.incarnation == life)  # the agent did not cause the engine's death
 
     async def _played(self, opened: Mapping[str, tuple[Session, str]]) -> list[Sample]:
-        """Returns the sessions' samples. Raises Stopped, HookFailed, AgentDisturbed; without gateway or store DeadlineExceeded.
-
-        Args:
-            opened: session and key of each role.
-        """
+        """Returns the sessions' samples. Raises Stopped, HookFailed, AgentDisturbed; without gateway or store DeadlineExceeded. ``opened``:
+        session and key of each role."""
         groups, ended = self._groups, dict[str, SessionLog]()
         base_url = await groups.gateways.base_url()
         keys = {role: key for role, (_, key) in opened.items()}
@@ -322,7 +198,7 @@ class _AgentRollout:
             for session, _ in opened.values():
                 await groups.sessions.open(session)
             data = agent_data(self.task, self.index, groups.model, self._program.options, {role: keys[role] for role in keys if role})
-            alone = self._alone or self._failures.alone
+            alone = self._alone or self.failures.alone
             running = groups.runner.run(self._program, data, base_url, next(iter(keys.values())), alone=alone)
             rewards = self._program.rewards(await self._unless_stopped(running, [session for session, _ in opened.values()]))
             for role, (session, _) in opened.items():
@@ -338,23 +214,55 @@ class _AgentRollout:
     async def _unless_stopped(self, running: Coroutine[Any, Any, object], sessions: Sequence[Session]) -> object:
         """Returns what an agent gives. Raises Stopped once the rollout is stopped, and ends the agent then."""
         playing, prolonging = asyncio.create_task(running), asyncio.create_task(self._groups.prolong(sessions))
-        stopping = asyncio.create_task(self._requests.stopped.wait())
+        stopping = asyncio.create_task(self.requests.stopped.wait())
         try:
             await asyncio.wait((playing, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not playing.done():
-                raise Stopped(self.task.group, self._requests.stale)
+                raise Stopped(self.task.group, self.requests.stale)
             return playing.result()
         finally:
             await cancelled((playing, stopping, prolonging))
 
     def _samples(self, ended: Mapping[str, SessionLog], rewards: Mapping[str, Rewards | None]) -> list[Sample]:
-        """Returns the sessions' samples, each with the reward of whoever ended its session first. Raises HookFailed."""
-        played = []
+        """Returns one sample for each conversation of the sessions; they share the rollout, and those of a role the reward of whoever ended
+        its session first. Their ``index`` is their place here; the group numbers them anew. Raises HookFailed."""
+        samples: list[Sample] = []
         for role, log in ended.items():
             first = rewards[role] if log.ended is None or log.ended.reward is None else self._program.reward(log.ended.reward)
             reward = self._program.named(first, role)
-            played += [Conversation(trajectory, log.session.id, role, reward) for trajectory in trajectories(log.turns.values())]
+            played = trajectories(log.turns.values())
+            samples += [self._sample(len(samples) + index, one, log, role, reward) for index, one in enumerate(played)]
+        if not samples:
+            raise self._program.failed("it made no model call")
+        if len(samples) > (most := MAX_SAMPLES // self.task.n):
+            raise self._program.failed(f"it made {len(samples)} conversations; a rollout has room for {most}")
         try:
-            return samples_of_sessions(self.task, self.index, played, self._groups.tokenizer)
+            for sample in samples:
+                sample.check()
         except BadMessage as error:
             raise self._program.failed(str(error)) from None
+        return samples
+
+    def _sample(self, index: int, conversation: Trajectory, log: SessionLog, role: str, reward: Rewards | None) -> Sample:
+        task = self.task
+        decode = partial(self._groups.tokenizer.decode, skip_special_tokens=task.sampling.skip_special_tokens is not False)
+        return Sample(
+            group=task.group,
+            index=index,
+            prompt=conversation.prompt,
+            response=conversation.response,
+            log_probs=conversation.log_probs,
+            mask=conversation.mask,
+            segments=conversation.segments,
+            finish="length" if conversation.finish == "length" else "stop",
+            text=decode(conversation.response),
+            prompt_text=task.prompt,
+            label=task.label,
+            label_json=task.label_json,
+            metadata={ROUND_NUMBER: len(conversation.turns), **task.metadata},
+            rollout=self.index,
+            given_reward=reward,
+            role=role,
+            attributes={"session_id": log.session.id} | ({"role": role} if role else {}),
+            turns=turns_of(conversation.sampled, conversation.response, decode),
+        )

@@ -11,14 +11,12 @@ from shared.rewards.reference import Reference
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 
-Rewards = float | dict[str, float]
-"""A reward, or several by name."""
+Rewards = float | dict[str, float]  # a reward, or several by name
 
 
 @dataclass(frozen=True)
 class AgentProgram:
     """An agent. ``field``: where the config names it. ``function``: its path, empty for a ``command``. ``reward_key``: see `reward`.
-
     ``options``: what it is told besides its task. ``roles``: of those that play together; ("",) where one plays."""
 
     field: str
@@ -38,10 +36,8 @@ class AgentProgram:
         return HookFailed(self.field, self.path, " ".join(reason.split()), disruptive)
 
     def reward(self, result: object) -> Rewards | None:
-        """Returns the reward in an agent's result: a number, or named ones of which one counts; None: the run's reward scores it.
-
-        Raises HookFailed that says what would be valid.
-        """
+        """Returns the reward in an agent's result: a number, or named ones of which one counts; None: the run's reward scores it. Raises
+        HookFailed that says what would be valid."""
         if result is None:
             return None
         try:
@@ -67,10 +63,8 @@ class AgentProgram:
 
 
 def by_role(result: object, roles: Sequence[str]) -> dict[str, object]:
-    """Returns what an agent's result gives to each role: its own where the result is by role, else the same to all.
-
-    Raises ValueError where some roles have one and others none.
-    """
+    """Returns what an agent's result gives to each role: its own where the result is by role, else the same to all. Raises ValueError where
+    some roles have one and others none."""
     if not isinstance(result, Mapping) or result.keys().isdisjoint(roles):
         return dict.fromkeys(roles, result)
     if result.keys() != set(roles):
@@ -94,10 +88,7 @@ def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
 
 def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:
     """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model.
-
-    Args:
-        roles: the key of each, by name; empty where one plays.
-    """
+    ``roles``: the key of each, by name; empty where one plays."""
     messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
     return {
         "messages": messages,

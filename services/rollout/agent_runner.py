@@ -36,13 +36,9 @@ from shared.runtime.untrusted_files import parse_json
 from shared.workers.worker_pool import CallBlocked, WorkerPool
 from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, process_streams, worker_environment
 
-TAIL_BYTES = 64 * 1024
-"""The end of the output that is kept: the last line is in it."""
-
+TAIL_BYTES = 64 * 1024  # the end of the output that is kept: the last line is in it
 POLL_INTERVAL_S = 0.05
-
-SHOWN = 300
-"""Characters of a line that an error quotes."""
+SHOWN = 300  # characters of a line that an error quotes
 
 
 class CommandFailed(Exception):
@@ -54,10 +50,8 @@ class CommandFailed(Exception):
 
 
 async def run_command(command: Sequence[str], environment: Mapping[str, str], data: Mapping[str, object]) -> object:
-    """Returns what the command's last line says, and None where it prints nothing. It has a directory of its own as TMPDIR.
-
-    Its whole process group is killed when it ends, and when this is cancelled. Raises CommandFailed.
-    """
+    """Returns what the command's last line says, and None where it prints nothing. It has a directory of its own as TMPDIR. Its whole
+    process group is killed when it ends, and when this is cancelled. Raises CommandFailed."""
     scratch = Path(tempfile.mkdtemp(prefix="myxo-agent-"))
     try:
         process = ChildProcess("an agent", command, None, {**environment, "TMPDIR": str(scratch)}, watchdog=True, scratch=scratch)
@@ -98,22 +92,16 @@ def _result(output: bytes, code: int) -> object:
         raise CommandFailed(f"its last line is no reward in JSON (a number, an object of numbers, or null){said}", code) from None
 
 
+# The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep.
 LEASE_BEYOND_S, LEASE_COLOCATED_S = 60, 86400
-"""The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep."""
 
 NOBODY = "65534:65534"
-
-NOT_STARTED, NOT_RUN, NOT_FOUND, KILLED = 125, 126, 127, 137
-"""Exit codes of the command lines, and that of what SIGKILL has ended."""
+NOT_STARTED, NOT_RUN, NOT_FOUND, KILLED = 125, 126, 127, 137  # exit codes of the command lines, and that of what SIGKILL has ended
 
 
 class AgentContainers:
-    """The containers of one rollout service.
-
-    Args:
-        named: variables of the service that agents get. run, instance: of the service; a successor has the same.
-        colocated: whether no agent's time runs while engines sleep.
-    """
+    """The containers of one rollout service. ``named``: variables of the service that agents get. ``run``, ``instance``: of the service; a
+    successor has the same. ``colocated``: whether no agent's time runs while engines sleep."""
 
     def __init__(self, rollout: RolloutSection, named: Sequence[str], run: str, instance: str, colocated: bool = False) -> None:
         self._lease_s = rollout.agent_timeout + (LEASE_COLOCATED_S if colocated else LEASE_BEYOND_S)
@@ -143,13 +131,8 @@ class AgentContainers:
     async def run(
         self, command: Sequence[str], environment: Mapping[str, str], gateway: Mapping[str, str], data: Mapping[str, object]
     ) -> object:
-        """Returns what the last line of a command says, as `run_command` does.
-
-        Args:
-            environment: that of the service's commands. gateway: the variables that tell where the gateway is.
-
-        Raises CommandFailed.
-        """
+        """Returns what the last line of a command says, as `run_command` does. ``environment``: that of the service's commands.
+        ``gateway``: the variables that tell where the gateway is. Raises CommandFailed."""
         name, ended = f"myxo-agent-{uuid.uuid4().hex}", False
         played = f"{data.get('group')}/{data.get('rollout')}"
         line = self.command_line(name, played, command, (*gateway, *self._named))
@@ -168,12 +151,8 @@ class AgentContainers:
                     structlog.get_logger().warning("agent_container_not_removed", container=name, error=str(error))
 
     def command_line(self, name: str, played: str, command: Sequence[str], variables: Sequence[str]) -> list[str]:
-        """Returns the command line that runs an agent in a container.
-
-        Args:
-            name: the container's. played: group and rollout, for whoever looks at it. variables: names; values do not belong in a process
-                list.
-        """
+        """Returns the command line that runs an agent in a container. ``name``: the container's. ``played``: group and rollout, for whoever
+        looks at it. ``variables``: names; values do not belong in a process list."""
         rollout = self._rollout
         memory = str(rollout.agent_memory_bytes)
         options = {
@@ -195,7 +174,6 @@ class AgentContainers:
         return [rollout.agent_runtime, "run", "--rm", "--interactive", *HARDENED, *words, str(rollout.agent_image), *lease, *command]
 
     def _explained(self, code: int | None) -> str:
-        """Returns what an exit code means of a container."""
         runtime, image, memory = self._rollout.agent_runtime, self._rollout.agent_image, self._rollout.agent_memory_bytes
         return {
             NOT_STARTED: f" ({runtime} could not start the container: its words are in the log of the rollout service)",
@@ -205,17 +183,13 @@ class AgentContainers:
         }.get(code or 0, "")
 
 
-COMMANDS_AT_ONCE = 64
-"""Default of `agent_concurrency` where some agents are commands: each is a process."""
-
-FEWEST_WORKERS, MOST_WORKERS = 2, 16
-"""Bounds of `agent_workers` where the run does not say how many."""
-
+COMMANDS_AT_ONCE = 64  # default of `agent_concurrency` where some agents are commands: each is a process
+FEWEST_WORKERS, MOST_WORKERS = 2, 16  # bounds of `agent_workers` where the run does not say how many
 _MODULE = "services.rollout.agent_worker"
 
 
 class AgentDisturbed(Exception):
-    """An agent's process was ended, and another agent in it was the cause, or (``unknown``) nobody knows which one."""
+    """An agent's process was ended, and another agent in it was the cause, or (``unknown``) no one knows which one."""
 
     def __init__(self, unknown: bool) -> None:
         self.unknown = unknown
@@ -229,11 +203,8 @@ def agent_workers(rollout: RolloutSection) -> int:
 
 
 class AgentRunner:
-    """Runs a run's agents. Processes for functions start with `start`.
-
-    Args:
-        instance: the service's. asleep: whether its engine sleeps for a trainer: then no agent's time runs.
-    """
+    """Runs a run's agents. Processes for functions start with `start`. ``instance``: the service's. ``asleep``: whether its engine sleeps
+    for a trainer: then no agent's time runs. ``slots``: the places of agents that run at once; held by whoever calls `run`."""
 
     def __init__(self, config: RunConfig, instance: str, asleep: Callable[[], bool]) -> None:
         rollout = config.rollout
@@ -241,7 +212,7 @@ class AgentRunner:
         self._timeout_s = rollout.agent_timeout
         self._environment = worker_environment(config.reward.worker_environment)
         commands = any(isinstance(agent, list) for agent in agents(config).values())
-        self._slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
+        self.slots = asyncio.Semaphore(rollout.agent_concurrency or (COMMANDS_AT_ONCE if commands else sys.maxsize))
         named = config.reward.worker_environment
         contained = rollout.agent_image and commands
         where = (config.run.name, instance, config.trainer.colocate)
@@ -251,11 +222,6 @@ class AgentRunner:
             setup = {"config": config.model_dump_json()}
             self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment, self._asleep)
         self._started: asyncio.Task[None] | None = None
-
-    @property
-    def slots(self) -> asyncio.Semaphore:
-        """Returns the places of agents that run at once; held by whoever calls `run`."""
-        return self._slots
 
     async def start(self) -> None:
         """Starts the processes, once. Raises ConfigError where an agent cannot be imported, or has no image."""
@@ -272,17 +238,15 @@ class AgentRunner:
             await self._pool.close()
 
     async def run(self, program: AgentProgram, data: dict[str, Any], base_url: str, api_key: str, *, alone: bool = False) -> object:
-        """Returns an agent's result. One that is cancelled is ended with all that it started, as far as it gives way.
-
-        Args:
-            alone: in a process that has no other agent.
-
-        Raises HookFailed where it gave none, AgentDisturbed.
-        """
+        """Returns an agent's result. One that is cancelled is ended with all that it started, as far as it gives way. ``alone``: in a
+        process that has no other agent. Raises HookFailed where it gave none, AgentDisturbed."""
         try:
             if program.command:
                 async with awake_timeout(self._timeout_s, self._asleep):
-                    return await self._commanded(program.command, environment_of(base_url, api_key), data)
+                    gateway = environment_of(base_url, api_key)
+                    if self._containers is not None:
+                        return await self._containers.run(program.command, self._environment, gateway, data)
+                    return await run_command(program.command, self._environment | gateway, data)
             return await self._called(program, {"data": data, "base_url": base_url, "api_key": api_key}, alone)
         except (TimeoutError, DeadlineExceeded):
             raise program.failed(f"it did not end within agent_timeout = {self._timeout_s:g} s") from None
@@ -290,11 +254,6 @@ class AgentRunner:
             raise program.failed(str(error), disruptive=True) from None
         except (CommandFailed, WorkerFailed, BadMessage) as error:
             raise program.failed(str(error)) from None
-
-    async def _commanded(self, command: Sequence[str], gateway: dict[str, str], data: dict[str, Any]) -> object:
-        if self._containers is not None:
-            return await self._containers.run(command, self._environment, gateway, data)
-        return await run_command(command, self._environment | gateway, data)
 
     async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
         assert self._pool is not None

@@ -6,24 +6,20 @@ run's agents are imported then. A request: ``{"verb": "play", "field": name, "pa
 "blocked": flag}``.
 """
 
-import asyncio
 import contextlib
 import functools
 import importlib
 import os
 import ssl
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from services.rollout.agent_program import by_role
-from services.rollout.generate_worker import BLOCKED_SHARE, called
+from services.rollout.generate_worker import BLOCKED_SHARE, answered, called
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.hooks.loading import agent_paths, load_agent
-from shared.runtime.failures import error_text
 from shared.workers.call_server import serve_calls
-from shared.workers.running_call import is_blocked
 
 
 class AgentCalls:
@@ -37,31 +33,18 @@ class AgentCalls:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
         """Returns the reward of one rollout, or why there is none."""
-        this = asyncio.current_task()
-        assert this is not None
-        agent = None
-        try:
-            agent = load_agent(request["field"], request["path"])
+
+        async def reward(agent: Any) -> dict[str, object]:
             result = await called(functools.partial(agent, request["data"], request["base_url"], request["api_key"]))
-            rewards = {
-                role: None if given is None else reward_values.plain(given) for role, given in by_role(result, request["of"]).items()
-            }
-            return {"reward": rewards.get("") if "" in rewards else rewards}
-        except asyncio.CancelledError:
-            if this.cancelling():
-                raise
-            return {"error": "cancelled itself"}
-        except BaseException as error:  # it fails its rollout, not this process
-            traceback.print_exc()
-            return {"error": error_text(error, agent), "blocked": is_blocked(error)}
+            given = {role: None if one is None else reward_values.plain(one) for role, one in by_role(result, request["of"]).items()}
+            return {"reward": given.get("") if "" in given else given}
+
+        return await answered(lambda: load_agent(request["field"], request["path"]), reward)
 
 
 def share_certificates() -> None:
-    """Has the clients of this process read the machine's certificates once.
-
-    The libraries on which OpenAI's and Anthropic's clients stand read them for each client, also where it never speaks TLS: 17 ms of CPU,
-    more than all else that a short agent does.
-    """
+    """Has the clients of this process read the machine's certificates once. The libraries on which OpenAI's and Anthropic's clients stand
+    read them for each client, also where it never speaks TLS: 17 ms of CPU, more than all else that a short agent does."""
     for library in ("httpx", "httpx2"):
         with contextlib.suppress(ImportError, AttributeError):  # where it is not, or has them elsewhere, agents are slower
             transports: Any = importlib.import_module(f"{library}._transports.default")

@@ -32,8 +32,7 @@ from shared.runtime.node_rank import node_rank
 from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 
-SPAN = 14
-"""The ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it."""
+SPAN = 14  # the ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it
 
 
 class EngineRanks:
@@ -41,13 +40,9 @@ class EngineRanks:
 
     An engine that ends is no reason to end its services: the attempt counts as one whose nodes have lost each other, and the next begins.
 
-    Args:
-        node, nodes: this one's index, and how many there are. secret: returns the first node's, by which the engine's processes know each
-            other. command: makes the launch command. log_file: the engine's output.
-
-    Attributes:
-        own: how they are. engine: the processes, while there are any.
-    """
+    ``node``, ``nodes``: this one's index, and how many there are. ``secret``: returns the first node's, by which the engine's processes
+    know each other. ``command``: makes the launch command. ``log_file``: the engine's output. Attributes: ``own``: how they are.
+    ``engine``: the processes, while there are any."""
 
     def __init__(
         self, node: int, nodes: int, secret: Callable[[], str], command: Callable[[EngineMeeting], EngineCommand], log_file: Path
@@ -100,11 +95,10 @@ def free_ports_at(address: str, span: int, tries: int = 64) -> int:
     raise OSError(f"{address} has no {span} free ports in a row")
 
 
-GREETING_SECONDS = 10.0
-"""The seconds for both sides to say who they are."""
+GREETING_SECONDS = 10.0  # the seconds for both sides to say who they are
 
+# The seconds that a follower waits for its rank's socket: ranks open theirs when the engine has been told to, one after the other.
 OPEN_SECONDS = 60.0
-"""The seconds that a follower waits for its rank's socket: ranks open theirs when the engine has been told to, one after the other."""
 
 CHUNK_BYTES = 1 << 20
 POLL_INTERVAL_S = 0.05
@@ -121,15 +115,9 @@ def rank_socket(engine: Path, rank: int) -> Path:
     return engine / f"rank-{rank}.sock"
 
 
-class RankDoor:
-    """A follower's end.
-
-    Args:
-        engine: returns this node's part of the engine, where it runs.
-
-    Attributes:
-        port: where it listens, 0: not yet. secret: what others prove to know.
-    """
+class RankEndpoint:
+    """A follower's end. ``engine``: returns this node's part of the engine, where it runs. Attributes: ``port``: where it listens, 0: not
+    yet. ``secret``: what others prove to know."""
 
     def __init__(self, engine: Callable[[], EngineProcess | None]) -> None:
         self._engine = engine
@@ -173,11 +161,8 @@ class RankDoor:
 
 
 class RankTunnels:
-    """The first node's end: the sockets of the ranks on other nodes.
-
-    Args:
-        nodes: returns the other nodes by index, as their leases show them. secret: reads the secret of one. share: the ranks of each.
-    """
+    """The first node's end: the sockets of the ranks on other nodes. ``nodes``: returns the other nodes by index, as their leases show
+    them. ``secret``: reads the secret of one. ``share``: the ranks of each."""
 
     def __init__(self, nodes: Callable[[], Mapping[int, SeenNode]], secret: Callable[[int], Awaitable[str]], share: int) -> None:
         self._nodes, self._secret, self._share = nodes, secret, share
@@ -258,11 +243,7 @@ ATTEMPT_POLL_INTERVAL_S = 0.1
 
 
 class EngineLeader:
-    """Leads one engine's nodes.
-
-    Attributes:
-        tunnels: to the ranks on the other nodes.
-    """
+    """Leads one engine's nodes. ``agent``: begins attempt after attempt. ``tunnels``: to the ranks on the other nodes."""
 
     def __init__(self, service: Service) -> None:
         rollout, patience = service.config.rollout, service.config.trainer.node_timeout
@@ -271,7 +252,7 @@ class EngineLeader:
         secret = secrets.token_hex(16)
         self._ranks = EngineRanks(0, nodes, lambda: secret, lambda meeting: replica_command(service, name, meeting), engine_log(service))
         # the service's own stopping must not end the engine before what it generates has been handed on
-        self._agent = NodeAgent(
+        self.agent = NodeAgent(
             service,
             service.subjects.engine_nodes(name),
             0,
@@ -279,40 +260,31 @@ class EngineLeader:
             patience,
             self._ranks,
             stopping=asyncio.Event(),
-            secret=secret,  # for the followers: nobody comes in here
+            secret=secret,  # for the followers: no one comes in here
             show=self._show,
             healthy=rollout.engine_start_timeout + HEALTHY_SECONDS,  # it has served for so long, then
         )
-        self.tunnels = RankTunnels(lambda: self._agent.seen, self._agent.secret_of, rollout.rollout_num_gpus_per_engine // nodes)
+        self.tunnels = RankTunnels(lambda: self.agent.seen, self.agent.secret_of, rollout.rollout_num_gpus_per_engine // nodes)
 
     @property
     def ended(self) -> str:
         """Returns why this node's part of the last attempt has ended."""
         return self._ranks.own.reason
 
-    async def keep(self) -> None:
-        """Begins attempt after attempt until cancelled. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
-        await self._agent.run()
-
     async def begun(self, last: EngineProcess | None) -> EngineProcess:
-        """Returns this node's part of the engine once an attempt other than ``last``'s has begun. `keep` has the deadline."""
+        """Returns this node's part of the engine once an attempt other than ``last``'s has begun. The agent has the deadline."""
         while (engine := self._ranks.engine) is None or engine is last:
             await asyncio.sleep(ATTEMPT_POLL_INTERVAL_S)
         return engine
-
-    async def reach(self, engine: Path) -> None:
-        """Opens the ways to the other nodes' ranks."""
-        await self.tunnels.open(engine)
 
     def _show(self, state: str, detail: str) -> None:
         self._service.detail = "" if state in ("ready", "stopping") else f"{state} {detail}"
 
 
+# The time for which the ranks' thread waits for the first node's secret: beyond the deadline of reading it, should the loop be gone.
 SECRET_SECONDS = AWAY_SECONDS + 10.0
-"""The time for which the ranks' thread waits for the first node's secret: beyond the deadline of reading it, should the loop be gone."""
 
-PHASE_SECONDS = 5.0
-"""The interval at which a follower asks whether the run has ended."""
+PHASE_SECONDS = 5.0  # the interval at which a follower asks whether the run has ended
 
 
 def settle_node(service: Service) -> None:
@@ -336,7 +308,7 @@ async def follow(service: Service) -> None:
         lambda meeting: replica_command(service, name, meeting),
         engine_log(service),
     )
-    door = RankDoor(lambda: ranks.engine)
+    door = RankEndpoint(lambda: ranks.engine)
     async with door.open(own_address()):
         agent = NodeAgent(
             service,

@@ -40,8 +40,7 @@ from shared.schema.own_turns import sampled, turns_of
 from shared.schema.sample import Sample, token_digest
 from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
 
-MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64
-"""Sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own."""
+MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64  # sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own
 
 
 class EngineAnswers:
@@ -90,10 +89,8 @@ class SampleCheck:
     def checked(self, sample: Sample, task: Task, prompt: object, called: str | None, mask: Sequence[int] | None = None) -> Sample:
         """Returns a sample with the texts of the model's own turns. Raises BadMessage for one that contradicts itself or the engine.
 
-        Args:
-            prompt: as the function was given it. called: the function, by its field and path; None for code of Myxo's own.
-            mask: as the function set it, where the sample's own has been cleared since.
-        """
+        ``prompt``: as the function was given it. ``called``: the function, by its field and path; None for code of Myxo's own. ``mask``: as
+        the function set it, where the sample's own has been cleared since."""
         trained = (sample.mask if mask is None or len(mask) != len(sample.mask) else np.asarray(mask)) != 0
         own = sampled(trained, sample.log_probs)
         if called is not None:
@@ -106,9 +103,7 @@ class SampleCheck:
 
     def _compared(self, sample: Sample, task: Task, prompt: object, called: str) -> tuple[NDArray[np.bool_], bool]:
         """Returns which tokens of the response the engine is known to have sampled, bool [R], and whether all of its answers are known.
-
-        Raises BadMessage as `checked`.
-        """
+        Raises BadMessage as `checked`."""
         answers = self.answers.of(np.concatenate([sample.prompt, sample.response]))
         given = task.prompt_tokens if sample.prompt_text == prompt else None
         whole = self.answers.whole and task.partial is None  # else its beginning may be another replica's
@@ -125,25 +120,20 @@ declare_metrics(
     MetricSpec("engine_requests_denied", "requests", "of others to the engine that were not passed on", counter=True),
 )
 
+# What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
+# Gateways have a route of their own besides, `DRAW_PATH`, by their key.
 GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v1/chat/completions": ChatRequest}
 ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}
-"""What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
-Gateways have a route of their own besides, `DRAW_PATH`, by their key."""
+BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20  # the largest body, of a million tokens, and the largest answer that is not streamed
+SPARE_CONNECTIONS = 256  # the connections that may be open beyond the limit of requests: the process has descriptors for other things, too
 
-BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20
-"""The largest body, of a million tokens, and the largest answer that is not streamed."""
-
-SPARE_CONNECTIONS = 256
-"""The connections that may be open beyond the limit of requests: the process has descriptors for other things, too."""
-
+# The deadlines for a request's body, for the engine's answer to a short call, and for the next request's head on a connection.
 BODY_SECONDS, CALL_SECONDS, IDLE_SECONDS = 30.0, 10.0, 60.0
-"""The deadlines for a request's body, for the engine's answer to a short call, and for the next request's head on a connection."""
 
-SHUTDOWN_SECONDS = 0.1
-"""The time in which requests may still end when the proxy is closed."""
-
+SHUTDOWN_SECONDS = 0.1  # the time in which requests may still end when the proxy is closed
 POLL_INTERVAL_S = 0.05
 
+# The answer to a generation of a call that was stopped.
 ABORTED = {
     "text": "",
     "output_ids": [],
@@ -155,10 +145,9 @@ ABORTED = {
         "output_token_logprobs": [],
     },
 }
-"""The answer to a generation of a call that was stopped."""
 
+# What is told of a model. The engine's own answer tells where its files lie, too.
 MODEL_FIELDS = ("id", "object", "created", "owned_by", "max_model_len")
-"""What is told of a model. The engine's own answer tells where its files lie, too."""
 
 
 class RequestDenied(Exception):
@@ -169,9 +158,40 @@ class RequestDenied(Exception):
         super().__init__(reason)
 
 
-class _BoundedServer(web.Server):
-    """A server that closes connections beyond so many at once."""
+RAW: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "auto_decompress": False}
 
+
+class EndpointServer:
+    """An HTTP server on a free port, which may be opened more than once. ``make``: makes the server. ``address``: host and port, once it is
+    open."""
+
+    def __init__(self, make: Callable[[], web.Server]) -> None:
+        self._make, self._opening = make, asyncio.Lock()
+        self._runner: web.ServerRunner | None = None
+        self.address: tuple[str, int] | None = None
+
+    @property
+    def url(self) -> str:
+        """Returns where it listens; empty while it does not."""
+        return "" if self.address is None else f"http://{self.address[0]}:{self.address[1]}"
+
+    async def open(self, host: str) -> None:
+        """Listens on a free port of ``host``; does nothing if it does so already."""
+        async with self._opening:  # groups ask for it at once
+            if self._runner is None:
+                self._runner = web.ServerRunner(self._make(), shutdown_timeout=SHUTDOWN_SECONDS)
+                await self._runner.setup()
+                await web.TCPSite(self._runner, host, 0).start()
+                self.address = self._runner.addresses[0][:2]
+
+    async def close(self) -> None:
+        """Ends what is being passed on, and listens no more."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = self.address = None
+
+
+class _BoundedServer(web.Server):
     def __init__(self, connections: int, handler: Any, **options: Any) -> None:
         super().__init__(handler, **options)
         self._most = connections
@@ -185,7 +205,7 @@ class _Closing(asyncio.Protocol):
         transport.close()
 
 
-class EngineProxy:
+class EngineProxy(EndpointServer):
     """Serves one replica's engine to others.
 
     Args:
@@ -213,37 +233,12 @@ class EngineProxy:
         self._served, self._engine, self._metrics, self._limit = served, engine, metrics, limit
         self._generate_s, self._wait_s = generate_s, wait_s
         self._requests = 0
-        self._runner: web.ServerRunner | None = None
-        self._opening = asyncio.Lock()
-        self.address: tuple[str, int] | None = None
+        # bodies stay as they were sent: none is unpacked
+        super().__init__(lambda: _BoundedServer(limit + SPARE_CONNECTIONS, self._handle, keepalive_timeout=IDLE_SECONDS, **RAW))
         self.public, self.draw_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
         self.answers: EngineAnswers | None = None
-
-    async def open(self, host: str) -> None:
-        """Listens on a free port of ``host``; does nothing if it does so already."""
-        async with self._opening:  # groups ask for it at once
-            if self._runner is None:
-                # the handler is cancelled when its client is gone. Bodies stay as they were sent: none is unpacked
-                server = _BoundedServer(
-                    self._limit + SPARE_CONNECTIONS,
-                    self._handle,
-                    handler_cancellation=True,
-                    access_log=None,
-                    auto_decompress=False,
-                    keepalive_timeout=IDLE_SECONDS,
-                )
-                self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_SECONDS)
-                await self._runner.setup()
-                await web.TCPSite(self._runner, host, 0).start()
-                self.address = self._runner.addresses[0][:2]
-
-    async def close(self) -> None:
-        """Ends what is being passed on, and listens no more."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = self.address = None
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -282,7 +277,7 @@ class EngineProxy:
         return web.json_response({"object": "list", "data": models})
 
     async def _draw(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers a gateway, which goes on from what was drawn where the engine aborts it."""
+        """Answers a gateway, which continues from what was generated where the engine aborts it."""
         given = request.headers.get(KEY_HEADER, "").encode()
         if not hmac.compare_digest(given, self.draw_key.encode()) and self.renew_key is not None:
             self.draw_key = await self.renew_key()  # the store may have been emptied
@@ -304,7 +299,7 @@ class EngineProxy:
     async def _draw_live(
         self, request: web.BaseRequest, client: EngineClient, wanted: GenerationRequest, asked: DrawRequest
     ) -> web.StreamResponse:
-        """Answers a gateway piece by piece. Where it cannot go on the connection breaks: what was sent is good."""
+        """Answers a gateway piece by piece. Where it cannot continue the connection breaks: what was sent is good."""
         life, response = self._served.incarnation, web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
         pauses = client.retracting_pauses
         try:
@@ -323,7 +318,7 @@ class EngineProxy:
         return response
 
     async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
-        self._present()  # before a body is read that nobody would answer
+        self._present()  # before a body is read that no one would answer
         body = await body_of(request)
         client = await self._serving()
         parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"
@@ -408,7 +403,6 @@ def _drawn(found: Generation, pauses: int) -> Drawn:
 
 @asynccontextmanager
 async def _counted(call: Requests | None, rid: str) -> AsyncIterator[None]:
-    """Counts a request to its call while it is in the engine."""
     if call is None:
         yield
         return

@@ -1,8 +1,8 @@
 """One address for the engines of all replicas: where a function that runs in one of them sends its generations, as to slime's router.
 
-Each request goes to the replica with the fewest of this function's in hand, through that replica's own door
-(`services.rollout.engine_proxy`), which checks it and waits while weights change. Doors are known from the registry: those of this machine
-and those that are open to others. A replica that is gone, fenced or full is passed over while another is there.
+Each request goes to the replica with the fewest of this function's in hand, through that replica's own proxy
+(`services.rollout.engine_proxy`), which checks it and waits while weights change. Proxies are known from the registry: those of this
+machine and those that are open to others. A replica that is gone, fenced or full is passed over while another is there.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp import web
 
-from services.rollout.engine_proxy import GENERATIONS, ROUTES, RequestDenied, body_of
+from services.rollout.engine_proxy import GENERATIONS, RAW, ROUTES, EndpointServer, RequestDenied, body_of
 from services.rollout.replica import Replica
 from shared.bus.connection import TRANSIENT
 from shared.runtime.errors import MyxoError
@@ -24,45 +24,38 @@ from shared.runtime.own_address import LOOPBACK
 from shared.runtime.service_base import Service
 from shared.schema.service_messages import ServiceStatus
 
-LOOK_SECONDS = 1.0
-"""The interval at which the registry is read."""
+LOOK_SECONDS = 1.0  # the interval at which the registry is read
+SPARE_SECONDS = 60.0  # the time beyond a generation's own deadline after which a proxy that says nothing is given up
 
-SPARE_SECONDS = 60.0
-"""The time beyond a generation's own deadline after which a door that says nothing is given up."""
-
+# What a proxy answers that another may do better.
 PASSED_ON = {HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY}
-"""What a door answers that another may do better."""
 
 
 @dataclass(frozen=True)
-class Door:
+class ReplicaProxy:
     """The way to a replica's engine. ``version``: what the replica serves, as it last said."""
 
     url: str
     version: int
 
 
-def doors(statuses: list[ServiceStatus], host: str, least: int) -> list[Door]:
-    """Returns the doors that can be reached from ``host``, of replicas that serve version ``least`` or newer."""
+def reachable_proxies(statuses: list[ServiceStatus], host: str, least: int) -> list[ReplicaProxy]:
+    """Returns the proxies that can be reached from ``host``, of replicas that serve version ``least`` or newer."""
     there = [one for one in statuses if one.engine and one.state == "ready" and one.version >= least]
-    return [Door(one.engine, one.version) for one in there if one.host == host or f"//{LOOPBACK}:" not in one.engine]
+    return [ReplicaProxy(one.engine, one.version) for one in there if one.host == host or f"//{LOOPBACK}:" not in one.engine]
 
 
-class EngineSpread:
-    """The address of one function.
-
-    Attributes:
-        address: host and port, once it is open. least: the version that a replica has to serve. sent: requests, by door.
-    """
+class EngineSpread(EndpointServer):
+    """The address of one function. ``address``: host and port, once it is open. ``least``: the version that a replica has to serve.
+    ``sent``: requests, by proxy."""
 
     def __init__(self, service: Service, replica: Replica) -> None:
+        super().__init__(lambda: web.Server(self._handle, **RAW))
         self._service, self._replica, self.least = service, replica, 0
-        self._runner: web.ServerRunner | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._others: list[Door] = []
+        self._others: list[ReplicaProxy] = []
         self._in_hand: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
-        self.address: tuple[str, int] | None = None
 
     async def keep(self) -> None:
         """Is open and follows the registry until cancelled."""
@@ -74,32 +67,26 @@ class EngineSpread:
         finally:
             await self.close()
 
-    async def open(self) -> None:
-        """Listens on a free port of loopback; does nothing if it does so already."""
+    async def open(self, host: str = LOOPBACK) -> None:
+        """Listens on a free port; does nothing if it does so already."""
         await self._replica.open_proxy()
-        if self._runner is not None:
-            return
-        # the doors bound what is in hand; a request here is one of a function's of this machine
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None, auto_decompress=False)
-        self._runner = web.ServerRunner(server, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, LOOPBACK, 0).start()
-        self.address = self._runner.addresses[0][:2]
+        if self._session is None:  # the proxies bound what is in hand; a request here is one of a function's of this machine
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        await super().open(host)
 
     async def close(self) -> None:
         """Ends what is being passed on, and listens no more."""
-        if self._runner is not None and self._session is not None:
-            await self._runner.cleanup()
+        await super().close()
+        if self._session is not None:
             await self._session.close()
-            self._runner = self._session = self.address = None
+            self._session = None
 
     async def look(self) -> None:
         """Reads the registry; where it cannot be read, what it said last stands."""
         with contextlib.suppress(MyxoError, *TRANSIENT):
             own = self._service.instance
             others = [one for one in await self._service.registry.alive("rollout") if one.instance != own]
-            self._others = doors(others, self._service.host, self.least)
+            self._others = reachable_proxies(others, self._service.host, self.least)
 
     @property
     def engines(self) -> int:
@@ -108,14 +95,13 @@ class EngineSpread:
 
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version that the engines behind the address serve, this replica's among them."""
-        found = [self._replica.version, *(door.version for door in self._others)]
+        found = [self._replica.version, *(proxy.version for proxy in self._others)]
         return min(found), max(found)
 
     def _choice(self, but: set[str]) -> str | None:
-        """Returns the door with the fewest requests in hand, this replica's own only while it serves or nothing else is there."""
-        host, port = self._replica.proxy.address or ("", 0)
-        own = [f"http://{host}:{port}"] if host else []
-        others = [door.url for door in self._others if door.url not in but]
+        """Returns the proxy with the fewest requests in hand, this replica's own only while it serves or nothing else is there."""
+        own = [self._replica.proxy.url] if self._replica.proxy.url else []
+        others = [proxy.url for proxy in self._others if proxy.url not in but]
         there = others + [url for url in own if url not in but and (self._replica.serving or not others)]
         return min(there, key=lambda url: self._in_hand[url], default=None)
 
@@ -134,7 +120,7 @@ class EngineSpread:
         while (url := self._choice(tried)) is not None:
             tried.add(url)
             try:
-                async with self._door(request, url, body) as answer:
+                async with self._asked(request, url, body) as answer:
                     if answer.status in PASSED_ON:
                         denied = RequestDenied(HTTPStatus(answer.status), (await answer.text())[:1000])
                         continue
@@ -144,8 +130,8 @@ class EngineSpread:
         raise denied
 
     @contextlib.asynccontextmanager
-    async def _door(self, request: web.BaseRequest, url: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Asks a door, and counts the request to it meanwhile."""
+    async def _asked(self, request: web.BaseRequest, url: str, body: bytes | None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Asks a proxy, and counts the request to it meanwhile."""
         assert self._session is not None  # it is open
         config = self._service.config
         seconds = config.rollout.generate_timeout + config.weights.push_timeout + SPARE_SECONDS
@@ -161,9 +147,9 @@ class EngineSpread:
 
 
 async def _copied(request: web.BaseRequest, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Returns a door's answer, piece by piece as it comes. Once its status has been sent, what breaks off there breaks off here."""
+    """Returns a proxy's answer, piece by piece as it comes. Once its status has been sent, what breaks off there breaks off here."""
     response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
-    first = await answer.content.readany()  # a door that breaks off before it says anything is passed over
+    first = await answer.content.readany()  # a proxy that breaks off before it says anything is passed over
     await response.prepare(request)
     try:
         await response.write(first)

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from services.rollout.custom_generate import CustomGenerate, parameters
-from services.rollout.generate import RETRY_PAUSE
 from services.rollout.in_flight import Requests
+from services.rollout.played_group import RETRY_PAUSE
 from services.rollout.replica import Replica
 from shared.config.eval_views import eval_view
 from shared.data.call_form import in_call_form
@@ -43,17 +43,14 @@ from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 
-_PLACEHOLDER = "3c6ef372fe94f82b"
-"""Stands for the model's message: no template has it."""
+_PLACEHOLDER = "3c6ef372fe94f82b"  # stands for the model's message: no template has it
 
 
 class EpisodeTokens:
     """The ids of one episode.
 
-    Args:
-        as_chat: through the chat template; else texts stand one behind the other. variables: more of the template's.
-        control_tokens: what those are that the environment's texts spell, through the template: text, or control tokens (as_written).
-    """
+    ``as_chat``: through the chat template; else texts stand one behind the other. ``variables``: more of the template's.
+    ``control_tokens``: what those are that the environment's texts spell, through the template: text, or control tokens (as_written)."""
 
     def __init__(
         self, tokenizer: Tokenizer, as_chat: bool, variables: dict[str, Any], control_tokens: Literal["text", "as_written"] = "text"
@@ -63,13 +60,8 @@ class EpisodeTokens:
         self._variables = {key: self._control.guarded(value) if key == "tools" else value for key, value in variables.items()}
 
     def opening(self, prompt: str | list[dict[str, Any]], ids: Sequence[int], messages: Sequence[Reply]) -> list[int]:
-        """Returns the ids that the first turn goes on from: the prompt, and what ``reset`` has added.
-
-        Args:
-            ids: of the prompt alone, which stay where text is put behind text.
-
-        Raises ConfigError.
-        """
+        """Returns the ids that the first turn continues from: the prompt, and what ``reset`` has added. ``ids``: of the prompt alone, which
+        stay where text is put behind text. Raises ConfigError."""
         if self._as_chat:
             first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             formed = in_call_form(self._tokenizer, [*first, *messages], self._variables, keep_text=True)
@@ -80,11 +72,8 @@ class EpisodeTokens:
     def reply(self, messages: Sequence[Reply], last: int | None) -> tuple[str, list[int]]:
         """Returns what stands behind the model's message up to its next one, as text and ids; none of it is the model's.
 
-        Args:
-            last: the token that ended the message, where it ended by itself: what the template ends a message with is not put there twice.
-
-        Raises ConfigError where the template does not go on from a message as it ended one.
-        """
+        ``last``: the token that ended the message, where it ended by itself: what the template ends a message with is not put there twice.
+        Raises ConfigError where the template does not continue from a message as it ended one."""
         text = self._behind(messages) if self._as_chat else _text(messages)
         if last is not None and text.startswith(end := self._tokenizer.pieces([last])[0]):
             text = text[len(end) :]
@@ -113,12 +102,8 @@ def _text(messages: Sequence[Reply]) -> str:
 
 
 FIELD = "episode.episode_url"
-
-CLOSE_SECONDS = 2.0
-"""The time for telling an environment that a session has ended: it forgets sessions by itself, too."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
-"""Seconds between tries while an environment cannot be reached."""
+CLOSE_SECONDS = 2.0  # the time for telling an environment that a session has ended: it forgets sessions by itself, too
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between tries while an environment cannot be reached
 
 Answer = TypeVar("Answer")
 
@@ -132,7 +117,7 @@ class EpisodeGenerate(CustomGenerate):
         super().__init__(service, replica, tokenizer)
         self.settings = service.config.episode
         assert self.settings.episode_url is not None  # only made for runs that have one
-        self.run = service.run
+        self.run, self.longest = service.run, service.config.rollout.rollout_max_context_len
         self.environment: Environment = open_environment("episode", self.settings.episode_url, service.bus, service.run)
         self._described: Description | None = None
 
@@ -143,19 +128,19 @@ class EpisodeGenerate(CustomGenerate):
         """Has nothing to start: the environment is a service of its own."""
 
     async def close(self) -> None:
-        """Closes the connections to the environment, and to the engine's door."""
+        """Closes the connections to the environment, and to the engine's proxy."""
         await self.environment.close()
         await close_session()
 
     async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
-        """Plays a rollout, or goes on with it. Raises HookFailed, or DeadlineExceeded."""
+        """Plays a rollout, or continues with it. Raises HookFailed, or DeadlineExceeded."""
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
         self.replica.proxy.calls[token] = requests
         current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + seconds))
         try:
             async with asyncio.timeout(seconds):
-                return [await _Episode(self, task, index, sample, requests, f"http://{address[0]}:{address[1]}/generate").played()]
+                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()]
         except TimeoutError:
             raise DeadlineExceeded("the end of an episode", self.environment.label, seconds, "the group goes back to the queue") from None
         except (EnvironmentAway, EnvironmentFailed) as error:
@@ -176,7 +161,7 @@ class EpisodeGenerate(CustomGenerate):
         return self._described
 
     async def asked(self, awaited: str, ask: Callable[[float], Awaitable[Answer]]) -> Answer:
-        """Returns an answer, asked for again while nobody can be reached; a repeat does no harm. Raises EnvironmentFailed."""
+        """Returns an answer, asked for again while no one can be reached; a repeat does no harm. Raises EnvironmentFailed."""
         deadline = self.settings.episode_timeout
         end, pause, reason = time.monotonic() + deadline, FIRST_PAUSE, ""
         while (left := end - time.monotonic()) > 0:
@@ -196,28 +181,11 @@ class EpisodeGenerate(CustomGenerate):
         data = self._config.data if view is None else view.config.data
         variables = {**data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
         as_chat = data.apply_chat_template or not isinstance(task.prompt, str)
-        return EpisodeTokens(self._tokenizer, as_chat, variables, self.settings.episode_control_tokens)
-
-    def end_across(self, task: Task, before: list[int], drawn: list[int]) -> int | None:
-        """Returns where a stop string of the task's ends that began in the tokens before: see `shared.data.stop_strings`."""
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
-        return end_across(before, drawn, task.sampling.stop, decode)
-
-    def text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens)
-
-    def sampling(self, task: Task, index: int) -> dict[str, Any]:
-        """Returns the engine's sampling parameters of a rollout, in SGLang's names."""
-        return parameters(task.sampling) | self._seeds.parameters(index)
-
-    @property
-    def longest(self) -> int | None:
-        """Returns the most tokens of prompt and response."""
-        return self._config.rollout.rollout_max_context_len
+        return EpisodeTokens(self.tokenizer, as_chat, variables, self.settings.episode_control_tokens)
 
 
 class _Episode:
-    """One episode. ``sample.episode`` holds where it is, so that it goes on anywhere: session, turn, what was said, rewards, tools."""
+    """One episode. ``sample.episode`` holds where it is, so that it continues anywhere: session, turn, what was said, rewards, tools."""
 
     def __init__(self, run: EpisodeGenerate, task: Task, index: int, sample: HookSample, requests: Requests, engine: str) -> None:
         self._run, self._task, self._index, self._sample = run, task, index, sample
@@ -265,7 +233,7 @@ class _Episode:
     async def _said(self) -> tuple[str, int | None]:
         """Has the model say its message. Returns how it ended (stop, length, abort; full: no token is left) and a stop's last token."""
         while (room := self._room()) > 0:
-            sampling = self._run.sampling(self._task, self._index) | {"max_new_tokens": room}
+            sampling = parameters(self._task.sampling) | self._run.seeds.parameters(self._index) | {"max_new_tokens": room}
             if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
                 sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
             body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True} | self._routing()
@@ -287,18 +255,19 @@ class _Episode:
                 return ("length", None) if self._left() > 0 else ("full", None)
             if self._requests.stopped.is_set():
                 return "abort", None
-            await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn goes on from its tokens
+            await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn continues from its tokens
         return "full", None
 
     def _up_to_stop(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's answer up to the end of a stop string that began in what the turn had drawn before."""
+        """Returns the engine's answer up to the end of a stop string that began in what the turn had generated before."""
         meta, earlier = answer["meta_info"], self._state.get("drawn", 0)
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
-        count = self._run.end_across(self._task, self._sample.tokens[-earlier:] if earlier else [], ids)
+        decode = functools.partial(self._run.tokenizer.decode, skip_special_tokens=False)
+        count = end_across(self._sample.tokens[-earlier:] if earlier else [], ids, self._task.sampling.stop, decode)
         if count is None:
             return answer
         ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": {"type": "stop"}}
-        return {"text": self._run.text(ids[:count]), "meta_info": {**meta, **ended, "completion_tokens": count}}
+        return {"text": self._run.tokenizer.decode(ids[:count]), "meta_info": {**meta, **ended, "completion_tokens": count}}
 
     def _routing(self) -> dict[str, Any]:
         """Returns the fields that ask for the experts of the tokens whose own are not known yet."""
@@ -308,10 +277,8 @@ class _Episode:
         return {"return_routed_experts": True, "routed_experts_start_len": 0 if known is None else len(known)}
 
     def _route(self, encoded: str | None, beyond: int) -> None:
-        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them.
-
-        ``beyond``: tokens that the engine drew and that were left out.
-        """
+        """Takes over the experts of the sequence's tokens but its last. Raises HookFailed for another number of them. ``beyond``: tokens
+        that the engine generated and that were left out."""
         if encoded is None or self._run.choices is None:
             return
         known = self._sample.rollout_routed_experts
@@ -323,12 +290,11 @@ class _Episode:
         self._sample.rollout_routed_experts = found if known is None else np.concatenate([known, found])
 
     def _left(self) -> int:
-        """Returns the tokens that the whole response may still have."""
         left = self._task.sampling.max_new_tokens - self._sample.response_length
-        return left if self._run.longest is None else min(left, self._run.longest - len(self._sample.tokens))
+        longest = self._run.longest
+        return left if longest is None else min(left, longest - len(self._sample.tokens))
 
     def _room(self) -> int:
-        """Returns the tokens that this turn may still have."""
         turn = self._run.settings.episode_turn_tokens
         return self._left() if turn is None else min(self._left(), turn - self._state.get("drawn", 0))
 
@@ -345,7 +311,6 @@ class _Episode:
         return outcome
 
     def _append(self, messages: list[Reply], last: int | None) -> bool:
-        """Appends what the environment says. Returns whether there is room for it, and for an answer."""
         text, ids = self._run.tokens(self._task, self._state["tools"]).reply(messages, last)
         if len(ids) >= self._left():
             return False

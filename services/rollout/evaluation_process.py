@@ -4,7 +4,7 @@ It speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``.
 "engines": count}``; an answer: ``{"results": [fields of EvalResult, …]}``, ``{"unfit": text}`` for what is no result, or ``{"error":
 text}`` where the function raised. Where no sample names its versions, ``oldest`` and ``newest`` are None.
 
-It is a process apart from that of a rollout function: that one goes on meanwhile, and neither ends with the other.
+It is a process apart from that of a rollout function: that one continues meanwhile, and neither ends with the other.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import traceback
 from functools import partial
 from typing import Any, NoReturn
 
+from services.rollout.producer_process import PositionlessSource
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data.eval_figures import eval_figures
@@ -21,7 +22,6 @@ from shared.hooks.evaluation_log import EvaluationLog
 from shared.hooks.hook_sample import HookSample
 from shared.hooks.loading import eval_function
 from shared.hooks.returned_evaluation import ReturnedSet, eval_metrics, eval_output, returned_sets
-from shared.hooks.slime.prompt_sources import DataSource
 from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.failures import error_text
@@ -30,38 +30,16 @@ from shared.workers.call_server import serve_calls
 LONGEST_REASON = 500
 
 
-class HeldOutSource(DataSource):
-    """``data_source`` in an evaluation: held-out prompts are in ``args.eval_datasets``, and those of training are not drawn."""
-
-    def __init__(self, prompts: int) -> None:
-        self._prompts = prompts
-        self.metadata: dict[str, Any] = {}
+class HeldOutSource(PositionlessSource):
+    """``data_source`` in an evaluation: held-out prompts are in ``args.eval_datasets``, and those of training are not for it."""
 
     def get_samples(self, num_samples: int) -> NoReturn:
-        """Raises ValueError: what an evaluation drew would be missing in training."""
+        """Raises ValueError: what an evaluation took would be missing in training."""
         raise ValueError("get_samples in an evaluation: training prompts are not drawn for it; args.eval_datasets has the held-out sets")
 
     def add_samples(self, samples: list[list[HookSample]]) -> NoReturn:
         """Raises ValueError, as `get_samples`."""
         raise ValueError("add_samples in an evaluation: there are no training prompts to give back")
-
-    def save(self, rollout_id: int) -> None:
-        """Does nothing: an evaluation has no position."""
-
-    def load(self, rollout_id: int | None = None) -> None:
-        """Does nothing, as `save`."""
-
-    def __len__(self) -> int:
-        return self._prompts
-
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
-        self.metadata.update(metadata)
-
-    def get_metadata(self) -> dict[str, Any]:
-        return self.metadata
-
-    def get_buffer_length(self) -> int:
-        return 0
 
 
 class EvaluationCalls:

@@ -2,7 +2,7 @@
 
 The buffer asks for it once a version. One replica takes that task from the queue, calls the function in a process of its own and reports
 the result of each set; a replica that dies leaves it to another. Invariant: the task leaves the queue only once every set of the run has a
-result, or a reason, or nobody waits for it any more.
+result, or a reason, or no one waits for it any more.
 """
 
 import asyncio
@@ -28,18 +28,10 @@ from shared.workers.worker_pool import WorkerPool
 from shared.workers.worker_process import WorkerFailed
 
 MODULE = "services.rollout.evaluation_process"
-
 POLL_INTERVAL_S = 0.05
-
-VERSION_SECONDS = 30.0
-"""The time that a replica waits for the version before it hands the task back, for one that serves it."""
-
-RETRY_SECONDS = 1.0
-"""The pause before a function that failed is called again, here or at another replica."""
-
-SPARE_SECONDS = 60.0
-"""The time beyond the evaluation's deadline, which ends the call, that the processes' pool would leave it."""
-
+VERSION_SECONDS = 30.0  # the time that a replica waits for the version before it hands the task back, for one that serves it
+RETRY_SECONDS = 1.0  # the pause before a function that failed is called again, here or at another replica
+SPARE_SECONDS = 60.0  # the time beyond the evaluation's deadline, which ends the call, that the processes' pool would leave it
 PUBLISH_SECONDS = 600.0
 
 
@@ -122,7 +114,7 @@ class Evaluator:
         await lease.ack()
 
     async def _report(self, task: Evaluate, answer: dict[str, Any]) -> None:
-        """Tells the buffer of each set: first those that the function has of its own, for with the run's last one the version is done."""
+        """Informs the buffer of each set: first those that the function has of its own, for with the run's last one the version is done."""
         named = [item.name for item in self._config.eval.named.values()]
         results = {result.dataset: result for result in self._results(task, answer)}
         why = str(answer.get("unfit") or f"it gave no set of this name; it gave {', '.join(results) or 'none'}")

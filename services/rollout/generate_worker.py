@@ -11,7 +11,7 @@ import functools
 import inspect
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from shared.config.run_config import RunConfig
@@ -23,8 +23,7 @@ from shared.runtime.failures import defined_at, error_text
 from shared.workers.call_server import serve_calls
 from shared.workers.running_call import is_blocked
 
-BLOCKED_SHARE = 0.25
-"""The share of a rollout's time for which it may block its process: those beside it then still have the rest."""
+BLOCKED_SHARE = 0.25  # the share of a rollout's time for which it may block its process: those beside it then still have the rest
 
 
 class GenerateCalls:
@@ -42,25 +41,15 @@ class GenerateCalls:
         host, port = request["engine"]
         self._args.sglang_router_ip, self._args.sglang_router_port = host, port
         current_call.set(CallContext(request["token"], f"{host}:{port}", time.monotonic() + request["seconds"]))
-        this = asyncio.current_task()
-        assert this is not None
-        function = None
-        try:
-            function = load(request["field"], request["path"])
+
+        async def samples(function: Any) -> dict[str, object]:
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
             sample = sample_message.unpacked(request["sample"])
-            given = await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation))
-            samples = _samples(given)
-            await self._score(samples)
-            return {"samples": [sample_message.packed(one) for one in samples]}
-        except asyncio.CancelledError:
-            if this.cancelling():
-                raise
-            return {"error": "cancelled itself"}
-        except BaseException as error:  # it fails its rollout, not this process
-            traceback.print_exc()
-            said = f"{error}{defined_at(function)}" if isinstance(error, UnusableResult) else error_text(error, function)
-            return {"error": said, "blocked": is_blocked(error)}
+            given = _samples(await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation)))
+            await self._score(given)
+            return {"samples": [sample_message.packed(one) for one in given]}
+
+        return await answered(lambda: load(request["field"], request["path"]), samples)
 
     async def _score(self, samples: list[HookSample]) -> None:
         """Scores the samples that name a reward function of their own, here, where it can be imported."""
@@ -73,6 +62,23 @@ class GenerateCalls:
 
 class UnusableResult(Exception):
     """A function returned something other than samples."""
+
+
+async def answered(loading: Callable[[], Any], answer: Callable[[Any], Awaitable[dict[str, object]]]) -> dict[str, object]:
+    """Returns the answer that is made of a function of the user's once it is loaded, or why there is none."""
+    this, function = asyncio.current_task(), None
+    assert this is not None
+    try:
+        function = loading()
+        return await answer(function)
+    except asyncio.CancelledError:
+        if this.cancelling():
+            raise
+        return {"error": "cancelled itself"}
+    except BaseException as error:  # it fails its rollout, not this process
+        traceback.print_exc()
+        said = f"{error}{defined_at(function)}" if isinstance(error, UnusableResult) else error_text(error, function)
+        return {"error": said, "blocked": is_blocked(error)}
 
 
 async def called(call: Callable[[], Any]) -> Any:

@@ -25,19 +25,16 @@ from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
 from shared.schema.versions import is_lost
 
-UNROUTED = "routed_experts_problem"
-"""The attribute of a sample that is not trained since the experts of its tokens are not known: why."""
+UNROUTED = "routed_experts_problem"  # the attribute of a sample that is not trained since the experts of its tokens are not known: why
 
 
 @dataclass
 class Partial:
     """A sample that is being generated. tokens: int32 [R]; log_probs: float32 [R]; segments tile [0, R); seed: None for none.
 
-    Args:
-        choices: of the model, where the experts of each token are asked for. routed: those known so far, of the first tokens of prompt and
-            response: a token keeps the experts of the pass that drew the token after it, also where later passes compute it again.
-        unrouted: why they are not known.
-    """
+    ``choices``: of the model, where the experts of each token are asked for. ``routed``: those known so far, of the first tokens of prompt
+    and response: a token keeps the experts of the pass that generated the token after it, also where later passes compute it again.
+    ``unrouted``: why they are not known."""
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -50,7 +47,7 @@ class Partial:
 
     @property
     def routed_from(self) -> int | None:
-        """Returns the first token of prompt and response whose experts are still to be told; None where nobody asks for them."""
+        """Returns the first token of prompt and response whose experts are still to be told; None where no one asks for them."""
         return None if self.choices is None else 0 if self.routed is None else len(self.routed)
 
     def extend(self, generation: Generation, longest: int) -> None:
@@ -85,9 +82,7 @@ def restored(samples: Sequence[Sample], task: Task, choices: ExpertChoices | Non
     Samples that had ended and whose newest token is older than ``task.renew_below`` begin anew; where the earlier attempt does not fit the
     task (another number of samples, more tokens than may be generated), all begin anew.
 
-    Args:
-        choices: of the model, where the experts of each token are asked for.
-    """
+    ``choices``: of the model, where the experts of each token are asked for."""
     longest = task.sampling.max_new_tokens
     if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):
         return [Partial(choices=choices) for _ in range(task.n)]
@@ -113,10 +108,8 @@ def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> lis
 
 
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
-    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage.
-
-    One that has ended without the experts of all its tokens, which somebody has asked for, is not trained: its mask is 0 everywhere.
-    """
+    """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage. One that has
+    ended without the experts of all its tokens, which somebody has asked for, is not trained: its mask is 0 everywhere."""
     problems = [_routing_problem(partial, len(task.prompt_tokens)) for partial in partials]
     samples = [
         Sample(
@@ -159,9 +152,7 @@ def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:
     return text[: min(ends)] if ends else text
 
 
-LEAVE_SECONDS = 3.0
-"""The time that a stopping replica waits for the engine to return its partial outputs."""
-
+LEAVE_SECONDS = 3.0  # the time that a stopping replica waits for the engine to return its partial outputs
 LEAVE_PAUSE = 0.1
 
 
@@ -175,11 +166,8 @@ class Stopped(MyxoError):
 
 @dataclass(eq=False)
 class Requests:
-    """Requests that the engine holds together.
-
-    Attributes:
-        rids: their ids; a function of the user's sends new ones while it runs. stopped: set when they are to end. stale: why.
-    """
+    """Requests that the engine holds together. ``rids``: their ids; a function of the user's sends new ones while it runs. ``stopped``: set
+    when they are to end. ``stale``: why."""
 
     rids: set[str] = field(default_factory=set)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -204,11 +192,8 @@ class InFlight:
     def asked(self, group: str, partials: Sequence[Partial], requests: "Requests", rid: str, version: int) -> Iterator[None]:
         """Registers, while the body runs, one more of a group's requests in the engine, which serves ``version``.
 
-        Args:
-            partials: all of the group's: with one of its samples, all of them are too old. rid: of the request.
-
-        Raises Stopped where it must not be sent at all.
-        """
+        ``partials``: all of the group's: with one of its samples, all of them are too old. ``rid``: of the request. Raises Stopped where it
+        must not be sent at all."""
         oldest = min([version, *(partial.segments[0][2] for partial in partials if partial.segments)])
         with self.tracked(group, requests, oldest, version):
             requests.rids.add(rid)
@@ -219,10 +204,8 @@ class InFlight:
 
     @contextlib.contextmanager
     def tracked(self, group: str, requests: "Requests", oldest: int, version: int) -> Iterator[None]:
-        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`.
-
-        Where some of them are registered already, all are as old as the oldest: one that ends first leaves its tokens in the group.
-        """
+        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`. Where
+        some of them are registered already, all are as old as the oldest: one that ends first leaves its tokens in the group."""
         lost = self._is_lost(oldest, version)
         if lost or self.leaving or requests.stopped.is_set():
             raise Stopped(group, stale=lost or requests.stale)

@@ -1,38 +1,153 @@
-"""Plays the rollouts of a group, and decides what becomes of those that fail and of their group.
+"""Generates one group: by the engine alone, or by rollouts that a function, an environment or an agent plays.
 
-A rollout is generated anew, a few times; then it is lost, and the group continues without it, as long as `rollout.min_rollouts` are left.
+By the engine alone, each sample is a request of its own, in a slot of its own (`services.rollout.request_slots`), which it leaves when it
+ends: a group does not keep the places of its short samples until its longest one has ended. A sample keeps the tokens, log-probs and
+version spans that it already has; to continue it, prompt and tokens are sent to the engine again.
 
-A group may begin more rollouts than it needs (`rollout.surplus_rollouts`; active partial rollouts, APRIL, Zhou et al. 2025, arXiv
-2509.18521, within a group): it is complete when as many as it needs have ended, and the others are aborted. While there are more than it
-needs, a rollout that fails is not tried again: a surplus one takes its place.
+A rollout that is played is generated anew where it fails, a few times; then it is lost, and the group continues without it, as long as
+`rollout.min_rollouts` are left. A group may begin more rollouts than it needs (`rollout.surplus_rollouts`; active partial rollouts, APRIL,
+Zhou et al. 2025, arXiv 2509.18521, within a group): it is complete when as many as it needs have ended, and the others are aborted. While
+there are more than it needs, a rollout that fails is not tried again: a surplus one takes its place.
 """
 
 import asyncio
+import functools
 from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from services.rollout.in_flight import Stopped
+import numpy as np
+
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.generation import Generation, GenerationRequest, first_tokens
+from services.rollout.engine.transport import EngineError
+from services.rollout.in_flight import InFlight, Partial, Requests, Stopped, samples_of_rollout
+from services.rollout.replica import Replica
+from services.rollout.replica_command import SampleSeeds
+from services.rollout.request_slots import GroupSlots
 from shared.config.rollout_section import RolloutSection
+from shared.data.stop_strings import end_across
+from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.cancellation import cancelled
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample
 
-TRIES = 5
-"""The number of failed calls in a row after which a rollout is lost."""
+ENGINE_TRIES = 5  # the number of engine failures in a row after which a sample, and its group with it, is given up for this delivery
+RETRY_PAUSE = 0.5
 
+
+async def generate_group(
+    replica: Replica,
+    task: Task,
+    partials: list[Partial],
+    tokenizer: Tokenizer,
+    deadline: float,
+    in_flight: InFlight | None,
+    slots: GroupSlots,
+) -> None:
+    """Generates all of the task's samples until they have ended.
+
+    ``partials``: one for each sample, with its output so far; they grow in place. ``tokenizer``: the model's, for stop strings of which an
+    interrupted sample had the beginning. ``deadline``: seconds for waiting for weights, and as many for each sample's time in the engine.
+    ``in_flight``: may stop the group; None for groups that are never stopped. ``slots``: of the group. Raises Stopped once every sample has
+    ended or was stopped; DeadlineExceeded, or EngineError when the engine failed `ENGINE_TRIES` times in a row for one of them: the others
+    are cancelled then."""
+    group = _Group(replica, task, partials, tokenizer, deadline, in_flight, slots)
+    left = {asyncio.create_task(group.sample(index)) for index in range(len(partials))}
+    stopped: Stopped | None = None
+    try:
+        while left:
+            ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
+            for error in [sample.exception() for sample in ended]:
+                if isinstance(error, Stopped):
+                    stopped = error
+                elif error is not None:
+                    raise error
+    finally:
+        await cancelled(left)
+    if stopped is not None:
+        raise stopped
+
+
+@dataclass(frozen=True)
+class _Group:
+    replica: Replica
+    task: Task
+    partials: list[Partial]
+    tokenizer: Tokenizer
+    deadline: float
+    in_flight: InFlight | None
+    slots: GroupSlots
+    requests: Requests = field(default_factory=Requests)
+
+    async def sample(self, index: int) -> None:
+        """Generates one sample to its end. Raises Stopped, DeadlineExceeded, EngineError."""
+        partial, failures, spent = self.partials[index], 0, 0.0
+        while partial.finish is None:
+            await self.replica.wait_serving(self.task.min_version, self.deadline)
+            async with self.slots.slot(index):
+                # it may have changed since, or be changed while the slot is waited for
+                client = await self.replica.wait_serving(self.task.min_version, self.deadline)
+                began = asyncio.get_running_loop().time()
+                try:
+                    generation = await self._drawn(client, partial, self.deadline - spent)
+                    failures = 0
+                except EngineError:
+                    failures += 1
+                    if failures >= ENGINE_TRIES:
+                        raise
+                    generation = None
+            if generation is None:
+                await asyncio.sleep(RETRY_PAUSE * failures)  # it may be restarting: the gate closes as soon as that is seen
+                continue
+            spent += asyncio.get_running_loop().time() - began
+            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
+            count = end_across(partial.tokens, generation.tokens, self.task.sampling.stop, decode)  # a stop string may have begun before
+            ended = generation if count is None else first_tokens(generation, count)
+            partial.extend(ended, self.task.sampling.max_new_tokens)
+            if spent >= self.deadline and partial.finish is None:
+                raise DeadlineExceeded(
+                    f"sample {index} of {self.task.group}", "the engine", self.deadline, "the group goes back to the queue"
+                )
+        self.slots.end()
+
+    async def _drawn(self, client: EngineClient, partial: Partial, seconds: float) -> Generation:
+        """Returns what the engine generates for a sample in one request. Raises Stopped, DeadlineExceeded, EngineError."""
+        request, life = _request(self.task, partial), self.replica.incarnation
+        version = self.replica.version
+        asked = (
+            self.in_flight.asked(self.task.group, self.partials, self.requests, request.rid, version) if self.in_flight else nullcontext()
+        )
+        with asked:
+            [generation] = await client.generate_group([request], self.task.sampling, deadline=max(seconds, 1.0))
+        if self.replica.incarnation != life:
+            raise EngineError(client.url, "its weights became untrusted while it generated this, which is discarded")
+        return generation
+
+
+def _request(task: Task, partial: Partial) -> GenerationRequest:
+    return GenerationRequest(
+        tokens=np.concatenate([task.prompt_tokens, partial.tokens]) if len(partial.tokens) else task.prompt_tokens,
+        max_new_tokens=task.sampling.max_new_tokens - len(partial.tokens),
+        seed=partial.seed,
+        routed_from=partial.routed_from,
+    )
+
+
+TRIES = 5  # the number of failed calls in a row after which a rollout is lost
+
+# The same for calls that held up or ended their process. All but the first have one of their own, so that they cost no one else.
 DISRUPTIVE_TRIES = 2
-"""The same for calls that held up or ended their process. All but the first have one of their own, so that they cost nobody else."""
 
 
 class RolloutFailures:
-    """The failed calls of one rollout in a row, of which ``tries`` lose it.
-
-    Attributes:
-        count: how many. alone: its next call gets a process of its own.
-    """
+    """The failed calls of one rollout in a row, of which ``tries`` lose it. ``count``: how many. ``alone``: its next call gets a process of
+    its own."""
 
     def __init__(self, tries: int = TRIES) -> None:
         self.count, self._disruptive, self._tries = 0, 0, tries
@@ -42,11 +157,8 @@ class RolloutFailures:
         return self._disruptive > 0
 
     def note(self, error: HookFailed, counts: bool) -> None:
-        """Notes a failed call. Raises HookFailed where there should be no other.
-
-        Args:
-            counts: False where it may not have been the function's fault, since the engine had died under it.
-        """
+        """Notes a failed call. Raises HookFailed where there should be no other. ``counts``: False where it may not have been the
+        function's fault, since the engine had died under it."""
         self.count += counts
         self._disruptive += error.disruptive
         if self.count >= self._tries or self._disruptive >= DISRUPTIVE_TRIES:
@@ -55,11 +167,8 @@ class RolloutFailures:
 
 
 class GroupProgress:
-    """The rollouts of one group: how many are left, and which have ended.
-
-    Args:
-        wanted: with how many it is complete. surplus: how many are begun beyond them. fewest: how many have to be left.
-    """
+    """The rollouts of one group: how many are left, and which have ended. ``wanted``: with how many it is complete. ``surplus``: how many
+    are begun beyond them. ``fewest``: how many have to be left."""
 
     def __init__(self, wanted: int, fewest: int, surplus: int = 0) -> None:
         self._left, self._wanted, self._fewest = wanted + surplus, wanted, fewest
@@ -108,32 +217,145 @@ class GroupProgress:
 
 
 class PlayedGroup(NamedTuple):
-    """What became of a group's rollouts: samples, in the rollouts' order; why they were ``stopped``, if they were; ``aborted``: how many
-    surplus ones were, since the others had ended."""
+    """The outcome of a group: samples, in the rollouts' order; why they were ``stopped``, if they were; ``aborted``: how many surplus
+    rollouts were, since the others had ended."""
 
     samples: list[Sample]
     stopped: Stopped | None
     aborted: int = 0
 
 
-class PlayedRollout(Protocol):
-    """One rollout: its index, and why it was stopped, if it was."""
+class PlayedRollout:
+    """One rollout of a task, played until it has ended, is stopped or is lost. Subclasses say how, in `attempt`.
 
-    index: int
-    stopped: Stopped | None
+    ``samples``: what an earlier attempt has finished; None: nothing. ``tries``: failures in a row that lose it. Attributes: ``samples``:
+    once it has ended. ``stopped``: why it was stopped, once it was. ``requests``: those of it that the engine holds."""
+
+    least_pause = 0.0  # before it is tried again
+    places: AbstractAsyncContextManager[None] = nullcontext()  # held besides its slot
+
+    def __init__(
+        self,
+        task: Task,
+        index: int,
+        samples: list[Sample] | None,
+        replica: Replica,
+        slots: GroupSlots,
+        progress: GroupProgress,
+        tries: int = TRIES,
+    ) -> None:
+        self.task, self.index, self.samples, self.replica = task, index, samples, replica
+        self.slots, self.progress = slots, progress
+        self.requests, self.failures = Requests(), RolloutFailures(tries)
+        self.stopped: Stopped | None = None
+
+    async def attempt(self, client: EngineClient, version: int, life: int) -> None:
+        """Tries once to play it, which sets ``samples``. Raises HookFailed; Stopped; what loses it at once. ``version``, ``life``: that the
+        replica serves, and its incarnation."""
+        raise NotImplementedError
+
+    def patience_s(self) -> float:
+        """Returns how long it waits for weights. Raises DeadlineExceeded where it has no time left."""
+        raise NotImplementedError
+
+    def oldest(self, version: int) -> int:
+        """Returns the version that its oldest token may be of, where ``version`` is served."""
+        return version
+
+    def note(self, error: HookFailed) -> None:
+        """Logs a failed attempt."""
+
+    def stored(self) -> list[Sample]:
+        """Returns the samples to store; of one that was stopped those that may be continued; of one that is lost none."""
+        return self.samples or []
+
+    async def play(self, in_flight: InFlight | None) -> None:
+        """Plays to the end, or until it is stopped. Raises what loses it."""
+        try:
+            while self.samples is None:
+                await self.replica.wait_serving(self.task.min_version, self.patience_s())
+                async with self.slots.slot(self.index), self.places:
+                    await self.try_once(in_flight)
+                if self.samples is None:  # after an abort, the push that caused it is still in progress
+                    await asyncio.sleep(max(self.least_pause, RETRY_PAUSE * self.failures.count))
+        except Stopped as stopped:
+            self.stopped = stopped
+
+    async def try_once(self, in_flight: InFlight | None) -> None:
+        """Makes one attempt, in a slot. Raises what `attempt` does, but of HookFailed only one that is not to be tried again."""
+        client = await self.replica.wait_serving(self.task.min_version, self.patience_s())
+        version, life = self.replica.version, self.replica.incarnation
+        tracked = in_flight.tracked(self.task.group, self.requests, self.oldest(version), version) if in_flight else nullcontext()
+        try:
+            with tracked:
+                await self.attempt(client, version, life)
+        except HookFailed as error:
+            self.note(error)
+            self.progress.check_needed(error)
+            self.failures.note(error, counts=self.replica.incarnation == life)  # it did not cause the engine's death
 
 
-Made = TypeVar("Made", bound=PlayedRollout)
+class GroupPlayer:
+    """Plays the groups of a function, an environment or an agent: one `PlayedRollout` for each rollout. ``lost``: rollouts that were given
+    up. ``losing``: errors by which one is lost; others end the group."""
+
+    losing: tuple[type[MyxoError], ...] = (HookFailed,)
+
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
+        self._service, self._config, self.replica, self.tokenizer = service, service.config, replica, tokenizer
+        self.seeds, self.lost = SampleSeeds.of(service.config), 0
+
+    def called(self, task: Task) -> str:
+        """Returns what plays a task, for errors: a field and its value."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        """Starts the processes that it needs, once. Raises ConfigError where the user's code cannot be imported."""
+
+    async def close(self) -> None:
+        """Kills the processes, and closes connections."""
+
+    def rollout(self, task: Task, index: int, earlier: list[Sample], slots: GroupSlots, progress: GroupProgress) -> PlayedRollout:
+        """Returns one rollout. ``earlier``: what an earlier attempt left of it."""
+        raise NotImplementedError
+
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
+        """Returns all samples of the rollouts that ended first, as many as the group needs; of a stopped group those that there are.
+
+        ``earlier``: what an earlier attempt left. ``in_flight``: may stop the group; None for groups that are never stopped. ``slots``: of
+        the group; a rollout holds one while it is played. Rollouts that are lost are left out, as far as `rollout.min_rollouts` allows; of
+        held-out groups none is. Raises, where too few are left, what they were lost by; DeadlineExceeded where no weights or no gateway is
+        there; BadMessage where no token is trained."""
+        progress = GroupProgress.of(task, self._config.rollout)
+        rollouts = [self.rollout(task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun]
+        await _until_complete([self._play(rollout, in_flight) for rollout in rollouts], progress)
+        stopped = None
+        if progress.complete:
+            rollouts = [rollout for rollout in rollouts if rollout.index in progress.kept]
+        else:
+            stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
+        samples = [sample for rollout in rollouts for sample in rollout.stored()]
+        for index, sample in enumerate(samples):
+            sample.index = index
+        if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
+            raise BadMessage(f"{self.called(task)}: no token of group {task.group} is trained: the loss mask is 0 on all of them")
+        return PlayedGroup(samples, stopped, progress.aborted)
+
+    async def _play(self, rollout: PlayedRollout, in_flight: InFlight | None) -> None:
+        """Plays a rollout. Raises the error that it is lost by, where the group cannot do without it."""
+        try:
+            await rollout.play(in_flight)
+            if rollout.samples is not None:
+                rollout.progress.end(rollout.index)
+        except self.losing as error:
+            self.lost += 1
+            self._service.log.error("rollout_lost", group=rollout.task.group, rollout=rollout.index, error=str(error))
+            rollout.progress.lose(error)
+        finally:
+            rollout.slots.end()
 
 
-def kept(rollouts: Sequence[Made], progress: GroupProgress) -> tuple[list[Made], Stopped | None]:
-    """Returns the rollouts that make up a complete group; of another all of them, and why it was stopped, if it was."""
-    if progress.complete:
-        return [rollout for rollout in rollouts if rollout.index in progress.kept], None
-    return list(rollouts), next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
-
-
-async def until_complete(playing: Sequence[Coroutine[Any, Any, None]], progress: GroupProgress) -> None:
+async def _until_complete(playing: Sequence[Coroutine[Any, Any, None]], progress: GroupProgress) -> None:
     """Runs a group's rollouts until it is complete, or all have come to an end; the others are cancelled. Raises what one of them does."""
     running = [asyncio.create_task(one) for one in playing]
     left = set(running)

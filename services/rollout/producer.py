@@ -91,24 +91,13 @@ declare_metrics(
 )
 
 MODULE = "services.rollout.producer_process"
-
-START_SECONDS = 120.0
-"""The deadline for the process to import the function."""
-
+START_SECONDS = 120.0  # the deadline for the process to import the function
 EXIT_SECONDS = 1.0
-
-TRIES = 5
-"""The failures of the function in a row after which the service gives up, and says why."""
-
+TRIES = 5  # the failures of the function in a row after which the service gives up, and says why
 RETRY_PAUSE = 0.5
-
 POLL_INTERVAL_S = 0.05
-
-MOST_METRICS = 64
-"""The most names of the function's own metrics that are shown: each is a time series that is never removed."""
-
-REPEAT_SECONDS = 20.0
-"""The time after which the buffer is told again that more groups are wanted."""
+MOST_METRICS = 64  # the most names of the function's own metrics that are shown: each is a time series that is never removed
+REPEAT_SECONDS = 20.0  # the time after which the buffer is told again that more groups are wanted
 
 
 class FunctionFailed(Exception):
@@ -118,12 +107,8 @@ class FunctionFailed(Exception):
 class Producer:
     """The rollout function of one replica.
 
-    Args:
-        spread: the address that the function sends its generations to. count: is told the response tokens of each group that was handed in.
-
-    Attributes:
-        allowed: awaited before each act for the function; raises where another replica may run it.
-    """
+    ``spread``: the address that the function sends its generations to. ``count``: is told the response tokens of each group that was handed
+    in. Attributes: ``allowed``: awaited before each act for the function; raises where another replica may run it."""
 
     def __init__(
         self,
@@ -132,7 +117,6 @@ class Producer:
         spread: EngineSpread,
         outcomes: TaskOutcomes,
         tokenizer: Tokenizer,
-        count: Callable[[int], None],
     ) -> None:
         self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
         self._choices = replayed_choices(service.config)
@@ -140,10 +124,10 @@ class Producer:
         self.allowed: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._path = hooks.paths(service.config, "rollout")[FIELD]
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
-        self._tokenizer, self._count = tokenizer, count
+        self._tokenizer, self.tokens = tokenizer, 0
         self._check = SampleCheck(service, tokenizer)
         replica.proxy.answers = self._check.answers
-        self._waiting: list[DrawnTask] = []  # fetched, and not yet drawn by the function
+        self._waiting: list[DrawnTask] = []  # fetched, and not yet taken by the function
         self._drawn: dict[str, DrawnTask] = {}
         self._next_rollout: int | None = None
         self._failures = 0
@@ -225,10 +209,8 @@ class Producer:
             raise ConfigError(*refused)
 
     async def _watch(self, process: ChildProcess) -> None:
-        """Kills the process where the function neither ends, nor draws, nor hands anything in for `generate_timeout`.
-
-        No time runs while the replica does not serve, or the store or a stream is full.
-        """
+        """Kills the process where the function neither ends, nor generates, nor hands anything in for `generate_timeout`. No time runs
+        while the replica does not serve, or the store or a stream is full."""
         limit = self._config.rollout.generate_timeout
         self._moved = time.monotonic()
         while True:
@@ -259,7 +241,7 @@ class Producer:
             while not self._waiting and not self._drawn:
                 await self._fetch(1)
         rollout_id = self._next_rollout
-        if rollout_id is None:  # of a run that goes on, as far as its groups tell
+        if rollout_id is None:  # of a run that continues, as far as its groups tell
             first = min(group_number(drawn.task.group) for drawn in (*self._waiting, *self._drawn.values()))
             rollout_id = first // self._config.rollout.rollout_batch_size
         self._next_rollout, self._calling, self._moved = rollout_id + 1, True, time.monotonic()
@@ -290,8 +272,8 @@ class Producer:
         return {"groups": entries, "version": self._spread.versions()[0]}
 
     async def _on_served(self, begun: int) -> dict[str, Any]:
-        """Returns what bounds the versions of a group that was begun under ``begun``. Of other replicas nobody knows here which versions'
-        first token the one before still drew: it is assumed of all."""
+        """Returns what bounds the versions of a group that was begun under ``begun``. Of other replicas no one knows here which versions'
+        first token the one before still generated: it is assumed of all."""
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         late, newest = sorted(client.late_versions), self._replica.version
         if self._spread.engines > 1:
@@ -310,7 +292,7 @@ class Producer:
             called, prompt = f"{FIELD} = {self._path}", self._rendered(drawn.task)
             stored = [self._check.checked(sample, drawn.task, prompt, called) for sample in stored]
             message: Generated | Outcome = await self._outcomes.generated(drawn.task, stored, drawn.begun, time.time())
-            self._count(sum(len(sample.response) for sample in stored))
+            self.tokens += sum(len(sample.response) for sample in stored)
         except (BadMessage, DeadlineExceeded) as error:  # the latter: a teacher is away
             message = self._outcomes.failed(drawn.task, f"{FIELD} = {self._path}: {error}", error.fault)
         await self._end(drawn, message)
@@ -341,13 +323,11 @@ class Producer:
         self._last_words = error
 
     def _newest(self) -> int:
-        """Returns the newest version that an engine of the function's has served."""
         return max(self._replica.version, self._spread.versions()[1])
 
     # --- tasks
 
     async def _fetch(self, most: int, seconds: float = 1.0) -> bool:
-        """Fetches tasks while the replica serves. Returns whether any came."""
         if not self._replica.serving or self._service.held_back:
             await asyncio.sleep(min(POLL_INTERVAL_S, seconds))
             return False
@@ -404,7 +384,7 @@ class Producer:
         return not is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy)
 
     async def _want(self, count: int) -> None:
-        """Tells the buffer that the function needs groups ahead of those that it will discard."""
+        """Informs the buffer that the function needs groups ahead of those that it will discard."""
         if time.monotonic() - self._wanted_at < REPEAT_SECONDS or not self._drawn:
             return
         self._wanted_at = time.monotonic()
@@ -421,7 +401,6 @@ class Producer:
         return drawn
 
     async def _end(self, drawn: DrawnTask, message: Generated | Outcome) -> None:
-        """Publishes what became of a task, and ends its lease."""
         await self._outcomes.publish(drawn.task, message, drawn.begun)
         self._moved = time.monotonic()
         self._drawn.pop(drawn.task.group, None)
@@ -429,7 +408,6 @@ class Producer:
         await drawn.lease.ack()
 
     async def _return_all(self, drawn_only: bool = False) -> None:
-        """Returns the tasks to the queue, for whoever takes them next."""
         tasks = [*self._drawn.values(), *([] if drawn_only else self._waiting)]
         self._drawn.clear()
         if not drawn_only:
@@ -439,39 +417,25 @@ class Producer:
         await asyncio.gather(*(drawn.lease.hand_back() for drawn in tasks))
 
 
-class ActiveProducer:
-    """Runs a replica's producer while it is the run's only one."""
-
-    def __init__(self, service: Service, producer: Producer, spread: EngineSpread) -> None:
-        self._service, self._producer, self._spread = service, producer, spread
-
-    async def run(self) -> None:
-        """Stands by, or produces, until cancelled. Raises as `Producer.run`."""
-        while True:
-            timing = LeaseTiming(self._service.config.bus.lease_duration)
-            lease = LeaderLease(self._service.bus, self._service.run, PRODUCER, self._service.instance, timing)
-            await self._stand_by(lease)
-            try:
-                await self._produce(lease)
-            except LeaseLost as error:
-                self._service.log.warning("producer_lease_lost", error=str(error), next_action="its groups go back; it stands by")
-
-    async def _stand_by(self, lease: LeaderLease) -> None:
-        said = False
-        while not await lease.attempt():
-            if not said:
-                self._service.log.info("rollout_function_stands_by", reason="another replica runs it")
-                said = True
-            await asyncio.sleep(lease.timing.poll)
-
-    async def _produce(self, lease: LeaderLease) -> None:
-        self._service.log.info("rollout_function_runs_here")
-        self._producer.allowed = lease.held
-        work = {asyncio.create_task(one) for one in (self._producer.run(), lease.keep(), self._spread.keep())}
+async def run_where_active(service: Service, producer: Producer, spread: EngineSpread) -> None:
+    """Stands by, or runs the producer while it is the run's only one, until cancelled. Raises as `Producer.run`."""
+    while True:
+        timing = LeaseTiming(service.config.bus.lease_duration)
+        lease = LeaderLease(service.bus, service.run, PRODUCER, service.instance, timing)
+        if not await lease.attempt():
+            service.log.info("rollout_function_stands_by", reason="another replica runs it")
+            await asyncio.sleep(timing.poll)
+            while not await lease.attempt():
+                await asyncio.sleep(timing.poll)
+        service.log.info("rollout_function_runs_here")
+        producer.allowed = lease.held
+        work = {asyncio.create_task(one) for one in (producer.run(), lease.keep(), spread.keep())}
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+        except LeaseLost as error:
+            service.log.warning("producer_lease_lost", error=str(error), next_action="its groups go back; it stands by")
         finally:
             await cancelled(work)
             await lease.release()

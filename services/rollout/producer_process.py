@@ -71,18 +71,17 @@ class ServiceCalls:
             os._exit(0)
 
 
-POLL_INTERVAL_S = 0.2
-"""The interval at which a function that waits for prompts is looked at: it may have finished all that it has."""
+POLL_INTERVAL_S = 0.2  # the interval at which a function that waits for prompts is looked at: it may have finished all that it has
 
+# The time that a call in an event loop waits for prompts while it has others: what is being generated on that loop stands still.
 GLANCE_S = 0.02
-"""The time that a call in an event loop waits for prompts while it has others: what is being generated on that loop stands still."""
 
+# The time after which a thread that waits for prompts gets groups ahead of those that will be discarded, though it has unfinished ones.
 PATIENCE_S = 30.0
-"""The time after which a thread that waits for prompts gets groups ahead of those that will be discarded, though it has unfinished ones."""
 
 
+# The time after which a call that has finished all its groups, and still does not end, gets more: it needs more than there are.
 FINISHED_S = 3.0
-"""The time after which a call that has finished all its groups, and still does not end, gets more: it needs more than there are."""
 
 _ENDED, _OPEN = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED), (Status.PENDING, Status.ABORTED)
 
@@ -108,7 +107,8 @@ class _SessionId(str):
 
 @dataclass
 class DrawnGroup:
-    """A group that the function has drawn. ``begun``: the version that was served then. ``samples``: those it got, as long as they live."""
+    """A group that the function has taken. ``begun``: the version that was served then. ``samples``: those it got, as long as they
+    live."""
 
     group: str
     number: int
@@ -129,15 +129,40 @@ class DrawnGroup:
         return all(status_of(sample.status) in _ENDED for sample in living)
 
 
-class DrawnGroups(DataSource):
-    """slime's data source over the buffer's tasks. Every method may be called from any thread.
+class PositionlessSource(DataSource):
+    """A data source whose position is the buffer's. ``prompts``: how many the run has."""
 
-    Attributes:
-        in_call: the function is at work on a rollout, and does not just go on with groups in the background.
-    """
+    def __init__(self, prompts: int) -> None:
+        self._prompts = prompts
+        self.metadata: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return self._prompts
+
+    def save(self, rollout_id: int) -> None:
+        """Does nothing: the ledger knows which prompts were taken."""
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Does nothing, as `save`."""
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        self.metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def get_buffer_length(self) -> int:
+        """Returns 0: what was given back is with the buffer, in the queue with all other prompts."""
+        return 0
+
+
+class DrawnGroups(PositionlessSource):
+    """slime's data source over the buffer's tasks. Every method may be called from any thread. ``in_call``: the function is at work on a
+    rollout, and does not just continue with groups in the background."""
 
     def __init__(self, calls: ServiceCalls, config: RunConfig, prompts: int) -> None:
-        self._calls, self._config, self._prompts = calls, config, prompts
+        super().__init__(prompts)
+        self._calls, self._config = calls, config
         self._choices = replayed_choices(config)
         self._n = config.rollout.n_samples_per_prompt
         self._lock = threading.Lock()
@@ -145,7 +170,6 @@ class DrawnGroups(DataSource):
         self.in_call = False
         self._all_finished_at: float | None = None  # since when, in a call that asks for more
         self._spinning: dict[int, int] = {}  # event loop → calls without prompts since it last ran
-        self.metadata: dict[str, Any] = {}
 
     # --- slime's data source
 
@@ -172,7 +196,8 @@ class DrawnGroups(DataSource):
         return found
 
     def add_samples(self, samples: list[list[HookSample]]) -> None:
-        """Gives groups back: they are drawn again later, with the tokens that they have. Raises ValueError for one that was not drawn."""
+        """Gives groups back: they are taken again later, with the tokens that they have. Raises ValueError for one that was not
+        taken."""
         for group in samples:
             flat = _flat(group)
             numbers = {sample.group_index for sample in flat}
@@ -180,25 +205,6 @@ class DrawnGroups(DataSource):
             if drawn is None:
                 raise ValueError(f"add_samples: group_index {sorted(map(str, numbers))} is not one of the groups that get_samples gave")
             self.give_back(drawn, flat)
-
-    def __len__(self) -> int:
-        return self._prompts
-
-    def save(self, rollout_id: int) -> None:
-        """Does nothing: the ledger knows which prompts were drawn."""
-
-    def load(self, rollout_id: int | None = None) -> None:
-        """Does nothing, as `save`."""
-
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
-        self.metadata.update(metadata)
-
-    def get_metadata(self) -> dict[str, Any]:
-        return self.metadata
-
-    def get_buffer_length(self) -> int:
-        """Returns 0: what was given back is with the buffer, in the queue with all other prompts."""
-        return 0
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raises AttributeError: a source of the user's own gives prompts to the buffer, in a process of its own, and is not here."""
@@ -228,7 +234,7 @@ class DrawnGroups(DataSource):
         return None
 
     def give_back(self, drawn: DrawnGroup, samples: Sequence[HookSample]) -> None:
-        """Gives a group back with what its samples have; with nothing, where that is not fit to be gone on from."""
+        """Gives a group back with what its samples have; with nothing, where that is not fit to be continued from."""
         blobs: list[bytes] = []
         if len(samples) == self._n and any(sample.response_length for sample in samples):
             try:
@@ -238,14 +244,9 @@ class DrawnGroups(DataSource):
         self._leave(drawn, "give_back", samples=blobs)
 
     def discard_unheld(self, reason: str) -> None:
-        """Tells of the groups that the function cannot hand in any more."""
+        """Reports the groups that the function cannot hand in any more."""
         for drawn in [drawn for drawn in list(self._drawn.values()) if not drawn.held]:
             self._leave(drawn, "discard", reason=reason)
-
-    def drop_all(self) -> None:
-        """Forgets all groups: the service takes them back."""
-        with self._lock:
-            self._drawn.clear()
 
     # --- inside
 
@@ -258,7 +259,7 @@ class DrawnGroups(DataSource):
         return POLL_INTERVAL_S if loop is None or id(loop) in self._spinning or not self._drawn else GLANCE_S
 
     def _starving(self, started: float, loop: asyncio.AbstractEventLoop | None) -> bool:
-        """Returns whether the function cannot go on without more prompts than the buffer has admitted."""
+        """Returns whether the function cannot continue without more prompts than the buffer has admitted."""
         drawn = list(self._drawn.values())
         if not drawn:
             return False
@@ -270,10 +271,8 @@ class DrawnGroups(DataSource):
         return waited > PATIENCE_S if loop is None else self._spinning.get(id(loop), 0) > 1
 
     def _gives_way(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Returns whether a call on an event loop returns without prompts: it does once, unless nothing else can go on there.
-
-        A caller that comes back before its loop has run anything else would never let what it waits for be generated.
-        """
+        """Returns whether a call on an event loop returns without prompts: it does once, unless nothing else can continue there. A caller
+        that comes back before its loop has run anything else would never let what it waits for be generated."""
         with self._lock:
             first = id(loop) not in self._spinning
             self._spinning[id(loop)] = self._spinning.get(id(loop), 0) + 1

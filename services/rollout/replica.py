@@ -34,30 +34,24 @@ declare_metrics(
     MetricSpec("engine_vocabulary", "tokens", "of the model's vocabulary"),
 )
 
-INITIAL_VERSION = 0
-"""The version of the policy that an engine loads from `hf_checkpoint` when it starts."""
+INITIAL_VERSION = 0  # the version of the policy that an engine loads from `hf_checkpoint` when it starts
 
+# The deadline for an engine that has released its memory to take it again.
 WATCH_SECONDS = 1.0
 OPEN_SECONDS = 60.0
-"""The deadline for an engine that has released its memory to take it again."""
 
+# The requests that others may have in the engine at once, beyond one for each slot that the replica may have.
 STOP_SECONDS = 3.0
 SPARE_REQUESTS = 512
-"""The requests that others may have in the engine at once, beyond one for each slot that the replica may have."""
-
-RESTART_SECONDS = 2.0
-"""The pause before a dead engine is started again."""
+RESTART_SECONDS = 2.0  # the pause before a dead engine is started again
 
 
 class Replica:
     """An engine and the version that it serves.
 
-    Attributes:
-        client: usable while ``engine_up`` is set. served: the one owner of the replica's version.
-        update_lock: held by whoever changes the engine's weights or memory.
-        before_start, after_start: awaited around each start of an engine.
-        proxy: where routers, gateways and generate functions of the user's reach the engine; open if there are any.
-    """
+    ``client``: usable while ``engine_up`` is set. ``served``: the one owner of the replica's version. ``update_lock``: held by whoever
+    changes the engine's weights or memory. ``before_start``, ``after_start``: awaited around each start of an engine. ``proxy``: where
+    routers, gateways and generate functions of the user's reach the engine; open if there are any."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._rollout = service, service.config.rollout
@@ -118,16 +112,9 @@ class Replica:
         served, service = self.served, self._service
         service.state, service.version = served.state, served.version
         service.incarnation = f"{self._life}.{served.incarnation}"
-        service.engine = self._public_address()
+        service.engine = self.proxy.url if served.engine_is_up and served.has_weights else ""  # none without verified weights
         self._shown.set()
         self._shown = asyncio.Event()
-
-    def _public_address(self) -> str:
-        """Returns where a router, or a function of another replica's, may send requests; empty without verified weights."""
-        if self.proxy.address is None or not (self.served.engine_is_up and self.served.has_weights):
-            return ""
-        host, port = self.proxy.address
-        return f"http://{host}:{port}"
 
     async def publish(self) -> None:
         """Publishes the served version in the registry."""
@@ -136,9 +123,7 @@ class Replica:
 
     async def serve(self, version: int, digest: str = "", *, deadline: float = OPEN_SECONDS) -> None:
         """Serves ``version``, which the engine holds; while the trainer computes on the same GPUs, the replica serves it once that is over.
-
-        Raises as `EngineMemory.wake`.
-        """
+        Raises as `EngineMemory.wake`."""
         if not self.served.asleep and self.client is not None and self.client.memory.asleep:
             await self.client.memory.wake(deadline=deadline)
         self.served.serve(version, digest)
@@ -164,7 +149,8 @@ class Replica:
                 self.engine_up.clear()
                 self.served.engine_died()
                 self._tell_of_last(cause)
-                await self._stop_at_once(engine)  # what others still ask of it fails now, not at its deadlines
+                with contextlib.suppress(MyxoError):  # what others still ask of it fails now, not at its deadlines; `_close` logs it
+                    await asyncio.to_thread(engine.stop, 0)
                 await self.fence(f"the engine died: {cause}")
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
@@ -173,9 +159,9 @@ class Replica:
             await self._close()
 
     async def keep_nodes(self) -> None:
-        """Keeps an engine's nodes together, where it has several. Runs until cancelled. Raises as `EngineLeader.keep`."""
+        """Keeps an engine's nodes together, where it has several. Raises AttemptFailed, LeaseLost, DeadlineExceeded."""
         if self._leader is not None:
-            await self._leader.keep()
+            await self._leader.agent.run()
 
     async def _fault(self, engine: EngineProcess) -> str:
         """Returns why the engine cannot be used any more, once it cannot."""
@@ -200,13 +186,9 @@ class Replica:
         return None if paused or served.asleep or served.target is not None else (served.incarnation, served.version)
 
     def _tell_of_last(self, cause: str) -> None:
-        """Tells why another engine is started; of one over several nodes its leader tells."""
+        """Reports why another engine is started; of one over several nodes its leader tells."""
         if self._leader is None:
             self._service.detail = f"the one before: {cause}" if cause else ""
-
-    async def _stop_at_once(self, engine: EngineProcess) -> None:
-        with contextlib.suppress(MyxoError):  # `_close` tells of it
-            await asyncio.to_thread(engine.stop, 0)
 
     async def _start_on_all_nodes(self, leader: EngineLeader) -> EngineProcess:
         """Starts the engine in an attempt of all nodes, or in the next where one ends before the engine is ready."""
@@ -266,7 +248,7 @@ class Replica:
         seconds = await engine.ready(self._rollout.engine_start_timeout)
         self.client = client = await EngineClient.connect(engine.receiver, deadline=60)
         if self._leader is not None:
-            await self._leader.reach(engine.receiver)
+            await self._leader.tunnels.open(engine.receiver)
         await client.freeze_gc(deadline=60)
         await client.open_receivers(deadline=60)
         service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)

@@ -23,8 +23,8 @@ from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import Service, default_instance
 
+# Flags of SGLang's under which it generates by seeds; without a seed of its own each request would have the same one.
 SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")
-"""Flags of SGLang's under which it draws by seeds; without a seed of its own each request would have the same one."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,8 @@ class SampleSeeds:
 
 
 def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) -> bool:
-    """Returns whether an engine keeps prefixes, where ``[rollout.sglang] disable-radix-cache`` says nothing.
-
-    Args:
-        device: the engine's. answers_are_read: by this service; not those of a router's clients and of the user's own functions.
-    """
+    """Returns whether an engine keeps prefixes, where ``[rollout.sglang] disable-radix-cache`` says nothing. ``device``: the engine's.
+    ``answers_are_read``: by this service; not those of a router's clients and of the user's own functions."""
     separable = config.rollout.in_flight_on_push != "retract" and answers_are_read
     reproducible = SampleSeeds.of(config).first is not None  # a prefix that is there or not may change a last bit
     # to look a prefix up costs more than to compute it, for a single turn of a model that a CPU can serve
@@ -61,16 +58,14 @@ def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) ->
     return separable and worth_it and not reproducible
 
 
-FEWEST, MOST_CAPTURED = 256, 512
-"""The requests that are captured at least, as SGLang does by itself on large GPUs, and at most."""
-
+FEWEST, MOST_CAPTURED = 256, 512  # the requests that are captured at least, as SGLang does by itself on large GPUs, and at most
 FLAG = "cuda-graph-max-bs-decode"
 
+# Flags by which a run says itself how many: the most, or a list.
 SIZES = (FLAG, "cuda-graph-max-bs", "cuda-graph-bs-decode", "cuda-graph-bs")
-"""Flags by which a run says itself how many: the most, or a list."""
 
+# Flags after which no one can tell.
 OTHERWISE = ("disable-cuda-graph", "disable-decode-cuda-graph", "cuda-graph-config", "cuda-graph-backend-decode")
-"""Flags after which nobody can tell."""
 
 
 def captured_requests(config: RunConfig, device: str) -> int | None:
@@ -117,11 +112,8 @@ def engine_log(service: Service) -> Path:
 
 
 def replica_command(service: Service, name: str, meeting: EngineMeeting | None = None) -> EngineCommand:
-    """Returns the launch command of a replica's engine, or of one node's part of it. Raises ConfigError.
-
-    Args:
-        name: the replica's. meeting: where the nodes' ranks meet; None: all ranks are on this machine.
-    """
+    """Returns the launch command of a replica's engine, or of one node's part of it. Raises ConfigError. ``name``: the replica's.
+    ``meeting``: where the nodes' ranks meet; None: all ranks are on this machine."""
     config, rollout = service.config, service.config.rollout
     device = devices.resolve(rollout.rollout_device)
     tensor_parallel = device == "cuda" or meeting is not None  # an engine on one CPU has one rank, whatever its share of GPUs

@@ -29,8 +29,7 @@ from shared.config.run_config import RunConfig
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 
-LOTS = 32
-"""The share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills."""
+LOTS = 32  # the share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills
 
 
 def lot(slots: int) -> int:
@@ -64,13 +63,8 @@ class SlotWaiter:
 class SlotQueue:
     """The slots of one replica.
 
-    Args:
-        trains: whether groups are trained; else evaluations have all slots.
-
-    Attributes:
-        limit: slots; may be lowered below those that are held, and none is granted then until enough have been left.
-        held: slots that are held now, by task class.
-    """
+    ``trains``: whether groups are trained; else evaluations have all slots. Attributes: ``limit``: slots; may be lowered below those that
+    are held, and none is granted then until enough have been left. ``held``: slots that are held now, by task class."""
 
     def __init__(self, limit: int, trains: bool = True) -> None:
         self.limit, self._trains = limit, trains
@@ -93,7 +87,7 @@ class SlotQueue:
         self._claims[claim.task_class].discard(claim)
 
     def claimed(self, task_class: str) -> int:
-        """Returns how many samples of a class have not ended, those that nobody has begun included."""
+        """Returns how many samples of a class have not ended, those that no one has begun included."""
         return sum(claim.open for claim in self._claims[task_class])
 
     def room(self, task_class: str, samples: int) -> int:
@@ -153,32 +147,20 @@ class SlotQueue:
         return max(1, self.limit // 2) if self._trains else self.limit
 
 
-START = 256
-"""The slots that an engine begins with, at least."""
+START = 256  # the slots that an engine begins with, at least
+MOST = 4096  # the most slots: beyond them an engine gains nothing, and its answers take the service's time
 
-MOST = 4096
-"""The most slots: beyond them an engine gains nothing, and its answers take the service's time."""
-
+# The share of the slots that is added at a time, and the share of it by which the engine has to be faster for them to stay.
 GROWTH, WORTH = 0.25, 0.25
-"""The share of the slots that is added at a time, and the share of it by which the engine has to be faster for them to stay."""
 
-BACK_OFF = 0.9
-"""The share of the running requests that is kept after a retraction."""
+BACK_OFF = 0.9  # the share of the running requests that is kept after a retraction
+FULL = 0.9  # the share of the engine's memory for keys and values from which on the limit does not grow: running requests need more
+SPARE = 8  # one request waits in the engine for so many that run, so that it has the next one at hand when one ends
+QUEUED_READINGS = 3  # readings in a row with requests that wait: a burst of new ones has been begun by then
+SETTLING, MEASURED = 2, 4  # readings after a change that are passed over, and those after them over which the engine's speed is taken
 
-FULL = 0.9
-"""The share of the engine's memory for keys and values from which on the limit does not grow: running requests need more."""
-
-SPARE = 8
-"""One request waits in the engine for so many that run, so that it has the next one at hand when one ends."""
-
-QUEUED_READINGS = 3
-"""Readings in a row with requests that wait: a burst of new ones has been begun by then."""
-
-SETTLING, MEASURED = 2, 4
-"""Readings after a change that are passed over, and those after them over which the engine's speed is taken."""
-
+# Readings after a retraction, and after slots that were not worth it, in which the limit does not grow.
 CALM_READINGS, REST_READINGS = 10, 60
-"""Readings after a retraction, and after slots that were not worth it, in which the limit does not grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +177,9 @@ class EngineLoad:
 class SlotLimit:
     """The slots of one replica, one reading of the engine's load after another.
 
-    Args:
-        fixed: slots that do not follow the load (`rollout.rollout_concurrency`); None: they do. least: the fewest slots: a group's samples.
-        batch: its share of a batch's samples: with as many slots it begins, since a step may wait for all of them. most: slots.
-    """
+    ``fixed``: slots that do not follow the load (`rollout.rollout_concurrency`); None: they do. ``least``: the fewest slots: a group's
+    samples. ``batch``: its share of a batch's samples: with as many slots it begins, since a step may wait for all of them. ``most``:
+    slots."""
 
     def __init__(self, fixed: int | None, least: int, batch: int = 0, most: int = MOST) -> None:
         self._fixed, self._least, self._most = fixed, least, min(MOST, most)
@@ -209,11 +190,8 @@ class SlotLimit:
         self._before: tuple[int, float] | None = None  # fewer slots, and the engine's speed with them
 
     def note(self, load: EngineLoad, held: int, tokens: int, now: float) -> int:
-        """Returns the slots after a reading, about one a second.
-
-        Args:
-            held: slots that are held. tokens: that the engine has drawn by ``now``, monotonic seconds.
-        """
+        """Returns the slots after a reading, about one a second. ``held``: slots that are held. ``tokens``: that the engine has generated
+        by ``now``, monotonic seconds."""
         if self._fixed is not None:
             return self.slots
         retracted = max(0, load.retracted - (load.retracted if self._retracted is None else self._retracted))
@@ -285,11 +263,8 @@ class GroupSlots:
 
 
 class RequestSlots:
-    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows.
-
-    Args:
-        captured: requests at once that the engine is made for, the bound of slots that the run does not name; None: there is none.
-    """
+    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows. ``captured``: requests at
+    once that the engine is made for, the bound of slots that the run does not name; None: there is none."""
 
     def __init__(self, config: RunConfig, captured: int | None = None) -> None:
         rollout = config.rollout

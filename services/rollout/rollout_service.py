@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 
 import numpy as np
 from pydantic import ValidationError
@@ -16,10 +15,9 @@ from services.rollout.engine_nodes import follow
 from services.rollout.engine_spread import EngineSpread
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
-from services.rollout.generate import generate_group
 from services.rollout.in_flight import UNROUTED, InFlight, Stopped, restored, samples_of
-from services.rollout.played_group import PlayedGroup
-from services.rollout.producer import ActiveProducer, Producer
+from services.rollout.played_group import GroupPlayer, PlayedGroup, generate_group
+from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, SampleSeeds, captured_requests
 from services.rollout.request_slots import GroupSlots, RequestSlots
@@ -52,23 +50,20 @@ from shared.schema.service_messages import Doing
 from shared.store.payload_store import StoreFull
 
 WINDOW_SECONDS = 5.0
-
-COUNT_SECONDS = 5.0
-"""The deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls."""
+COUNT_SECONDS = 5.0  # the deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls.
 
 
 class TokenRate:
     """Measures tokens a second over the last `WINDOW_SECONDS`.
 
     A reading divides the tokens of the window by the whole window, also at the start, so that the rate's integral over a run is the run's
-    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly drawn.
-    """
+    tokens; it is 0 once a window has had no tokens. Between two readings tokens count as evenly generated."""
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, float]] = deque()
 
     def note(self, now: float, tokens: float) -> float:
-        """Returns the rate at ``now`` (monotonic seconds), when ``tokens`` have been drawn in all."""
+        """Returns the rate at ``now`` (monotonic seconds), when ``tokens`` have been generated in all."""
         self._readings.append((now, tokens))
         begin = now - WINDOW_SECONDS
         while len(self._readings) > 1 and self._readings[1][0] <= begin:
@@ -78,11 +73,8 @@ class TokenRate:
 
 
 class DrawnTokens:
-    """Counts the tokens that the replica's engines have drawn, one engine after another.
-
-    Attributes:
-        total: tokens in all, of finished, aborted and unfinished samples alike, without prompts.
-    """
+    """Counts the tokens that the replica's engines have generated, one engine after another. ``total``: tokens in all, of finished, aborted
+    and unfinished samples alike, without prompts."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -92,10 +84,8 @@ class DrawnTokens:
     async def read(self, client: EngineClient | None, delivered: int) -> int:
         """Returns ``total``, brought up to date.
 
-        Args:
-            client: of the present engine, None while there is none. delivered: tokens of the groups that have ended; they are counted where
-                an engine does not count by itself (`[rollout.sglang] enable_metrics = false`, or an old SGLang).
-        """
+        ``client``: of the present engine, None while there is none. ``delivered``: tokens of the groups that have ended; they are counted
+        where an engine does not count by itself (`[rollout.sglang] enable_metrics = false`, or an old SGLang)."""
         ended, self._delivered = delivered - self._delivered, delivered
         if client is None:
             return self.total
@@ -106,62 +96,44 @@ class DrawnTokens:
         if drawn is None:
             self.total += ended
             return self.total
-        if client is self._engine:  # tokens that a new engine has drawn before were its own warm-up
+        if client is self._engine:  # tokens that a new engine has generated before were its own warm-up
             self.total += max(0, drawn - self._last)
         self._engine, self._last = client, drawn
         return self.total
 
 
-PROFILE_DIRECTORY = "profile"
-"""Where traces lie, in the run's directory; below it those of each replica."""
-
-STEP_POLL_INTERVAL_S = 0.5
-"""The interval at which the run's step is read."""
-
+PROFILE_DIRECTORY = "profile"  # where traces lie, in the run's directory; below it those of each replica
+STEP_POLL_INTERVAL_S = 0.5  # the interval at which the run's step is read
 PROFILE_START_SECONDS = 60.0
 
 
-class EngineProfiler:
-    """Starts one trace of a replica's engine; the engine ends it by itself."""
+async def profile_engine(service: Service, replica: Replica) -> None:
+    """Waits for the first of the chosen steps, has the engine trace a number of forward passes (SGLang's /start_profile), which it ends by
+    itself, and returns; where the steps are over, it says so."""
+    debug = service.config.debug
+    while not replica.serving or (step := await _trained_steps(service)) < debug.profile_step_start:
+        await asyncio.sleep(STEP_POLL_INTERVAL_S)
+    if step >= debug.profile_step_end:
+        service.log.warning("engine_not_profiled", step=step, profile_step_end=debug.profile_step_end)
+        return
+    directory, client = str((service.config.run.root / PROFILE_DIRECTORY / service.instance).absolute()), replica.client
+    assert client is not None  # of a replica that serves
+    activities = ["CPU", "GPU"] if devices.resolve(service.config.rollout.rollout_device) == "cuda" else ["CPU"]
+    request = {"output_dir": directory, "num_steps": debug.profile_engine_steps, "activities": activities}
+    try:
+        await client.transport.post("/start_profile", request, PROFILE_START_SECONDS, "nothing is traced")
+        service.log.info("engine_profiled", step=step, directory=directory, forward_passes=debug.profile_engine_steps)
+    except MyxoError as error:
+        service.log.error("engine_not_profiled", step=step, error=str(error))
 
-    def __init__(self, service: Service, replica: Replica) -> None:
-        self._service, self._replica, self._debug = service, replica, service.config.debug
 
-    @property
-    def wanted(self) -> bool:
-        """Returns whether engines are to be traced."""
-        return self._debug.use_pytorch_profiler and "rollout" in self._debug.profile_target
-
-    async def run(self) -> None:
-        """Waits for the first of the chosen steps, starts the trace, and returns; where they are over, it says so."""
-        service, debug = self._service, self._debug
-        while not self._replica.serving or (step := await self._step()) < debug.profile_step_start:
-            await asyncio.sleep(STEP_POLL_INTERVAL_S)
-        if step >= debug.profile_step_end:
-            service.log.warning("engine_not_profiled", step=step, profile_step_end=debug.profile_step_end)
-            return
-        directory = (service.config.run.root / PROFILE_DIRECTORY / service.instance).absolute()
-        client = self._replica.client
-        assert client is not None  # of a replica that serves
-        on_gpu = devices.resolve(service.config.rollout.rollout_device) == "cuda"
-        request = {
-            "output_dir": str(directory),
-            "num_steps": debug.profile_engine_steps,
-            "activities": ["CPU", *(["GPU"] if on_gpu else [])],
-        }
-        try:
-            await client.transport.post("/start_profile", request, PROFILE_START_SECONDS, "nothing is traced")
-            service.log.info("engine_profiled", step=step, directory=str(directory), forward_passes=debug.profile_engine_steps)
-        except (EngineError, MyxoError) as error:
-            service.log.error("engine_not_profiled", step=step, error=str(error))
-
-    async def _step(self) -> int:
-        """Returns how many steps the run has trained, as its buffer last said; -1 where none says."""
-        try:
-            alive = await self._service.registry.alive("buffer")
-        except (MyxoError, *TRANSIENT):
-            return -1
-        return max((int(status.gauges.get("trained_steps", -1)) for status in alive), default=-1)
+async def _trained_steps(service: Service) -> int:
+    """Returns how many steps the run has trained, as its buffer last said; -1 where none says."""
+    try:
+        alive = await service.registry.alive("buffer")
+    except (MyxoError, *TRANSIENT):
+        return -1
+    return max((int(status.gauges.get("trained_steps", -1)) for status in alive), default=-1)
 
 
 declare_metrics(
@@ -194,40 +166,21 @@ declare_metrics(
     ),
 )
 
-POLL_INTERVAL_S = 0.05
-"""The interval at which a replica checks whether it has weights, free capacity, or stale generations."""
+POLL_INTERVAL_S = 0.05  # the interval at which a replica checks whether it has weights, free capacity, or stale generations
+PUSH_SECONDS = 4.0  # the time that a stopping replica stays for a push that it has agreed to take part in
+HAND_ON_SECONDS = 1.5  # the time that a stopping replica waits until its unfinished groups are stored and handed on
+RETRY_SECONDS = 1.0  # the pause after the engine could not be asked to abort stale requests
 
-PUSH_SECONDS = 4.0
-"""The time that a stopping replica stays for a push that it has agreed to take part in."""
-
-HAND_ON_SECONDS = 1.5
-"""The time that a stopping replica waits until its unfinished groups are stored and handed on."""
-
-RETRY_SECONDS = 1.0
-"""The pause after the engine could not be asked to abort stale requests."""
-
-Generator = Callable[[Task, list[Sample], InFlight | None, GroupSlots], Awaitable[PlayedGroup]]
-"""Generates a task, going on from what an earlier attempt left."""
-
-FETCHED_GROUPS = 8
-"""The most groups that are taken at once: replicas that have room take turns then."""
-
-QUIET_SECONDS = 10.0
-"""An engine with groups in hand that draws no token for so long does not go on, or waits for agents and environments."""
-
-RATE_SECONDS = 1.0
-"""The interval at which the engine's token count is read and the gauges are set."""
-
-FIRST_SECONDS = 0.1
-"""The same until it is known that the replica, which serves, has drawn its first tokens."""
+FETCHED_GROUPS = 8  # the most groups that are taken at once: replicas that have room take turns then
+QUIET_SECONDS = (
+    10.0  # an engine with groups in hand that generates no token for so long does not continue, or waits for agents and environments
+)
+RATE_SECONDS = 1.0  # the interval at which the engine's token count is read and the gauges are set
+FIRST_SECONDS = 0.1  # the same until it is known that the replica, which serves, has generated its first tokens
 
 
 class Rollout:
-    """The rollout service of one replica.
-
-    Attributes:
-        tokens: generated tokens of the groups that have ended. running: the groups in hand.
-    """
+    """The rollout service of one replica. ``tokens``: generated tokens of the groups that have ended. ``running``: the groups in hand."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._config = service, service.config
@@ -244,16 +197,17 @@ class Rollout:
         self._agents = AgentGroups(service, self.replica, self._tokenizer, Gateways(service))
         steps = service.config.episode.episode_url is not None
         self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if steps else None
+        self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]
         self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
         self.spread = EngineSpread(service, self.replica)
-        parts = (self.replica, self.spread, self._outcomes, self._tokenizer, self._count)
+        parts = (self.replica, self.spread, self._outcomes, self._tokenizer)
         self.producer = None if function is None else Producer(service, *parts)
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
         self._taken: dict[asyncio.Task[None], tuple[float, GroupSlots]] = {}  # when each was taken, seconds since the epoch, oldest first
-        self._generated = False  # a token of a task has been drawn
+        self._generated = False  # a token of a task has been generated
         self._drawn = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
         self.tokens = 0
@@ -270,8 +224,8 @@ class Rollout:
         if self._config.ingest.ingest_groups != "alone":
             work.append(self.produce())
         work += [router.keep() for router in routers]
-        if (profiler := EngineProfiler(service, self.replica)).wanted:
-            work.append(profiler.run())
+        if service.config.debug.use_pytorch_profiler and "rollout" in service.config.debug.profile_target:
+            work.append(profile_engine(service, self.replica))
         async with service.background(*work):
             try:
                 await service.stopping.wait()
@@ -293,14 +247,12 @@ class Rollout:
 
     async def close_functions(self) -> None:
         """Kills the processes of generate functions and agents, and closes the connections of episodes."""
-        await self._custom.close()
-        await self._agents.close()
-        if self._episodes is not None:
-            await self._episodes.close()
+        for player in self._players:
+            await player.close()
 
     async def produce(self) -> None:
         """Generates training prompts, or has the user's rollout function do it in one of the replicas."""
-        await (self.take(TRAIN) if self.producer is None else ActiveProducer(self._service, self.producer, self.spread).run())
+        await (self.take(TRAIN) if self.producer is None else run_where_active(self._service, self.producer, self.spread))
 
     async def evaluate(self) -> None:
         """Generates held-out prompts, or has the user's own function do it."""
@@ -321,9 +273,6 @@ class Rollout:
                 self.running[handling], self._taken[handling] = lease.message, (time.time(), slots)
                 handling.add_done_callback(self._handled)
 
-    def _count(self, tokens: int) -> None:
-        self.tokens += tokens
-
     def _handled(self, handling: asyncio.Task[None]) -> None:
         del self.running[handling]
         _, slots = self._taken.pop(handling)
@@ -338,7 +287,7 @@ class Rollout:
         log = service.log.bind(group=task.group, attempt=task.attempt)
         try:
             async with lease.held():
-                if task.deadline and time.time() >= task.deadline:  # nobody waits for it any more
+                if task.deadline and time.time() >= task.deadline:  # no one waits for it any more
                     log.info("task_late")
                 elif lease.exhausted:
                     failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries", INFRASTRUCTURE)
@@ -378,22 +327,25 @@ class Rollout:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        samples, stopped, aborted = await self._generator(task)(task, earlier, in_flight, slots)
-        if stopped is not None:
-            return await self._interrupted(task, samples, stopped)
+        player = self._player(task)
+        generate = self._by_engine if player is None else player.group
+        samples, stopped, aborted = await generate(task, earlier, in_flight, slots)
+        if stopped is not None:  # partial samples are handed on unless they are too old
+            kept = not stopped.stale and any(len(sample.response) for sample in samples)
+            return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)
         if aborted:
             self._service.metrics.add("aborted_rollouts", aborted)
         generated = await self._outcomes.generated(task, samples, started, time.time(), aborted)
         self.tokens += sum(sample.tokens for sample in generated.samples)
         return generated
 
-    def _generator(self, task: Task) -> Generator:
-        """Returns what generates a task: an agent, a function of its own, the run's episodes or function, or the engine alone."""
+    def _player(self, task: Task) -> GroupPlayer | None:
+        """Returns what plays a task: an agent, a function of its own, the run's episodes or function; None: the engine alone."""
         if self._agents.program(task) is not None:
-            return self._agents.group
+            return self._agents
         if self._episodes is not None and task.generate_function is None:
-            return self._episodes.group
-        return self._by_engine if self._custom.path(task) is None else self._custom.group
+            return self._episodes
+        return None if self._custom.path(task) is None else self._custom
 
     async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
         """Returns the task's samples; with why they were stopped, as far as they have come."""
@@ -415,16 +367,9 @@ class Rollout:
                 sample.attributes["prompt"] = text
         return PlayedGroup(samples, why)
 
-    async def _interrupted(self, task: Task, samples: list[Sample], stopped: Stopped) -> Interrupted:
-        """Returns the message that hands a stopped group on, with its partial samples unless these are too old."""
-        kept = not stopped.stale and any(len(sample.response) for sample in samples)
-        return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)
-
     async def stop_stale(self) -> None:
-        """Aborts, while new weights are served, the generations that these have made too old to be trained.
-
-        Repeats the request until they have ended, since the engine ignores an id whose request has not reached it yet.
-        """
+        """Aborts, while new weights are served, the generations that these have made too old to be trained. Repeats the request until they
+        have ended, since the engine ignores an id whose request has not reached it yet."""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             client, version = self.replica.client, self.replica.version
@@ -458,7 +403,6 @@ class Rollout:
         return Doing(part=WORK, what=what, since=since, next_action=after, stuck=quiet)
 
     def _note_drawn(self, tokens: int) -> None:
-        """Notes how many tokens the engine has drawn."""
         if (drew := tokens != self._drawn[0]) or not self.running:
             if drew and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
                 self._generated = True
@@ -467,23 +411,22 @@ class Rollout:
 
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""
-        drawn, rate, metrics = DrawnTokens(), TokenRate(), self._service.metrics
+        drawn, rate, metrics, producer = DrawnTokens(), TokenRate(), self._service.metrics, self.producer
         while True:
-            tokens = await drawn.read(self.replica.client, self.tokens)
+            tokens = await drawn.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
             self._note_drawn(tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
-            metrics.set("running_groups", len(self.running) + (self.producer.held if self.producer is not None else 0))
+            metrics.set("running_groups", len(self.running) + (0 if producer is None else producer.held))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
             metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             load = None if self.replica.client is None else self.replica.client.load
             self._slots.note(load, tokens, time.monotonic())
-            metrics.set("request_slots", self._slots.limit)
-            metrics.set("used_slots", self._slots.held)
+            gauges: dict[str, float] = {"request_slots": self._slots.limit, "used_slots": self._slots.held}
             if load is not None:
-                metrics.set("running_requests", load.running)
-                metrics.set("queued_requests", load.queued)
-                metrics.set("kv_usage", load.kv_usage)
+                gauges |= {"running_requests": load.running, "queued_requests": load.queued, "kv_usage": load.kv_usage}
+            for name, value in gauges.items():
+                metrics.set(name, value)
             await asyncio.sleep(RATE_SECONDS if self._generated or not self.replica.serving else FIRST_SECONDS)
 
 

@@ -18,13 +18,8 @@ from shared.runtime.server_urls import ROUTER_KEY, router_key
 from shared.runtime.service_base import Service
 
 ROUTER_VARIABLE = "MYXO_ROUTER_URL"
-
-POLL_INTERVAL_S = 3.0
-"""The interval at which the router's workers are compared with the engines that are alive."""
-
-CALL_SECONDS, LEAVE_SECONDS = 5.0, 1.0
-"""The deadlines for one call to the router, while the replica works and when it leaves."""
-
+POLL_INTERVAL_S = 3.0  # the interval at which the router's workers are compared with the engines that are alive
+CALL_SECONDS, LEAVE_SECONDS = 5.0, 1.0  # the deadlines for one call to the router, while the replica works and when it leaves
 FAILURES = (aiohttp.ClientError, TimeoutError, ValueError)
 
 

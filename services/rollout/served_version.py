@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from shared.bus.registry import ASLEEP, CATCHING_UP
 
-NO_WEIGHTS = -1
-"""The version of a replica that holds no verified weights."""
+NO_WEIGHTS = -1  # the version of a replica that holds no verified weights
 
 
 @dataclass
@@ -19,13 +18,10 @@ class ServedVersion:
     Invariant: `serving` is true only while the engine holds every byte of ``version``, proven by its digest, and nothing changes it. A
     replica with NO_WEIGHTS is fenced: it takes no work until a version has been loaded as a whole.
 
-    Attributes:
-        version: the version that is served. digest: its digest; empty if that is not known.
-        incarnation: it grows whenever an earlier report about this replica's weights has become invalid.
-        target: the version that is being loaded, or None. received: the digest of the weights that were loaded for it.
-        touched: whether the engine's parameters may have changed since ``version`` was served.
-        asleep: whether a colocated trainer computes on the engine's GPUs.
-    """
+    ``version``: the version that is served. ``digest``: its digest; empty if that is not known. ``incarnation``: it grows whenever an
+    earlier report about this replica's weights has become invalid. ``target``: the version that is being loaded, or None. ``received``: the
+    digest of the weights that were loaded for it. ``touched``: whether the engine's parameters may have changed since ``version`` was
+    served. ``asleep``: whether a colocated trainer computes on the engine's GPUs."""
 
     version: int = NO_WEIGHTS
     digest: str = ""

@@ -75,8 +75,7 @@ class TaskOutcomes:
         """Stores a finished group's samples, with their teachers' log-probs, and returns the reference to them. Times are seconds since the
         epoch. ``aborted``: surplus rollouts.
 
-        Raises BadMessage for samples that are too large, or too long to be trained, and as `Teachers.taught` does.
-        """
+        Raises BadMessage for samples that are too large, or too long to be trained, and as `Teachers.taught` does."""
         if not is_evaluation(task.group):
             samples = fitted(samples, self._config.longest_sample, self._config.rollout.overlong_samples)
             if self._teachers is not None:
@@ -122,10 +121,8 @@ class TaskOutcomes:
             self._service.traces.add(span)
 
     async def _stored(self, task: Task, samples: Sequence[Sample]) -> Payload:
-        """Stores samples before their reference is published, under keys that nobody else writes: a referenced payload never changes.
-
-        Raises BadMessage for samples that are too large.
-        """
+        """Stores samples before their reference is published, under keys that no one else writes: a referenced payload never changes.
+        Raises BadMessage for samples that are too large."""
         encoded, generation = sample_codec.encode(samples, self._config.store.blob_bytes), uuid.uuid4().hex
         names = self._service.subjects
         blobs = {names.payload_key(task.group, task.attempt, part, generation): blob for part, blob in enumerate(encoded)}

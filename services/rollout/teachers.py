@@ -1,4 +1,4 @@
-"""On-policy distillation: asks the teachers, SGLang servers of `algorithm.opd_teachers`, for their log-probs of what the policy drew.
+"""On-policy distillation: asks the teachers, SGLang servers of `algorithm.opd_teachers`, for their log-probs of what the policy generated.
 
 A sample's teachers are those that its prompt's metadata names under `algorithm.opd_teacher_key` (a name, a list of names, or names with
 weights), else all, with `opd_teacher_weights`. Weights count relative to one another. What the trainer gets in the sample's attributes,
@@ -24,15 +24,9 @@ from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, nea
 from shared.schema.sample import LOG_PROBS, Sample
 
 ATTRIBUTE, IDS, ENTRIES, SHARES = "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
-"""Seconds between tries while a teacher cannot be reached or is at fault."""
-
-IDLE_SECONDS = 3.0
-"""The time after which idle connections are closed, before SGLang closes its side."""
-
-ITS_FAULT = (408, 425, 429)
-"""Statuses below 500 at which the same request may succeed later."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0  # seconds between tries while a teacher cannot be reached or is at fault
+IDLE_SECONDS = 3.0  # the time after which idle connections are closed, before SGLang closes its side
+ITS_FAULT = (408, 425, 429)  # statuses below 500 at which the same request may succeed later
 
 
 class TeacherFailed(BadMessage):
@@ -47,10 +41,8 @@ class _Again(Exception):
 
 
 def weights_of(objective: AlgorithmSection, metadata: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the teachers of a prompt, each with its weight; the weights' sum is 1.
-
-    Raises BadMessage for an unknown teacher, and for weights that are not positive numbers.
-    """
+    """Returns the teachers of a prompt, each with its weight; the weights' sum is 1. Raises BadMessage for an unknown teacher, and for
+    weights that are not positive numbers."""
     key, known = objective.opd_teacher_key, objective.opd_teachers
     named = metadata.get(key)
     if named is None:
@@ -78,9 +70,7 @@ def _authorization(variable: str | None) -> dict[str, str]:
 
 class Teachers:
     """The teachers of a run. Must be made, used and closed in one event loop. Raises ConfigError for a key that is not set.
-
-    ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken; SGLang gives those of given tokens at 1.
-    """
+    ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken; SGLang gives those of given tokens at 1."""
 
     def __init__(self, objective: AlgorithmSection, temperature: float = 1.0) -> None:
         self._objective = objective
@@ -99,10 +89,8 @@ class Teachers:
         await self._session.close()
 
     async def taught(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples of a group with their teachers' log-probs, within `algorithm.opd_teacher_timeout` seconds.
-
-        Raises DeadlineExceeded, which names the teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher.
-        """
+        """Returns the samples of a group with their teachers' log-probs, within `algorithm.opd_teacher_timeout` seconds. Raises
+        DeadlineExceeded, which names the teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher."""
         asked = [asyncio.create_task(self._taught(sample)) for sample in samples]
         try:
             return list(await asyncio.gather(*asked))
@@ -201,7 +189,6 @@ def _request(sample: Sample, k: int, temperature: float) -> dict[str, Any]:
 
 
 def _problem(values: NDArray[np.float64], tokens: NDArray[np.int64], sample: Sample) -> str | None:
-    """Returns what is wrong with a teacher's log-probs of a response."""
     length = len(sample.response)
     if values.shape != (length,):
         return f"gave {len(values)} log-probs for {length} response tokens"
@@ -218,7 +205,6 @@ def _problem(values: NDArray[np.float64], tokens: NDArray[np.int64], sample: Sam
 
 
 def _top_problem(entries: NDArray[np.float64]) -> str | None:
-    """Returns what is wrong with top entries, [R, k, 2]: log-probs and ids."""
     ids = entries[..., 1]
     wrong = _not_log_probs(entries[..., 0]) | ~((ids >= 0) & (ids < 2**31))
     if not wrong.any():

@@ -1,8 +1,8 @@
 """Loads weights without a push, for a replica that joins late or a run without pushes: from a replica that serves them, or from disk.
 
 `choose` decides, `WeightCatchUp` acts. Meanwhile the replica's status is "catching up", and the trainer offers it no push. Catching up
-delays no other replica: the source goes on generating, and the disk is read in the background. After a failure the replica is still ready
-for a push, and another source is tried.
+delays no other replica: the source continues to generate, and the disk is read in the background. After a failure the replica is still
+ready for a push, and another source is tried.
 """
 
 import asyncio
@@ -41,17 +41,14 @@ declare_metrics(
     ),
 )
 
+# The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones.
 POLL_INTERVAL_S = 0.5
-"""The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones."""
 
-RETRY_SECONDS = 5.0
-"""The pause before a source that failed is tried again."""
+RETRY_SECONDS = 5.0  # the pause before a source that failed is tried again
+ASK_SECONDS = 10.0  # the deadline for a source replica's answer to a request for its weights
 
-ASK_SECONDS = 10.0
-"""The deadline for a source replica's answer to a request for its weights."""
-
+# The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model.
 CACHE_VARIABLE = "MYXO_WEIGHTS_CACHE"
-"""The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model."""
 
 Value = TypeVar("Value", bound=Message)
 
@@ -60,10 +57,8 @@ Value = TypeVar("Value", bound=Message)
 class Situation:
     """A replica's knowledge when it looks for weights. Versions are -1 where there is none.
 
-    Args:
-        held: the version that it serves. live: the run's. snapshot: the newest on disk. peers: replicas that could send ``live``.
-        pushes: whether the trainer pushes at all.
-    """
+    ``held``: the version that it serves. ``live``: the run's. ``snapshot``: the newest on disk. ``peers``: replicas that could send
+    ``live``. ``pushes``: whether the trainer pushes at all."""
 
     held: int
     live: int
@@ -76,8 +71,7 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
     """Returns where to take weights from: the first peer, or the snapshot; None if a push will come or nothing is missing.
 
     If the trainer pushes, only a replica without weights catches up: one that serves an older version gets the next push. Without pushes,
-    every replica reads every version from disk; a new one takes it from a replica that serves it already, if it may.
-    """
+    every replica reads every version from disk; a new one takes it from a replica that serves it already, if it may."""
     newcomer = now.held == NO_WEIGHTS
     newest = now.live if now.pushes else max(now.live, now.snapshot)
     if newest <= now.held or (now.pushes and not newcomer):
@@ -90,11 +84,8 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
 
 
 class WeightCatchUp:
-    """Loads the weights that a replica lacks, and sends its own to replicas that lack them.
-
-    Args:
-        busy: returns whether a push has been agreed upon or is going on.
-    """
+    """Loads the weights that a replica lacks, and sends its own to replicas that lack them. ``busy``: returns whether a push has been
+    agreed upon or is in progress."""
 
     def __init__(self, service: Service, replica: Replica, busy: Callable[[], bool]) -> None:
         self._service, self._replica, self._busy = service, replica, busy
@@ -168,10 +159,8 @@ class WeightCatchUp:
             return None
 
     async def _peers(self, version: int) -> tuple[str, ...]:
-        """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks.
-
-        New replicas get them in different orders, so that not all ask the same one first.
-        """
+        """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks. New replicas get them in
+        different orders, so that not all ask the same one first."""
         own = self._service
         if version == NO_WEIGHTS or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
             return ()
@@ -226,7 +215,7 @@ class WeightCatchUp:
         await self._service.tell("caught_up", f"version {offer.version} from {source} in {figures['seconds']:.1f} s")
 
     async def _distrust(self, source: str, reason: str) -> None:
-        """Tells that a replica has sent weights that are not the trainer's. This replica stays fenced."""
+        """Reports that a replica has sent weights that are not the trainer's. This replica stays fenced."""
         self._service.metrics.add("peer_weights_differ")
         self._service.log.error("peer_weights_differ", replica=source, reason=reason)
         await self._service.tell("peer_weights_differ", f"{source}: {reason}")
@@ -364,7 +353,7 @@ class WeightCatchUp:
         await self._replica.serve(version, digest)
 
     async def _resume(self, client: EngineClient) -> None:
-        """Resumes an engine that was paused; output that it draws without the weights of a version is discarded."""
+        """Resumes an engine that was paused; output that it generates without the weights of a version is discarded."""
         for step in (client.end_weight_update, client.resume):
             with contextlib.suppress(MyxoError):
                 await step(deadline=ASK_SECONDS)

@@ -1,10 +1,14 @@
-"""The replica's side of a push: prepare, receive, commit, or abort.
+"""The replica's side of a push: prepare, receive, commit, or abort; and its sleep while a trainer computes on the same GPUs (`colocate`).
 
 Requests of one push come in that order and carry its version; anything out of order is refused, so that a late message of an older push
 cannot affect a newer one. One that is sent again, since the bus lost it or its answer, is answered as before. During prepare, the engine
 continues to generate; from receive to commit nothing is served. Any failure there, a trainer that stops sending included, fences the
 replica, unless nothing had been loaded yet: then it continues to serve its version. No version is served whose digest is not the one that
 the commit names.
+
+While a colocated trainer computes, nothing is generated, partial samples wait at the gate, and the engine has released its memory. Where it
+has released its weights, too, the replica holds no version until the next push. The trainer announces when it begins and ends, and repeats
+while it computes that it still does; when these messages stop, the replica treats it as gone and wakes by itself.
 """
 
 import asyncio
@@ -14,17 +18,20 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from services.rollout.colocated_engine import ColocatedEngine
-from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_client import EVERYTHING, WEIGHTS, EngineClient
 from services.rollout.engine.receiver_client import ReceiverError
-from services.rollout.replica import Replica
+from services.rollout.replica import OPEN_SECONDS, Replica
 from services.rollout.served_version import NO_WEIGHTS
+from shared.bus.connection import TRANSIENT
+from shared.runtime import devices
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import (
     WeightsAbort,
+    WeightsAsleep,
     WeightsCommit,
     WeightsOffer,
     WeightsPrepare,
@@ -32,18 +39,147 @@ from shared.schema.weight_messages import (
     WeightsReceive,
     WeightsReceived,
     WeightsServed,
+    WeightsSleep,
+    WeightsWake,
 )
 from shared.tracing.span import Attributes, TraceSpan, push_trace
 from shared.tracing.traces import Traces
 
-Repeated = TypeVar("Request", bound=Message)
+declare_metrics(
+    MetricSpec("asleep", "", "1 while a trainer computes on the engine's GPUs", when="with `colocate`"),
+    MetricSpec("asleep_seconds", "s", "for which the engine slept last", when="with `colocate`"),
+)
+
+SLEEP_POLL_INTERVAL_S = 0.2
+
+
+class ColocatedEngine:
+    """Answers the trainer's requests to sleep and to wake, for one replica."""
+
+    def __init__(self, service: Service, replica: Replica) -> None:
+        self._service, self._replica = service, replica
+        self._releases = devices.engines_release(service.config)
+        self._loses = self._releases and not devices.engines_back_up(service.config)
+        self._asleep_until = self._asleep_since = 0.0
+        self._watch: asyncio.Task[None] | None = None
+        replica.before_start, replica.after_start = self._wait_for_memory, self._sleep_if_late
+
+    async def listen(self) -> None:
+        """Subscribes to this replica's subjects, if it shares GPUs at all."""
+        if not self._service.config.trainer.colocate:
+            return
+        bus, subjects, instance = self._service.bus, self._service.subjects, self._service.instance
+        await bus.serve(subjects.replica_weights(instance, "sleep"), WeightsSleep, self._sleep)
+        await bus.serve(subjects.replica_weights(instance, "wake"), WeightsWake, self._wake)
+
+    async def make_room(self, deadline: float) -> None:
+        """Has the engine take memory for weights that are about to be received. The caller holds the update lock."""
+        client = self._replica.client
+        if client is not None:
+            await client.memory.take_back(WEIGHTS, deadline=deadline)
+
+    async def _wait_for_memory(self) -> None:
+        """Returns once the engine may take memory: when the trainer does not compute, or has left the registry because it died."""
+        logged = False
+        while self._releases and (self._replica.served.asleep or await self._trainer_computes()):
+            if not logged:
+                self._service.log.info("engine_start_waits", reason="the trainer computes on the GPU")
+                logged = True
+            await asyncio.sleep(SLEEP_POLL_INTERVAL_S)
+
+    async def _sleep_if_late(self) -> None:
+        """Puts an engine that has started while the trainer computes to sleep at once."""
+        async with self._replica.update_lock:
+            if self._replica.served.asleep:
+                await self._put_to_sleep(OPEN_SECONDS)
+                await self._replica.publish()
+
+    # --- requests
+
+    async def _sleep(self, request: WeightsSleep) -> Message:
+        self._asleep_until = time.monotonic() + request.lasts  # before the lock is free: a push of the trainer's may hold it
+        if self._watch is None or self._watch.done():
+            self._watch = self._service.spawn(self._watch_trainer())
+        replica = self._replica
+        async with replica.update_lock:
+            if not replica.served.asleep:
+                replica.served.asleep, self._asleep_since = True, time.monotonic()
+                replica.show()
+                await self._put_to_sleep(request.deadline)
+                self._service.metrics.set("asleep", 1)
+                await replica.publish()
+                self._service.log.info("asleep", version=replica.version, seconds=round(time.monotonic() - self._asleep_since, 3))
+            return WeightsAsleep(replica=self._service.instance, version=replica.version)
+
+    async def _wake(self, request: WeightsWake) -> Message:
+        async with self._replica.update_lock:
+            await self._awake(request.deadline)
+            return WeightsReady(replica=self._service.instance, version=self._replica.version)
+
+    # --- what the requests do; the caller holds the update lock
+
+    async def _put_to_sleep(self, deadline: float) -> None:
+        """Puts the engine to sleep. An engine that does not go to sleep is killed, which frees its memory, too."""
+        replica = self._replica
+        if replica.client is None:  # an engine that is still starting is put to sleep when it is up
+            return
+        try:
+            await replica.client.memory.sleep(EVERYTHING if self._releases else (), deadline=deadline)
+            if self._loses:
+                await replica.client.adopt(NO_WEIGHTS, {}, deadline=deadline)  # its digests are no longer those of its weights
+        except MyxoError as error:
+            await replica.kill_engine(f"it did not go to sleep: {error}")
+        if self._loses:
+            replica.served.lose_weights()
+
+    async def _awake(self, deadline: float) -> None:
+        """Serves the version that the replica holds. Without weights, or during a push, that is left to the push."""
+        replica, service = self._replica, self._service
+        if not replica.served.asleep:
+            return
+        replica.served.asleep = False
+        if self._watch is not None and self._watch is not asyncio.current_task():
+            self._watch.cancel()
+        self._watch = None
+        service.metrics.set("asleep", 0)
+        service.metrics.set("asleep_seconds", time.monotonic() - self._asleep_since)
+        if replica.client is not None and replica.served.has_weights and replica.served.target is None:
+            try:
+                await replica.serve(replica.version, replica.served.digest, deadline=deadline)
+            except MyxoError as error:
+                await replica.fence(f"the engine did not wake: {error}")
+                await replica.kill_engine(str(error))
+        else:
+            await replica.publish()
+        service.log.info("awake", version=replica.version, seconds=round(time.monotonic() - self._asleep_since, 3))
+
+    async def _watch_trainer(self) -> None:
+        """Wakes the replica when the trainer's messages have stopped: without this it would sleep for ever."""
+        while (left := self._asleep_until - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, SLEEP_POLL_INTERVAL_S))
+        async with self._replica.update_lock:
+            if self._asleep_until > time.monotonic():  # a message came while this waited for the lock
+                self._watch = self._service.spawn(self._watch_trainer())
+                return
+            reason = "the trainer fell silent while the replica slept for it"
+            self._service.log.warning("turn_expired", reason=reason)
+            await self._awake(OPEN_SECONDS)
+        await self._service.tell("turn_expired", reason)
+
+    async def _trainer_computes(self) -> bool:
+        try:
+            return any(status.gauges.get("onloaded") for status in await self._service.registry.alive("trainer"))
+        except (MyxoError, *TRANSIENT) as error:
+            self._service.log.warning("registry_unread", error=str(error))
+            return True
+
+
+Repeated = TypeVar("Repeated", bound=Message)
 
 
 class AnsweredOnce(Generic[Repeated]):
     """A handler's way to take each request once: one that equals the one before is that request, sent again, and gets the same outcome.
-
-    Requests that may be sent again must differ from all others: those of a push have its number or its remaining time in them.
-    """
+    Requests that may be sent again must differ from all others: those of a push have its number or its remaining time in them."""
 
     def __init__(self, handler: Callable[[Repeated], Awaitable[Message]]) -> None:
         self._handler = handler
@@ -59,7 +195,7 @@ class AnsweredOnce(Generic[Repeated]):
 
 PushStep = WeightsPrepare | WeightsReceive | WeightsCommit | WeightsAbort
 
-PushRequestKind = TypeVar("Request", WeightsPrepare, WeightsReceive, WeightsCommit, WeightsAbort)
+PushRequestKind = TypeVar("PushRequestKind", WeightsPrepare, WeightsReceive, WeightsCommit, WeightsAbort)
 
 
 class PushSpans:
@@ -101,20 +237,14 @@ class PushSpans:
             self._traces.add(TraceSpan(trace=self._push, name=name, started=started, ended=time.time(), error=error, attributes=attributes))
 
 
-EXPIRY_MARGIN = 5.0
-"""Seconds beyond a push's deadline after which a silent trainer counts as gone."""
-
-AGREED_SECONDS = 1.0
-"""The time within which a push's next request follows this replica's answer, if it follows at all."""
-
-END_SECONDS = 10.0
-"""The deadline for each command to the engine after a push has failed."""
-
+EXPIRY_MARGIN = 5.0  # seconds beyond a push's deadline after which a silent trainer counts as gone
+AGREED_SECONDS = 1.0  # the time within which a push's next request follows this replica's answer, if it follows at all
+END_SECONDS = 10.0  # the deadline for each command to the engine after a push has failed
 POLL_INTERVAL_S = 0.05
 
+# The part of a push's deadline, and the least seconds, that an engine has for each step that is its own alone: to begin to join, to pause
+# and begin to receive, to continue. All others wait for it meanwhile; one that takes longer is left out of the push.
 OWN_PART, OWN_LEAST = 0.25, 10.0
-"""The part of a push's deadline, and the least seconds, that an engine has for each step that is its own alone: to begin to join, to pause
-and begin to receive, to go on. All others wait for it meanwhile; one that takes longer is left out of the push."""
 
 
 class PushRefused(MyxoError):
@@ -150,7 +280,7 @@ class WeightsReceiver:
         await self.colocation.listen()
 
     def expects_push(self) -> bool:
-        """Returns whether a push has been agreed upon, or is going on."""
+        """Returns whether a push has been agreed upon, or is in progress."""
         return self._served.target is not None or time.monotonic() < self._agreed_until
 
     async def settled(self, seconds: float) -> None:
@@ -191,10 +321,8 @@ class WeightsReceiver:
             return self._ready()
 
     async def _receive(self, request: WeightsReceive) -> Message:
-        """Pauses the engine and receives every bucket. While it waits for the first of them, an abort leaves the replica as it was.
-
-        A check of the received weights is made in the same pause.
-        """
+        """Pauses the engine and receives every bucket. While it waits for the first of them, an abort leaves the replica as it was. A check
+        of the received weights is made in the same pause."""
         async with self._replica.update_lock:
             client, served = self._client(), self._served
             again = request.check and served.target == request.version and bool(served.received)
@@ -284,7 +412,6 @@ class WeightsReceiver:
         return self._replica.client
 
     def _joined(self) -> frozenset[str]:
-        """Returns the channels that the present engine has joined."""
         return self._channels if self._joined_by == self._replica.incarnation else frozenset()
 
     def _begin(self, request: WeightsReceive) -> None:
@@ -296,11 +423,8 @@ class WeightsReceiver:
         self._paused_at = time.monotonic()
 
     async def _received(self, client: EngineClient, request: WeightsReceive, marks: dict[str, float], *, again: bool) -> WeightsReceived:
-        """Receives, and pauses the engine while the transfer begins; that has to be done within `own_seconds`.
-
-        Args:
-            marks: takes when the engine was paused. again: the engine is paused already.
-        """
+        """Receives, and pauses the engine while the transfer begins; that has to be done within `own_seconds`. ``marks``: takes when the
+        engine was paused. ``again``: the engine is paused already."""
         push, seconds, own = request.push, request.deadline, own_seconds(request.deadline)
         self._pushed, self._receiving = push, True  # a check has a number of its own
 
@@ -339,7 +463,6 @@ class WeightsReceiver:
                 await self._break_off(f"no commit came from the trainer within {seconds:g} s")
 
     async def _break_off(self, reason: str) -> None:
-        """Ends the present push without serving its version."""
         self._end()
         version, touched, client = self._served.target, self._served.touched, self._replica.client
         if touched:

@@ -55,11 +55,8 @@ class InertClass(Exception):
 
 
 class InertModule(types.ModuleType):
-    """A module of which every attribute exists: capitalised names are inert classes, the others inert modules.
-
-    Called, as ``@triton.jit`` or ``@triton.autotune(...)`` are, it is a decorator that changes nothing: kernels can be
-    defined, none can be launched.
-    """
+    """A module of which every attribute exists: capitalised names are inert classes, the others inert modules. Called, as ``@triton.jit``
+    or ``@triton.autotune(...)`` are, it is a decorator that changes nothing: kernels can be defined, none can be launched."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -107,8 +104,7 @@ def load_torchvision_operators() -> torch.library.Library | None:
 
     Only loading the extension shows whether it loads: it needs the libraries of the torch that it was built with. It cannot be left to
     torchvision's import, since an operator that is declared here and registered there ends the process. Returns the library that declares
-    the operators, which must be kept alive; None where the extension has registered its own.
-    """
+    the operators, which must be kept alive; None where the extension has registered its own."""
     package = importlib.util.find_spec("torchvision")
     extension = package and importlib.machinery.PathFinder.find_spec("_C", package.submodule_search_locations)
     if extension and extension.origin:
@@ -156,9 +152,8 @@ def stand_in_for_triton() -> None:
 def absorb_latent_attention(model_path: str) -> None:
     """Makes models with latent attention (DeepSeek-V3) prefill as they decode, in the low rank.
 
-    Torch's native attention reads keys and values from the cache, which holds low-rank vectors. SGLang would project a prompt's
-    keys and values first, for backends that take them directly; it has no other path besides its GPU kernels.
-    """
+    Torch's native attention reads keys and values from the cache, which holds low-rank vectors. SGLang would project a prompt's keys and
+    values first, for backends that take them directly; it has no other path besides its GPU kernels."""
     config = Path(model_path, "config.json")
     if not config.is_file() or "kv_lora_rank" not in json.loads(config.read_text()):
         return  # the import costs a second
@@ -172,9 +167,8 @@ def draw_by_seeds() -> torch.library.Library:
     """Lets torch's native attention draw by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
 
     It computes each sequence's attention by itself. The kernels that make a GPU's matrix products the same in every batch are left out: a
-    product may differ in the last bit of a float32 then, by which a token changes once in millions of draws. Returns the library that
-    holds the hash of seed and position, which must be kept alive.
-    """
+    product may differ in the last bit of a float32 then, by which a token changes once in millions of tokens. Returns the library that
+    holds the hash of seed and position, which must be kept alive."""
     from sglang.srt import batch_invariant_ops, server_args
 
     server_args.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")

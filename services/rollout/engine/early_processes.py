@@ -29,14 +29,9 @@ from typing import Any, NoReturn
 
 from shared.runtime.quick_imports import quick_imports
 
-WAIT_SECONDS = 300.0
-"""The longest wait for work: the first start of an engine may look up or download a model before it has any."""
-
-LENGTH_BYTES = 8
-"""Each message follows its length, in so many bytes, the first being the highest."""
-
-MOST_DESCRIPTORS = 64
-"""The most descriptors that go along with a message."""
+WAIT_SECONDS = 300.0  # the longest wait for work: the first start of an engine may look up or download a model before it has any
+LENGTH_BYTES = 8  # each message follows its length, in so many bytes, the first being the highest
+MOST_DESCRIPTORS = 64  # the most descriptors that go along with a message
 
 _received: list[int] = []
 
@@ -55,8 +50,7 @@ def wait_for_work(handle: int, tracker: int, module: str) -> NoReturn:
     """Runs this process, which inherits the descriptors of its end of the sockets and of multiprocessing's resource tracker.
 
     Two messages come: what spawned children are prepared with; then the variables that have changed, the limits, that preparation as it is
-    by now, and the process.
-    """
+    by now, and the process."""
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
     channel = socket.socket(fileno=handle)
     channel.set_inheritable(False)
@@ -112,11 +106,11 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
     return bytes(message), descriptors
 
 
+# The deadline for an early process to take its work. It reads when its imports have ended; a small message need not wait for that.
 HAND_OVER_SECONDS = 60.0
-"""The deadline for an early process to take its work. It reads when its imports have ended; a small message need not wait for that."""
 
+# The limits of a process, as for open files, which children inherit: SGLang raises some before it starts them.
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
-"""The limits of a process, as for open files, which children inherit: SGLang raises some before it starts them."""
 
 _logger = logging.getLogger(__name__)
 
@@ -180,10 +174,8 @@ class EarlyPopen(popen_spawn_posix.Popen):
 class EarlyProcesses:
     """Begins a process for each of ``modules``, in the order in which their targets will be started, and has multiprocessing use them.
 
-    Args:
-        variables: which will have been set in the environment when the targets are started, unless they are set now.
-        late: the names of further variables that may be set until then: they are not read while modules are imported.
-    """
+    ``variables``: which will have been set in the environment when the targets are started, unless they are set now. ``late``: the names of
+    further variables that may be set until then: they are not read while modules are imported."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], late: Collection[str]) -> None:
         self._expected, self._late, self._imported = variables, late, dict(os.environ)
@@ -198,7 +190,7 @@ class EarlyProcesses:
         context.SpawnProcess._Popen = staticmethod(self._start)  # type: ignore[method-assign,assignment]
 
     def note_imported(self) -> None:
-        """Tells that the environment is now what the imports have made of it, which are those of the early processes."""
+        """Reports that the environment is now what the imports have made of it, which are those of the early processes."""
         self._imported = dict(os.environ)
 
     def _start(self, process_object: Any) -> Any:
@@ -254,11 +246,11 @@ def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> di
     return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
+# Flags that tell sizes, each with its other names.
 TENSOR = ("tp-size", "tp", "tensor-parallel-size")
 PIPELINE = ("pp-size", "pp", "pipeline-parallel-size")
 DATA = ("dp-size", "dp", "data-parallel-size")
 NODES = ("nnodes",)
-"""Flags that tell sizes, each with its other names."""
 
 
 def engine_flags(arguments: Sequence[str]) -> dict[str, str]:
@@ -279,6 +271,7 @@ def flag_number(flags: Mapping[str, str], names: Sequence[str], default: int = 1
 SCHEDULER = "sglang.srt.managers.scheduler"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
 
+# What SGLang sets for its processes, unless flags ask for something else. Some are read while its modules are imported.
 EXPECTED_VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     "CUTE_DSL_LOG_LEVEL": "30",
@@ -289,8 +282,8 @@ EXPECTED_VARIABLES = {
     "SGLANG_USE_CUDA_IPC_TRANSPORT": "0",
     "TRTLLM_ENABLE_PDL": "1",
 }
-"""What SGLang sets for its processes, unless flags ask for something else. Some are read while its modules are imported."""
 
+# What SGLang sets only after it has read its flags, and reads, or lets NCCL read, only when an engine's process runs.
 LATE_VARIABLES = frozenset(
     {
         "CUDA_MODULE_LOADING",  # "AUTO" from SGLang 0.5.16, "LAZY" from torch: the same since CUDA 12.2
@@ -306,8 +299,8 @@ LATE_VARIABLES = frozenset(
         "SGLANG_RUN_ID",
     }
 )
-"""What SGLang sets only after it has read its flags, and reads, or lets NCCL read, only when an engine's process runs."""
 
+# The flags with which no process can be begun early.
 OTHERWISE = frozenset(
     {
         "config",  # a file that may say anything
@@ -320,15 +313,11 @@ OTHERWISE = frozenset(
         "use-ray",
     }
 )
-"""The flags with which no process can be begun early."""
 
 
 def early_modules(arguments: Sequence[str]) -> list[str]:
     """Returns the modules of the processes that SGLang will start on this node, in their order; none where that is not known.
-
-    Args:
-        arguments: the flags of ``sglang.launch_server``.
-    """
+    ``arguments``: the flags of ``sglang.launch_server``."""
     flags = engine_flags(arguments)
     try:
         tensor, pipeline, data, nodes = (flag_number(flags, names) for names in (TENSOR, PIPELINE, DATA, NODES))

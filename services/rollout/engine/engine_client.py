@@ -35,19 +35,14 @@ from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest
 
+# The parts that an engine launched with ``--enable-memory-saver`` can release, by SGLang's names.
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
 EVERYTHING = (CACHE, WEIGHTS, GRAPHS)
-"""The parts that an engine launched with ``--enable-memory-saver`` can release, by SGLang's names."""
-
 POLL_INTERVAL_S = 0.05
 
 
 class EngineMemory:
-    """The memory of one engine, as its client knows it.
-
-    Args:
-        running: how many groups its client waits for.
-    """
+    """The memory of one engine, as its client knows it. ``running``: how many groups its client waits for."""
 
     def __init__(self, transport: EngineTransport, running: Callable[[], int]) -> None:
         self._transport, self._running = transport, running
@@ -59,9 +54,7 @@ class EngineMemory:
 
         Does nothing to an engine that is asleep and has released that much. The caller keeps new groups away meanwhile.
 
-        Raises:
-            DeadlineExceeded, EngineError, EngineUnreachable: the engine is in an unknown state and must be killed.
-        """
+        Raises DeadlineExceeded, EngineError, EngineUnreachable: the engine is in an unknown state and must be killed."""
         self.asleep = True
         try:
             async with asyncio.timeout(deadline):
@@ -75,9 +68,7 @@ class EngineMemory:
 
     async def take_back(self, *tags: str, deadline: float) -> None:
         """Takes memory again for the released parts among ``tags``. The weights' memory then has no defined content, unless backed up.
-
-        Raises as `sleep`.
-        """
+        Raises as `sleep`."""
         if wanted := [tag for tag in tags if tag in self.released]:
             next_action = "it may have taken some of its memory"
             await self._transport.post("/resume_memory_occupation", {"tags": wanted}, deadline, next_action)
@@ -106,24 +97,20 @@ class EngineMemory:
             await asyncio.sleep(POLL_INTERVAL_S)
 
 
+# The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
+# where they are and continue with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their
+# keys and values are computed anew.
 PauseMode = Literal["abort", "in_place", "retract"]
-"""The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
-where they are and go on with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their keys
-and values are computed anew."""
 
+# Deadlines where the caller gives none: for control calls, for one group, for one push or one load from disk.
 CONTROL_SECONDS = 30.0
 GENERATE_SECONDS = 600.0
 WEIGHTS_SECONDS = 120.0
-"""Deadlines where the caller gives none: for control calls, for one group, for one push or one load from disk."""
+ABANDON_SECONDS = 10.0  # the deadline for telling the engine that requests were abandoned; ``close`` waits for it
+LOADER_MARGIN = 10.0  # seconds beyond a push's deadline for the schedulers to return from it
 
-ABANDON_SECONDS = 10.0
-"""The deadline for telling the engine that requests were abandoned; ``close`` waits for it."""
-
-LOADER_MARGIN = 10.0
-"""Seconds beyond a push's deadline for the schedulers to return from it."""
-
+# The value that the loader's endpoint requires for each rank. It is made here and read by the engine: nothing received is unpickled.
 NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
-"""The value that the loader's endpoint requires for each rank. It is made here and read by the engine: nothing received is unpickled."""
 
 
 class EngineClient:
@@ -139,7 +126,7 @@ class EngineClient:
         paused: the mode of the present pause, or None.
         generating: groups that the engine generates for this client now. retracting_pauses: how often all running requests were put back
             into the queue by a pause; each of them counts that as a retraction, like one for want of memory.
-        load: the engine's load when its drawn tokens were read the last time; None before, and of an engine that does not tell it.
+        load: the engine's load when its generated tokens were read the last time; None before, and of an engine that does not tell it.
         memory: releases the engine's memory and takes it again. receivers: the parts of the engine's ranks that receive weights.
     """
 
@@ -157,11 +144,7 @@ class EngineClient:
 
     @classmethod
     async def connect(cls, receiver: Path, *, deadline: float = CONTROL_SECONDS) -> Self:
-        """Connects to a ready engine and reads what it can do.
-
-        Args:
-            receiver: `EngineProcess.receiver`.
-        """
+        """Connects to a ready engine and reads what it can do. ``receiver``: `EngineProcess.receiver`."""
         transport = EngineTransport(receiver)
         try:
             capabilities = await read_capabilities(transport, deadline)
@@ -201,8 +184,7 @@ class EngineClient:
         another version's weights; one that waited while weights were changed, and did, comes back as aborted, without a token. If the call
         is cancelled or its deadline passes, the engine is told to abort these requests.
 
-        Raises InvalidRequest: nothing was sent.
-        """
+        Raises InvalidRequest: nothing was sent."""
         version = self.version
         body = group_body(requests, sampling, self.capabilities, self.cache_key)
         self.generating += 1
@@ -220,10 +202,9 @@ class EngineClient:
     async def generate_live(
         self, request: GenerationRequest, sampling: Sampling, *, deadline: float = GENERATE_SECONDS
     ) -> AsyncGenerator[Generation]:
-        """Yields a request's tokens as they are drawn: each piece goes on where the one before ended, and all but the last are ``abort``.
-
-        Otherwise as `generate_group`. A caller that does not take all pieces closes the generator: the engine then aborts the request.
-        """
+        """Yields a request's tokens as they are generated: each piece continues where the one before ended, and all but the last are
+        ``abort``. Otherwise as `generate_group`. A caller that does not take all pieces closes the generator: the engine then aborts the
+        request."""
         version, where, seen, ended = self.version, f"{self.url}/generate", 0, False
         body = group_body([request], sampling, self.capabilities, self.cache_key)
         single = {name: value[0] if name in ("rid", "input_ids", "sampling_params") else value for name, value in body.items()}
@@ -270,10 +251,8 @@ class EngineClient:
         log_failure(task, "ending abandoned requests")
 
     async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
-        """Returns how many tokens the engine has drawn for all clients since it started; None where it does not count them.
-
-        A retracted sample draws its next token in a prefill again, which the engine does not count.
-        """
+        """Returns how many tokens the engine has generated for all clients since it started; None where it does not count them. A retracted
+        sample generates its next token in a prefill again, which the engine does not count."""
         try:
             page = await self.transport.get("/metrics", deadline)
         except EngineError as error:
@@ -302,7 +281,7 @@ class EngineClient:
         self.paused = None
 
     async def probe(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Returns once the engine's processes have answered each other: it draws a token where it is idle. It must not be paused."""
+        """Returns once the engine's processes have answered each other: it generates a token where it is idle. It must not be paused."""
         await self.transport.get("/health_generate", deadline)
 
     async def freeze_gc(self, *, deadline: float = CONTROL_SECONDS) -> None:
@@ -321,11 +300,8 @@ class EngineClient:
     async def join_channels(
         self, channels: Sequence[WeightChannelAddress], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
     ) -> None:
-        """Has the engine leave the channels that it is in and join these. It goes on generating; ``receive`` waits for them.
-
-        Args:
-            rank: the rank of the engine's first process in all channels. timeout: seconds for joining.
-        """
+        """Has the engine leave the channels that it is in and join these. It continues to generate; ``receive`` waits for them. ``rank``:
+        the rank of the engine's first process in all channels. ``timeout``: seconds for joining."""
         fields = [channel.model_dump(mode="json") for channel in channels]
         await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
 
@@ -334,10 +310,8 @@ class EngineClient:
         await self.receivers.ask({"verb": "leave"}, deadline)
 
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
-        """Tells the engine all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
-
-        Returns the version's digest.
-        """
+        """Records all tensors that were loaded into it by other means and have been checked; without any, its weights are unknown.
+        Returns the version's digest."""
         answers = await self.receivers.ask({"verb": "adopt", "version": version, "tensors": tensors}, deadline)
         return str(answers[0]["digest"])
 
@@ -355,15 +329,11 @@ class EngineClient:
     ) -> WeightsReceived:
         """Receives all buckets of a push from channels that were joined, or are being joined. The engine must be paused, or idle.
 
-        Args:
-            push: the index of its manifests in the channels' stores. check: compare with the engine's weights and load nothing.
-            begin: seconds for the engine's schedulers to begin; None: as long as for all of it. manifests: channel → the id of its
-                manifest, as far as it is known. pause: pauses the engine, while the transfer begins; nothing is loaded before.
-
-        Raises:
-            ReceiverError, NotBegun, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then,
-                until a whole push has succeeded.
-        """
+        ``push``: the index of its manifests in the channels' stores. ``check``: compare with the engine's weights and load nothing.
+        ``begin``: seconds for the engine's schedulers to begin; None: as long as for all of it. ``manifests``: channel → the id of its
+        manifest, as far as it is known. ``pause``: pauses the engine, while the transfer begins; nothing is loaded before. Raises
+        ReceiverError, NotBegun, DeadlineExceeded: ``touched`` says whether the engine may hold some of the new weights: fence it then,
+        until a whole push has succeeded."""
         command = {"verb": "receive", "version": version, "push": push, "channels": list(channels), "check": check}
         command["manifests"] = dict(manifests or {})
         wake = functools.partial(self._call_loader, deadline + LOADER_MARGIN)
@@ -375,10 +345,8 @@ class EngineClient:
         await self.transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Opens a push. A failed push is closed first; its tensors stay loaded, so the next push has to send all of them.
-
-        Engines before 0.5.21 have no such step: nothing happens then.
-        """
+        """Opens a push. A failed push is closed first; its tensors stay loaded, so the next push has to send all of them. Engines before
+        0.5.21 have no such step: nothing happens then."""
         if self.capabilities.weight_sessions:
             if self._session_open:
                 await self.end_weight_update(deadline=deadline)
@@ -398,8 +366,7 @@ class EngineClient:
 
         An engine that is not paused finishes its requests first. The receiver forgets its record of the weights: see ``adopt``. Cached
         prefixes stay, since requests of the new version share none with the old one's, and a flush would kill an engine that is paused with
-        requests in it.
-        """
+        requests in it."""
         await self.adopt(-1, {}, deadline=min(deadline, CONTROL_SECONDS))
         body = {"model_path": path, "weight_version": str(version), "flush_cache": False}
         next_action = "the engine may be half-loaded: restart it, or load anew"
@@ -407,7 +374,7 @@ class EngineClient:
         self._loaded(version)
 
     async def set_weight_version(self, version: int, *, deadline: float = CONTROL_SECONDS) -> None:
-        """Tells the engine that it holds the whole of this version. The next tokens of running requests count for it."""
+        """Informs the engine that it holds the whole of this version. The next tokens of running requests count for it."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.transport.post("/update_weight_version", body, deadline, "the engine may name the old version")
         self._loaded(version)
@@ -418,13 +385,13 @@ class EngineClient:
         self.version, self._loads = version, self._loads + 1
 
 
+# The interval and the deadline of a probe: SGLang itself gives its processes 20 s to answer each other.
 PROBE_INTERVAL_S = 10.0
 PROBE_SECONDS = 30.0
-"""The interval and the deadline of a probe: SGLang itself gives its processes 20 s to answer each other."""
 
+# The time for which an engine may answer no probe, and on a CPU the part of the deadline of a generation, if that is longer: one forward
+# pass of a long prompt through a large model takes minutes there.
 HUNG_SECONDS, HUNG_PART = 60.0, 0.25
-"""The time for which an engine may answer no probe, and on a CPU the part of the deadline of a generation, if that is longer: one forward
-pass of a long prompt through a large model takes minutes there."""
 
 
 class EngineHealth:
@@ -457,11 +424,8 @@ def patience(device: str, generate_timeout: float) -> float:
 async def until_hung(client: EngineClient, can_be_asked: Callable[[], object], seconds: float) -> str:
     """Probes an engine, and returns why once it counts as hung.
 
-    Args:
-        seconds: for which it may answer no probe.
-        can_be_asked: returns what the engine serves, and nothing (or something false) while it generates for nobody; a probe counts only
-            if that was the same before and after it.
-    """
+    ``seconds``: for which it may answer no probe. ``can_be_asked``: returns what the engine serves, and nothing (or something false) while
+    it generates for no one; a probe counts only if that was the same before and after it."""
     health = EngineHealth(seconds)
     while True:
         await asyncio.sleep(PROBE_INTERVAL_S)

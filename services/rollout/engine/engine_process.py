@@ -36,15 +36,15 @@ from shared.runtime.kernel_caches import kernel_cache_variables
 from shared.runtime.own_address import LOOPBACK, listening_interfaces, own_address
 from shared.runtime.process_watch import ProcessWatch
 
+# A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item.
 FlagValue = bool | int | float | str | list[str] | list[int] | None
-"""A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""
 
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
 CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 GPU_LAUNCHER = Path(__file__).with_name("gpu_launcher.py")
 
+# The function that an engine calls, in each of its schedulers, to receive weights.
 RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
-"""The function that an engine calls, in each of its schedulers, to receive weights."""
 
 CPU_FLAGS: dict[str, FlagValue] = {
     "attention-backend": "torch_native",  # the default, intel_amx, fails on CPUs without AMX
@@ -58,10 +58,11 @@ CPU_FLAGS: dict[str, FlagValue] = {
 
 COMMON_FLAGS: dict[str, FlagValue] = {
     "log-level-http": "warning",  # one access line per request otherwise
-    "enable-metrics": True,  # at /metrics, from which the service reads how many tokens were drawn
+    "enable-metrics": True,  # at /metrics, from which the service reads how many tokens were generated
     "sampling-defaults": "openai",  # or chats that name no top_p have that of generation_config.json, which is not trained
 }
 
+# Both ends of a push of weights must agree on these.
 COMMON_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     # its server would close idle connections after 5 s, and a request sent into that moment looks like a dead engine
@@ -79,16 +80,11 @@ CPU_VARIABLES = {
     "OMP_NUM_THREADS": "1",
 }
 CUDA_VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Both ends of a push of weights must agree on these."""
 
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The launch command of one engine.
-
-    Args:
-        argv: the command. env: variables to set beside the inherited environment.
-    """
+    """The launch command of one engine. ``argv``: the command. ``env``: variables to set beside the inherited environment."""
 
     argv: list[str]
     env: dict[str, str]
@@ -98,10 +94,8 @@ class EngineCommand:
 class EngineMeeting:
     """Where the ranks of an engine over several nodes meet, and which of its nodes this is.
 
-    Args:
-        rank: of this node. address, port: of the store that the engine's first rank opens there. secret: by which the engine's processes
-            know each other (`services.rollout.engine.private_endpoints`).
-    """
+    ``rank``: of this node. ``address``, ``port``: of the store that the engine's first rank opens there. ``secret``: by which the engine's
+    processes know each other (`services.rollout.engine.private_endpoints`)."""
 
     rank: int
     nodes: int
@@ -126,15 +120,11 @@ def engine_command(
 ) -> EngineCommand:
     """Returns the launch command of an engine. It labels its tokens with weight version 0 until it is told another.
 
-    Args:
-        model_path: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub.
-        port: free on 127.0.0.1, though nothing listens on it (`services.rollout.engine.private_endpoints`): SGLang derives others from it.
-        device: ``cpu`` or ``cuda``. random_seed: of the engine's sampling.
-        flags: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or ``_``.
-        meeting: of an engine over several nodes; None: all of its ranks are on this machine.
-
-    Raises ConfigError: on a CPU, no checkpoint at ``model_path``, or no engine site.
-    """
+    ``model_path``: a Hugging Face checkpoint: a directory, or on CUDA also a name of the hub. ``port``: free on 127.0.0.1, though nothing
+    listens on it (`services.rollout.engine.private_endpoints`): SGLang derives others from it. ``device``: ``cpu`` or ``cuda``.
+    ``random_seed``: of the engine's sampling. ``flags``: the run's ``sglang`` table, names with or without the leading dashes, ``-`` or
+    ``_``. ``meeting``: of an engine over several nodes; None: all of its ranks are on this machine. Raises ConfigError: on a CPU, no
+    checkpoint at ``model_path``, or no engine site."""
     chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
         chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
@@ -178,7 +168,6 @@ def engine_site() -> Path:
 
 
 def _between_nodes() -> dict[str, str]:
-    """Returns the variables of an engine whose ranks are on several nodes."""
     address = own_address()
     # SGLang's queue between ranks listens at all addresses for pickled messages, and takes network namespaces for one machine
     return listening_interfaces(across_machines=True) | {
@@ -197,7 +186,6 @@ def _cuda_runtime() -> list[str]:
 
 
 def _arguments(flags: Mapping[str, FlagValue]) -> Iterator[str]:
-    """Yields the flags as command line arguments, in order."""
     for name, value in flags.items():
         if value is None or value is False:
             continue
@@ -221,22 +209,16 @@ def _cpu_token_capacity(model_path: Path) -> int:
     return cpu_token_capacity(json.loads(config_file.read_text()))
 
 
+# The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other.
 SEARCH_SECONDS = 10.0
-"""The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other."""
 
-TITLE = "sglang::"
-"""How the names of SGLang's own processes begin: schedulers, the detokenizer, what controls data parallelism."""
+TITLE = "sglang::"  # how the names of SGLang's own processes begin: schedulers, the detokenizer, what controls data parallelism
+PROBE_SECONDS = 10.0  # the deadline for one probe of a starting engine: the first request on a busy small machine takes seconds
 
-PROBE_SECONDS = 10.0
-"""The deadline for one probe of a starting engine: the first request on a busy small machine takes seconds."""
-
+# The most bytes of the name of an engine's directory: that of a socket has no more than 107.
 PREFIX = "myxo-engine-"
 LONGEST_DIRECTORY = 107 - len("/rank-1023.opening")
-"""The most bytes of the name of an engine's directory: that of a socket has no more than 107."""
-
-_MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")
-"""What SGLang logs of a process that is gone, before it ends the others."""
-
+_MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")  # what SGLang logs of a process that is gone, before it ends the others
 _ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
 
 
@@ -245,15 +227,9 @@ class EngineProcess(ChildProcess):
 
     SGLang checks for SIGTERM every 5 s and finishes running requests first: abort them before `stop`.
 
-    Args:
-        command: from ``engine_command``.
-        log_file: the engine's output is appended to it; its directory is made.
-
-    Raises ConfigError where the directory for temporary files has too long a name.
-
-    Attributes:
-        receiver: the private directory in which its server and its ranks listen; it is removed with the engine.
-    """
+    ``command``: from ``engine_command``. ``log_file``: the engine's output is appended to it; its directory is made. Raises ConfigError
+    where the directory for temporary files has too long a name. Attributes: ``receiver``: the private directory in which its server and its
+    ranks listen; it is removed with the engine."""
 
     def __init__(self, command: EngineCommand, log_file: Path) -> None:
         self.receiver = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -276,8 +252,7 @@ class EngineProcess(ChildProcess):
         """Returns in words why this engine cannot be used any more; empty while it can.
 
         It cannot without one of its processes. SGLang finds that out as well, but first waits a minute for dumps of its GPUs' memory; and
-        it waits for ever for a process that is stopped.
-        """
+        it waits for ever for a process that is stopped."""
         if (code := self.exit_code()) is not None:
             return f"ended with {cause(code)}: {self.last_words()}"
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Starts SGLang's own HTTP server on GPUs: it listens on a private socket, its ranks' store on loopback alone, its sockets let nobody in.
+"""Starts SGLang's own HTTP server on GPUs: it listens on a private socket, its ranks' store on loopback alone, its sockets let no one in.
 
     PYTHONPATH=MYXO python gpu_launcher.py --model-path MODEL ...    (sglang.launch_server's flags)
 

@@ -45,22 +45,19 @@ Argument = int | bool | str
 
 TVM_FFI_CACHE, FLASHINFER_CACHE = "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"
 
+# The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys.
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _OTHER_NAMES = {"half": "float16", "float": "float32"}
 _FUSED_ROTARY, _FUSED_NORMS = (64, 128, 256, 512), (64, 128, 256, 512, 1024)
-"""The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys."""
 
 
 @dataclass(frozen=True)
 class JitKernel:
     """One kernel that is compiled when a Python function asks for it.
 
-    Args:
-        name: for the log. cache: the variable that names the directory where it is kept.
-        ways: ``module:function`` and its arguments in one release and another of its library; the first whose function exists is taken.
-            An argument that begins with ``torch.`` is a data type.
-        unless_false: ``module:attribute`` that is false where the library does without this kernel.
-    """
+    ``name``: for the log. ``cache``: the variable that names the directory where it is kept. ``ways``: ``module:function`` and its
+    arguments in one release and another of its library; the first whose function exists is taken. An argument that begins with ``torch.``
+    is a data type. ``unless_false``: ``module:attribute`` that is false where the library does without this kernel."""
 
     name: str
     cache: str
@@ -71,11 +68,8 @@ class JitKernel:
 def jit_kernels(config: Mapping[str, Any], arguments: Sequence[str]) -> list[JitKernel]:
     """Returns the kernels for a model, those that take longest first.
 
-    Args:
-        config: the checkpoint's config.json; empty where it is not known: what depends on it is left out.
-        arguments: the engine's, as on its command line. Raises KeyError, ValueError or TypeError where sizes are
-            missing or no numbers.
-    """
+    ``config``: the checkpoint's config.json; empty where it is not known: what depends on it is left out. ``arguments``: the engine's, as
+    on its command line. Raises KeyError, ValueError or TypeError where sizes are missing or no numbers."""
     flags = engine_flags(arguments)
     found = []
     model = config.get("text_config") or config
@@ -135,32 +129,25 @@ def _dtype(flag: str, model: Mapping[str, Any]) -> str:
 
 
 def _rotary_share(model: Mapping[str, Any]) -> float:
-    """Returns the share of a head that is rotated."""
     further = model.get("rope_parameters") or {}
     return float(model.get("partial_rotary_factor") or further.get("partial_rotary_factor") or 1.0)
 
 
 def _kv_heads(model: Mapping[str, Any], flags: Mapping[str, str], heads: int) -> int:
-    """Returns the heads of keys that one rank has; it has one at least."""
     ranks = flag_number(flags, TENSOR)
     if "enable-dp-attention" in flags:
         ranks //= flag_number(flags, DATA)
     return max(1, int(model.get("num_key_value_heads") or heads) // max(1, ranks))
 
 
-BUILD_SECONDS = 300.0
-"""When this process gives up, and lets go of the locks on which an engine may wait."""
+BUILD_SECONDS = 300.0  # when this process gives up, and lets go of the locks on which an engine may wait
 
+# nvcc's variable, and what is in it unless it is set: the kernels of one file are optimised side by side. FlashInfer's norms, which all
+# others are done before, took 24 s with it and 30 s without, on the same H200's host.
 COMPILER_FLAGS = ("NVCC_APPEND_FLAGS", "--split-compile=0")
-"""nvcc's variable, and what is in it unless it is set: the kernels of one file are optimised side by side. FlashInfer's norms, which all
-others are done before, took 24 s with it and 30 s without, on the same H200's host."""
 
-NICENESS = 5
-"""An engine may wait for what is built here: not so low that it would never be done on busy cores."""
-
-PACKAGES = ("sglang", "flashinfer-python", "apache-tvm-ffi", "torch")
-"""Those whose versions say whether kernels are still the same."""
-
+NICENESS = 5  # an engine may wait for what is built here: not so low that it would never be done on busy cores
+PACKAGES = ("sglang", "flashinfer-python", "apache-tvm-ffi", "torch")  # those whose versions say whether kernels are still the same
 _SGLANG = "sglang."
 _ARCHITECTURES = ("sglang.kernels.jit.utils", "sglang.jit_kernel.utils")
 _NAME = "services.rollout.engine.kernel_builds"
@@ -168,13 +155,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def begin_kernel_builds(arguments: Sequence[str]) -> ChildProcess | None:
-    """Starts the builds of an engine, whose log they share; None where there is nothing to build, or no compiler. Raises nothing.
-
-    To be called in the main thread of the engine's launcher: they end with it.
-
-    Args:
-        arguments: the engine's, as on its command line.
-    """
+    """Starts the builds of an engine, whose log they share; None where there is nothing to build, or no compiler. Raises nothing. To be
+    called in the main thread of the engine's launcher: they end with it. ``arguments``: the engine's, as on its command line."""
     try:
         if compiler(os.environ) is None or not missing_kernels(arguments, os.environ):
             return None
@@ -193,7 +175,7 @@ def compiler(environment: Mapping[str, str]) -> Path | None:
 
 
 def missing_kernels(arguments: Sequence[str], environment: Mapping[str, str]) -> list[JitKernel]:
-    """Returns the kernels of an engine in whose cache no mark says that it has them. A cache that nobody has named is nobody's to fill."""
+    """Returns the kernels of an engine in whose cache no mark says that it has them. A cache that no one has named is no one's to fill."""
     file = Path(engine_flags(arguments).get("model-path") or ".", "config.json")
     config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     kernels = [kernel for kernel in jit_kernels(config, arguments) if environment.get(kernel.cache)]
@@ -214,10 +196,8 @@ def mark(kernels: Sequence[JitKernel], cache: str, environment: Mapping[str, str
 
 
 def build_of(kernel: JitKernel) -> Callable[[], object] | None:
-    """Imports what compiles a kernel, and returns the call; None where the library is not there, or does without it.
-
-    Raises LookupError where this release has no such function, and what the import raises otherwise.
-    """
+    """Imports what compiles a kernel, and returns the call; None where the library is not there, or does without it. Raises LookupError
+    where this release has no such function, and what the import raises otherwise."""
     library = kernel.ways[0][0].partition(":")[0].partition(".")[0]
     if importlib.util.find_spec(library) is None:
         return None
@@ -237,10 +217,8 @@ def build_of(kernel: JitKernel) -> Callable[[], object] | None:
 
 
 def build_all(kernels: Sequence[JitKernel], environment: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """Builds kernels side by side, on half of the cores at most, and marks the caches that have all of theirs.
-
-    Returns what went wrong, by kernel. Those that have not ended after ``seconds`` still run then.
-    """
+    """Builds kernels side by side, on half of the cores at most, and marks the caches that have all of theirs. Returns what went wrong, by
+    kernel. Those that have not ended after ``seconds`` still run then."""
     begun, failed, took = time.monotonic(), dict[str, str](), dict[str, float]()
     pool = concurrent.futures.ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2))
     builds: dict[concurrent.futures.Future[float], str] = {}
@@ -278,13 +256,11 @@ def _seconds_of(call: Callable[[], object]) -> float:
 
 
 def _place(name: str) -> tuple[Any, str]:
-    """Returns the module of ``module:attribute``, imported, and the attribute's name."""
     module, _, attribute = name.partition(":")
     return importlib.import_module(module), attribute
 
 
 def _value(argument: int | bool | str) -> Any:
-    """Returns an argument as a library takes it."""
     if isinstance(argument, str) and argument.startswith("torch."):
         return getattr(importlib.import_module("torch"), argument.removeprefix("torch."))
     return argument
@@ -292,10 +268,8 @@ def _value(argument: int | bool | str) -> Any:
 
 @functools.cache
 def _tell_architecture() -> None:
-    """Tells tvm_ffi for which GPUs to compile, once for all threads.
-
-    SGLang 0.5.16 sets this variable for the time of each build, and takes it away afterwards, from those that still need it.
-    """
+    """Tells tvm_ffi for which GPUs to compile, once for all threads. SGLang 0.5.16 sets this variable for the time of each build, and takes
+    it away afterwards, from those that still need it."""
     for name in _ARCHITECTURES:
         with contextlib.suppress(ImportError):
             os.environ["TVM_FFI_CUDA_ARCH_LIST"] = importlib.import_module(name).get_jit_cuda_arch().target_name
@@ -311,7 +285,7 @@ def main(arguments: Sequence[str]) -> None:
         failed = build_all(missing_kernels(arguments, os.environ), os.environ, BUILD_SECONDS)
     for name, reason in failed.items():
         say(f"{name} is left to the engine: {' '.join(reason.split())[-1000:]}")
-    kill_descendants(os.getpid())  # compilers that are late would go on after the end of their locks
+    kill_descendants(os.getpid())  # compilers that are late would continue after the end of their locks
     os._exit(bool(failed))
 
 

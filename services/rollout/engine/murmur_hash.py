@@ -1,20 +1,16 @@
-"""MurmurHash3 (Austin Appleby, public domain; the 32-bit variant, seed 0) of the 16 bytes that SGLang draws a token by."""
+"""MurmurHash3 (Austin Appleby, public domain; the 32-bit variant, seed 0) of the 16 bytes that SGLang generates a token by."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MASK = np.uint64(0xFFFFFFFF)
 
-Words = NDArray[np.uint64]
-"""32-bit words in 64 bits: products do not overflow."""
+Words = NDArray[np.uint64]  # 32-bit words in 64 bits: products do not overflow
 
 
 def murmur_hash32(seed: NDArray[np.int64], positions: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Returns the hash of each row's seed (64 bits) and position with each column's index (32 bits each): uint32 [rows, columns].
-
-    Args:
-        seed, positions: [rows]. columns: [columns].
-    """
+    """Returns the hash of each row's seed (64 bits) and position with each column's index (32 bits each): uint32 [rows, columns]. ``seed``,
+    ``positions``: [rows]. ``columns``: [columns]."""
     seeds, places, ids = (given.astype(np.uint64) for given in (seed, positions, columns))
     state = np.zeros((len(seeds), 1), np.uint64)
     for word in (seeds & _MASK, seeds >> np.uint64(32), places & _MASK):

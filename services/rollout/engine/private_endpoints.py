@@ -16,14 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DIRECTORY_VARIABLE = "MYXO_RECEIVER"
-"""The variable that names the engine's private directory."""
-
-ADDRESS_VARIABLE = "MYXO_ENGINE_ADDRESS"
-"""The variable that names this node's address, where the engine has ranks on several nodes."""
-
-SOCKET = "http.sock"
-"""The name of the HTTP server's socket in it."""
+DIRECTORY_VARIABLE = "MYXO_RECEIVER"  # the variable that names the engine's private directory
+ADDRESS_VARIABLE = "MYXO_ENGINE_ADDRESS"  # the variable that names this node's address, where the engine has ranks on several nodes
+SOCKET = "http.sock"  # the name of the HTTP server's socket in it
 
 
 def serve_on_socket() -> None:
@@ -46,8 +41,7 @@ def leave_out_own_requests(http_server: Any) -> None:
     http_server._freeze_gc_after_server_warmup = lambda _arguments: None
 
 
-SECRET_VARIABLE = "MYXO_ENGINE_SECRET"
-"""The variable with the secret, the same in all processes of the engine, on all of its nodes."""
+SECRET_VARIABLE = "MYXO_ENGINE_SECRET"  # the variable with the secret, the same in all processes of the engine, on all of its nodes
 
 
 def close_sockets() -> None:

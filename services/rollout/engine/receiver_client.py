@@ -17,21 +17,14 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightsReceived
 
 LINE_BYTES = 64 * 2**20
+ANSWER_MARGIN = 5.0  # seconds that a receiver has for its answer beyond a command's deadline: its own error says best what was missing
+ABORT_SECONDS = 10.0  # the deadline for the other ranks to end a command at which one of them has failed
+CONNECT_SECONDS = 5.0  # the seconds to open the connections of the next command
 
-ANSWER_MARGIN = 5.0
-"""Seconds that a receiver has for its answer beyond a command's deadline: its own error says best what was missing."""
-
-ABORT_SECONDS = 10.0
-"""The deadline for the other ranks to end a command at which one of them has failed."""
-
-CONNECT_SECONDS = 5.0
-"""The seconds to open the connections of the next command."""
-
+# The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it continues.
 LATE_SECONDS = 1.0
-"""The deadline for telling ranks that are late to begin a command that it is called off: one that is frozen hears it when it goes on."""
 
-Fields = dict[str, Any]
-"""A command, or a rank's answer to it."""
+Fields = dict[str, Any]  # a command, or a rank's answer to it
 
 
 class ReceiverError(EngineError):
@@ -68,11 +61,8 @@ def report_of(answers: Sequence[Fields], where: str) -> WeightsReceived:
 
 
 class ReceiverClient:
-    """The sockets of one engine.
-
-    Args:
-        directory: each rank listens there, as ``rank-<r>.sock``. ranks: the engine's tensor-parallel size.
-    """
+    """The sockets of one engine. ``directory``: each rank listens there, as ``rank-<r>.sock``. ``ranks``: the engine's tensor-parallel
+    size."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks
@@ -104,11 +94,8 @@ class ReceiverClient:
         await self.ask({"verb": "state"}, deadline)
 
     async def ask(self, command: Fields, deadline: float) -> list[Fields]:
-        """Returns the answers, by rank, to a command that is run at once, even while the engine is busy.
-
-        Raises:
-            ReceiverError: a rank refused, or has died. DeadlineExceeded: one did not answer.
-        """
+        """Returns the answers, by rank, to a command that is run at once, even while the engine is busy. Raises ReceiverError: a rank
+        refused, or has died. DeadlineExceeded: one did not answer."""
         async with self._asked(command, deadline) as (_, answers):
             return answers
 
@@ -124,16 +111,11 @@ class ReceiverClient:
 
         ``wake`` may still be on its way then: see `settled`.
 
-        Args:
-            deadline: seconds for all of it, which the ranks are told. wake: has every rank's scheduler run its next command, once the
-                command is queued at all of them. begin: seconds for the schedulers to begin it; None: as long as for all of it.
-            ready: what has to be done before ``wake``; it begins as soon as the command has been sent, and is awaited in any case.
-                `settled` in it waits for the command before this one.
-
-        Raises:
-            ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the command, and none has begun it.
-            NotBegun: a rank has not begun it.
-        """
+        ``deadline``: seconds for all of it, which the ranks are told. ``wake``: has every rank's scheduler run its next command, once the
+        command is queued at all of them. ``begin``: seconds for the schedulers to begin it; None: as long as for all of it. ``ready``: what
+        has to be done before ``wake``; it begins as soon as the command has been sent, and is awaited in any case. `settled` in it waits
+        for the command before this one. Raises ReceiverError: a rank or ``wake`` has failed. DeadlineExceeded: a rank did not accept the
+        command, and none has begun it. NotBegun: a rank has not begun it."""
         begin = deadline if begin is None else min(begin, deadline)
         before, getting_ready = self._waking, asyncio.ensure_future(_after_others(ready))
 
@@ -168,7 +150,7 @@ class ReceiverClient:
             await asyncio.shield(waking)
 
     def _wake(self, wake: Callable[[], Awaitable[object]]) -> asyncio.Future[None]:
-        """Begins to wake the schedulers. It goes on whatever becomes of the command, and is known until it has ended."""
+        """Begins to wake the schedulers. It continues whatever becomes of the command, and is known until it has ended."""
 
         async def until_answered() -> None:
             await wake()
@@ -199,11 +181,8 @@ class ReceiverClient:
     async def _asked(
         self, command: Fields, deadline: float, *, ahead: bool = False
     ) -> AsyncIterator[tuple[list["_Connection"], list[Fields]]]:
-        """Sends a command to every rank. Yields the connections, open in the body, and the first answer of each, by rank.
-
-        Args:
-            ahead: take those that were opened ahead.
-        """
+        """Sends a command to every rank. Yields the connections, open in the body, and the first answer of each, by rank. ``ahead``: take
+        those that were opened ahead."""
         connections = self._connections() if ahead else [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
         asking = [asyncio.create_task(connection.ask(command)) for connection in connections]
         try:
@@ -286,8 +265,6 @@ class ReceiverClient:
 
 
 class _Connection:
-    """One command's connection to one rank."""
-
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = str(path), rank
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -358,7 +335,6 @@ async def _raise_first(work: asyncio.Future[None], error: BaseException) -> None
 
 
 async def _ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels tasks and waits for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,8 +14,8 @@ from services.rollout.engine.engine_process import engine_site
 from shared.config import sglang_flags
 from shared.runtime import devices
 
+# The types to which argparse converts values, by a one-word name; any other is text.
 KINDS: dict[Any, str] = {int: "int", float: "float", json.loads: "json"}
-"""The types to which argparse converts values, by a one-word name; any other is text."""
 
 
 def text() -> str:

@@ -25,11 +25,8 @@ from shared.runtime.untrusted_files import parse_json
 class EngineError(MyxoError):
     """The engine refused a call, or its answer is unusable.
 
-    Args:
-        where: the engine's address and the endpoint, for example ``http://127.0.0.1:30000/generate``.
-        reason: the engine's own message, or what was wrong with its answer.
-        status: the HTTP status, None where there was no answer.
-    """
+    ``where``: the engine's address and the endpoint, for example ``http://127.0.0.1:30000/generate``. ``reason``: the engine's own message,
+    or what was wrong with its answer. ``status``: the HTTP status, None where there was no answer."""
 
     fault = INFRASTRUCTURE
 
@@ -47,16 +44,13 @@ class InvalidRequest(MyxoError):
     """A request was not sent, because the engine would have refused it or crashed."""
 
 
+# The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine.
 IDLE_SECONDS = 3.0
-"""The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine."""
 
 
 class EngineTransport:
-    """One HTTP session to one engine. Must be made, used and closed in one event loop.
-
-    Args:
-        directory: `EngineProcess.receiver`, in which the engine's server listens.
-    """
+    """One HTTP session to one engine. Must be made, used and closed in one event loop. ``directory``: `EngineProcess.receiver`, in which
+    the engine's server listens."""
 
     def __init__(self, directory: Path) -> None:
         self.url = f"unix:{directory / SOCKET}"
@@ -75,24 +69,16 @@ class EngineTransport:
     async def post(self, path: str, body: Any, deadline: float, next_action: str) -> Any:
         """Sends a POST and returns the parsed JSON, None for an empty answer, or the text of an answer that is not JSON.
 
-        Args:
-            body: anything that orjson takes, also numpy arrays; None for none.
-            deadline: seconds for everything, connecting and reading included.
-            next_action: what happens should the deadline pass, for its error.
-
-        Raises:
-            DeadlineExceeded: no complete answer came in time.
-            EngineError: the status is other than 2xx; with the engine's message.
-            EngineUnreachable: there is no connection, or it broke.
+        ``body``: anything that orjson takes, also numpy arrays; None for none. ``deadline``: seconds for everything, connecting and reading
+        included. ``next_action``: what happens should the deadline pass, for its error. Raises DeadlineExceeded: no complete answer came in
+        time. EngineError: the status is other than 2xx; with the engine's message. EngineUnreachable: there is no connection, or it broke.
         """
         return await self._call("POST", path, body, deadline, next_action)
 
     @asynccontextmanager
     async def stream(self, path: str, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a POST of JSON, and yields the answer as it comes, whatever its status. It has no deadline of its own.
-
-        Raises EngineUnreachable.
-        """
+        """Sends a POST of JSON, and yields the answer as it comes, whatever its status. It has no deadline of its own. Raises
+        EngineUnreachable."""
         self._check_open(path)
         try:
             async with self._session.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
@@ -102,10 +88,8 @@ class EngineTransport:
 
     @asynccontextmanager
     async def events(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[Any]]:
-        """Sends a POST whose answer is a stream of events, and yields their data as they come. It has no deadline of its own.
-
-        Raises EngineError where the answer, or one of its events, is an error; EngineUnreachable.
-        """
+        """Sends a POST whose answer is a stream of events, and yields their data as they come. It has no deadline of its own. Raises
+        EngineError where the answer, or one of its events, is an error; EngineUnreachable."""
         async with self.stream(path, orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)) as response:
             if not response.ok:
                 raise EngineError(self.url + path, message_of(_parsed(await response.read())), response.status)
@@ -165,25 +149,22 @@ def _parsed(data: bytes) -> Any:
         return data.decode(errors="replace")
 
 
+# Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun.
 DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
-"""Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun."""
 
+# Metrics of its load: requests that run and that wait, the share of its memory for keys and values, requests taken back for want of it.
 RUNNING, QUEUED = "sglang:num_running_reqs", "sglang:num_queue_reqs"
 USAGE, RETRACTED = "sglang:token_usage", "sglang:num_retracted_requests_total"
-"""Metrics of its load: requests that run and that wait, the share of its memory for keys and values, requests taken back for want of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """The capabilities that an engine has reported.
 
-    Args:
-        release: SGLang's version, ``0.5.20``.
-        vocab_size: token ids are from 0 to this, exclusive. max_sequence: tokens of one request, input and output together.
-        weight_sessions: a push must lie between begin and end.
-        overlaps: a step is computed while the results of the one before are processed. A pause in place leaves that step unfinished.
-        ranks: processes that each hold a part of the model (tensor parallelism).
-    """
+    ``release``: SGLang's version, ``0.5.20``. ``vocab_size``: token ids are from 0 to this, exclusive. ``max_sequence``: tokens of one
+    request, input and output together. ``weight_sessions``: a push must lie between begin and end. ``overlaps``: a step is computed while
+    the results of the one before are processed. A pause in place leaves that step unfinished. ``ranks``: processes that each hold a part of
+    the model (tensor parallelism)."""
 
     release: str
     vocab_size: int
@@ -194,12 +175,11 @@ class Capabilities:
 
 
 def parse_drawn_tokens(page: str, overlaps: bool) -> int | None:
-    """Returns the number of tokens that an engine has drawn, from its Prometheus page; None where the page lacks it.
+    """Returns the number of tokens that an engine has generated, from its Prometheus page; None where the page lacks it.
 
-    SGLang counts the tokens of its decode steps. A sample's first token is drawn by its prefill and not counted there; it is taken from the
-    number of samples whose prefill has begun. An engine that ``overlaps`` its steps computes, and counts, one token beyond each sample's
-    end, which makes up for it.
-    """
+    SGLang counts the tokens of its decode steps. A sample's first token is generated by its prefill and not counted there; it is taken from
+    the number of samples whose prefill has begun. An engine that ``overlaps`` its steps computes, and counts, one token beyond each
+    sample's end, which makes up for it."""
     if DRAWN not in page:
         return None
     drawn = _sum_of(page, DRAWN, 'mode="decode"')
@@ -222,20 +202,13 @@ def parse_load(page: str) -> EngineLoad | None:
 
 
 def _sum_of(page: str, name: str, label: str) -> float:
-    """Returns the sum of a metric's lines that carry the label."""
     lines = (line for line in page.splitlines() if line.startswith(name + "{") and label in line)
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 async def read_capabilities(transport: EngineTransport, deadline: float) -> Capabilities:
-    """Returns the engine's capabilities.
-
-    Args:
-        deadline: seconds, for each of the four requests.
-
-    Raises:
-        EngineError: an answer lacks a needed field, or there is no readable ``config.json``. DeadlineExceeded, EngineUnreachable.
-    """
+    """Returns the engine's capabilities. ``deadline``: seconds, for each of the four requests. Raises EngineError: an answer lacks a needed
+    field, or there is no readable ``config.json``. DeadlineExceeded, EngineUnreachable."""
     info = await transport.get("/server_info", deadline)
     model = await transport.get("/model_info", deadline)
     served = await transport.get("/v1/models", deadline)

@@ -31,12 +31,11 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import decoded_digests
 from shared.transfer.weight_channel import TransferDeadline
 
-CLOSED_SECONDS = 0.005
-"""The longest that the gate stays closed, whatever the other thread does."""
+CLOSED_SECONDS = 0.005  # the longest that the gate stays closed, whatever the other thread does
 
 
 class SchedulerGate:
-    """One scheduler's gate. Any thread may close it; it opens once nobody keeps it closed."""
+    """One scheduler's gate. Any thread may close it; it opens once no one keeps it closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -81,17 +80,10 @@ class SchedulerGate:
 
 log = logging.getLogger(__name__)
 
-COMMAND_SECONDS = 30.0
-"""The deadline of a command that names none."""
-
-LINE_BYTES = 64 * 2**20
-"""The longest command, enough to name every tensor of a model with 100,000 of them."""
-
-SOCKET_BYTES = 65_536
-"""The longest answer that a scheduler writes itself: a socket takes so much without anybody reading."""
-
-ANSWER_MARGIN = 15.0
-"""Seconds beyond a command's deadline after which the connection stops waiting for its answer."""
+COMMAND_SECONDS = 30.0  # the deadline of a command that names none
+LINE_BYTES = 64 * 2**20  # the longest command, enough to name every tensor of a model with 100,000 of them
+SOCKET_BYTES = 65_536  # the longest answer that a scheduler writes itself: a socket takes so much without anybody reading
+ANSWER_MARGIN = 15.0  # seconds beyond a command's deadline after which the connection stops waiting for its answer
 
 Fields = Mapping[str, Any]
 
@@ -129,12 +121,12 @@ def adopt(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> di
     return {"digest": receiver.digest}
 
 
+# A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError.
 Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
-"""A command's function: the receiver, the command, its deadline → the answer's fields. Raises MyxoError."""
 
+# Verbs by the thread that ends them: the connection's own, or the one that owns the model (`Receiver.finish`).
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
 QUEUED: dict[str, Callable[[Receiver, Fields, TransferDeadline], Reception]] = {"receive": prepare}
-"""Verbs by the thread that ends them: the connection's own, or the one that owns the model (`Receiver.finish`)."""
 
 
 # ----------------------------------------------------------------------------------------------------------- session
@@ -165,11 +157,8 @@ class _Command:
 
 
 class CommandSession:
-    """One rank's socket and queue.
-
-    Args:
-        directory: private to this engine and its service; the socket is ``rank-<r>.sock`` in it. gate: of the scheduler that calls `work`.
-    """
+    """One rank's socket and queue. ``directory``: private to this engine and its service; the socket is ``rank-<r>.sock`` in it. ``gate``:
+    of the scheduler that calls `work`."""
 
     def __init__(self, directory: Path, receiver: Receiver, gate: SchedulerGate | None = None) -> None:
         self._gate = gate or SchedulerGate()
@@ -219,10 +208,8 @@ class CommandSession:
         return True
 
     def _told(self, command: _Command, name: str, answer: dict[str, Any]) -> None:
-        """Answers on this thread: the connection's would have to wait for the interpreter, which an idle scheduler holds.
-
-        What does not fit into the socket for certain is left to that one.
-        """
+        """Answers on this thread: the connection's would have to wait for the interpreter, which an idle scheduler holds. What does not fit
+        into the socket for certain is left to that one."""
         with contextlib.suppress(OSError):  # the caller no longer waits for the answer
             command.answers.say(name, answer, SOCKET_BYTES)
 
@@ -261,7 +248,7 @@ class CommandSession:
                 self._begin(command)
             say("answer", command.answer.result(command.deadline.left + 2 * ANSWER_MARGIN))
         except CancelledError:
-            self._call_off(command)  # before the caller goes on to its next command
+            self._call_off(command)  # before the caller continues to its next command
             say("answer", {"ok": False, "error": "called off before it began", "touched": False})
         except TimeoutError:
             error = "nobody has done this command: the engine was not asked to"
@@ -308,7 +295,6 @@ class CommandSession:
         return _answer_of(str(command.fields.get("verb")), finish)
 
     def _abort(self) -> None:
-        """Ends the running and the queued commands, and the joining of channels."""
         with self._lock:
             held = list(self._held)
         for command in held:
@@ -318,7 +304,6 @@ class CommandSession:
 
 
 def _answer_of(verb: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the answer to a command, from its fields or its error."""
     try:
         return {"ok": True, **work()}
     except Exception as error:

@@ -29,18 +29,14 @@ aten = torch.ops.aten
 
 _POOLS = threading.RLock()
 
+# The number of flat buffers of which a plan keeps views; a channel has three, and they are dropped when the channel is left.
 VIEWED_BUFFERS = 8
-"""The number of flat buffers of which a plan keeps views; a channel has three, and they are dropped when the channel is left."""
 
 
 @dataclass(frozen=True)
 class TensorCopy:
-    """One copy into a parameter.
-
-    Args:
-        target: a view of the parameter. offset: bytes from the flat buffer's beginning. dtype, stride: of the source, whose shape is the
-            target's.
-    """
+    """One copy into a parameter. ``target``: a view of the parameter. ``offset``: bytes from the flat buffer's beginning. ``dtype``,
+    ``stride``: of the source, whose shape is the target's."""
 
     target: Tensor
     offset: int
@@ -120,10 +116,7 @@ class BucketLoader:
 
 
 def trace(model: Any, bucket: Bucket, flat: Tensor) -> tuple[LoadPlan | None, str]:
-    """Loads the bucket by ``load_weights``, and traces its operations.
-
-    Returns the plan, or None and the reason why there is none.
-    """
+    """Loads the bucket by ``load_weights``, and traces its operations. Returns the plan, or None and the reason why there is none."""
     before = _storages(model)
     watching = _Tracing(flat, before)
     _load(model, bucket_views(bucket, flat), watching)
@@ -137,8 +130,7 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     """Returns, without loading the bucket, how many elements loading it would change: name → count of differing elements (int64, on the
     device; names of which nothing is copied are absent).
 
-    Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared.
-    """
+    Raises NotImplementedError: ``load_weights`` does something to a parameter that cannot be compared."""
     comparing = _Comparing(bucket, flat, _storages(model))
     _load(model, comparing.named(bucket_views(bucket, flat)), comparing)
     return comparing.differences
@@ -146,9 +138,7 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 
 def held_copies(model: Any, bucket: Bucket, flat: Tensor) -> list[TensorCopy]:
     """Returns the copies that loading the bucket from ``flat`` would make, without loading it: what they would set, the parameters hold.
-
-    Raises BadMessage: ``load_weights`` does something to the bucket from which its bytes cannot be told again.
-    """
+    Raises BadMessage: ``load_weights`` does something to the bucket from which its bytes cannot be told again."""
     inverting = _Inverting(flat, _storages(model), _computed_storages(model))
     _load(model, bucket_views(bucket, flat), inverting)
     return inverting.copies
@@ -165,7 +155,6 @@ def _storages(model: Any) -> set[int]:
 
 
 def _computed_storages(model: Any) -> set[int]:
-    """Returns the storages of tensors that are plain attributes of the model's modules."""
     values = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
     return {value.untyped_storage().data_ptr() for value in values} - _storages(model) - {0}
 
@@ -233,10 +222,8 @@ class _Tracing(_Watching):
 
 
 class _Inverting(_Watching):
-    """Notes the copies into parameters and makes none. What is in the buffer has no meaning, so that nothing else may use it.
-
-    ``computed``: the storages of what the model has computed from parameters, which stays as it is.
-    """
+    """Notes the copies into parameters and makes none. What is in the buffer has no meaning, so that nothing else may use it. ``computed``:
+    the storages of what the model has computed from parameters, which stays as it is."""
 
     def __init__(self, flat: Tensor, parameters: set[int], computed: set[int]) -> None:
         super().__init__(flat, parameters | computed)
@@ -327,7 +314,6 @@ def _constant(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _overlap(first: Tensor, other: Tensor) -> bool:
-    """Returns whether the memory ranges of two tensors, each from its first to its last element, overlap."""
     (begin, end), (other_begin, other_end) = _extent(first), _extent(other)
     return begin < other_end and other_begin < end
 
@@ -341,16 +327,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _pools_run_here() -> Iterator[None]:
-    """Runs the work that this thread submits to thread pools on this thread, since operations of other threads would not be traced.
-
-    One thread at a time: each puts back what it has found.
-    """
-    with _POOLS:
-        yield from _running_here()
-
-
-def _running_here() -> Iterator[None]:
-    submit, here = ThreadPoolExecutor.submit, threading.get_ident()
+    """Runs the work that this thread submits to thread pools on this thread, since operations of other threads would not be traced. One
+    thread at a time: each puts back what it has found."""
+    here = threading.get_ident()
 
     def at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if threading.get_ident() != here:
@@ -362,8 +341,10 @@ def _running_here() -> Iterator[None]:
             future.set_exception(error)
         return future
 
-    ThreadPoolExecutor.submit = at_once  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+    with _POOLS:
+        submit = ThreadPoolExecutor.submit
+        ThreadPoolExecutor.submit = at_once  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]

@@ -27,8 +27,8 @@ from shared.schema.versions import TOKEN_VERSIONS
 
 log = logging.getLogger(__name__)
 
+# The scheduler's attribute by which it is known: the stream of its forward passes, which wait for all others that they use.
 FORWARD_STREAM = "forward_stream"
-"""The scheduler's attribute by which it is known: the stream of its forward passes, which wait for all others that they use."""
 
 
 def calling_scheduler() -> Any:
@@ -55,8 +55,8 @@ def _callers() -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+# How SGLang calls what looks, after each token, whether a request has ended: in 0.5.16 and later, and before.
 CHECKS = ("update_finish_state", "check_finished")
-"""How SGLang calls what looks, after each token, whether a request has ended: in 0.5.16 and later, and before."""
 
 
 def find_ends_of_aborted(request: type[Any]) -> bool:
@@ -102,21 +102,19 @@ def _around_check(request: type[Any], around: Callable[[Any, Callable[[], Any]],
     return True
 
 
+# The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
+# command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU.
 SWITCH_SECONDS = 2e-5
-"""The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
-command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU."""
 
+# The exceptions of looking up a name that a release of SGLang has elsewhere.
 MOVED = (ImportError, AttributeError, KeyError, RuntimeError, ValueError)
-"""The exceptions of looking up a name that a release of SGLang has elsewhere."""
 
 _session: CommandSession | None = None
 
 
 def load(model: Any, tensors: Iterable[object]) -> None:
-    """Runs the next queued command with this model; the first call opens the socket instead. ``tensors``: ignored.
-
-    Never raises, since that would end SGLang's scheduler; errors are in the answer to the command.
-    """
+    """Runs the next queued command with this model; the first call opens the socket instead. ``tensors``: ignored. Never raises, since that
+    would end SGLang's scheduler; errors are in the answer to the command."""
     global _session
     try:
         if _session is None:
@@ -139,14 +137,12 @@ def load(model: Any, tensors: Iterable[object]) -> None:
 
 
 def _request_class() -> type[Any]:
-    """Returns SGLang's class of requests in a scheduler."""
     from sglang.srt.managers.schedule_batch import Req
 
     return Req
 
 
 def _rank() -> int:
-    """Returns this process's rank in the engine's tensor parallelism."""
     try:
         from sglang.srt.runtime_context import get_parallel
 

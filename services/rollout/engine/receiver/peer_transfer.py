@@ -3,7 +3,7 @@
 Each of the source's ranks looks up which parameters loading a tensor would set, and puts what it holds of the tensor back in its place. All
 of the destination's ranks take from all of the source's, lay the parts over each other, and load, hash and count the tensors as in a push:
 what comes is known by its own digest, which must be the one that the trainer has told of the version. Nothing that the source says of its
-weights is believed. The source uses a thread of its own and goes on generating, since it only reads.
+weights is believed. The source uses a thread of its own and continues to generate, since it only reads.
 
 A change of the source's parameters ends the transfer first (`Receiver.before_change`).
 """
@@ -29,22 +29,17 @@ from shared.transfer.weight_channel import POLL_INTERVAL_S, TransferDeadline
 
 log = logging.getLogger(__name__)
 
-BUCKET_BYTES = 128 * 1024**2
-"""The bytes of a bucket, over the number of ranks: a destination has buffers for all of them."""
+BUCKET_BYTES = 128 * 1024**2  # the bytes of a bucket, over the number of ranks: a destination has buffers for all of them
+TRANSFERS = 2  # the number of transfers that an engine sends at once: each takes two flat buffers of device memory, and a share of the link
 
-TRANSFERS = 2
-"""The number of transfers that an engine sends at once: each takes two flat buffers of device memory, and a share of the link."""
-
+# The time that the source's store outlives a transfer, for a destination that has not read all of it, and an aborted transfer.
 LINGER_SECONDS = 20.0
 BROKEN_LINGER_SECONDS = 2.0
-"""The time that the source's store outlives a transfer, for a destination that has not read all of it, and an aborted transfer."""
 
 
 def send_to_peer(receiver: Receiver, order: Mapping[str, Any], deadline: TransferDeadline) -> dict[str, Any]:
-    """Begins to send ``version`` to ``ranks`` ranks over a channel called ``name`` at ``address``, within ``seconds``.
-
-    The destination receives it as push number ``version``. Answers with the channel. Raises BadMessage: it cannot be had here.
-    """
+    """Begins to send ``version`` to ``ranks`` ranks over a channel called ``name`` at ``address``, within ``seconds``. The destination
+    receives it as push number ``version``. Answers with the channel. Raises BadMessage: it cannot be had here."""
     if not receiver.known or receiver.version != int(order["version"]):
         raise BadMessage(f"version {order['version']} is not to be had here: this engine holds version {receiver.version}")
     if len(receiver.before_change) >= TRANSFERS:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,21 +35,15 @@ from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
 
 FIELD = "model.hf_checkpoint"
-
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 def merged(manifest: Manifest, tensors: Mapping[str, Tensor], model_path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yields the adapted matrices under their Hugging Face names, one at a time, for ``model.load_weights``: W + scale * B A, float32.
 
-    Args:
-        manifest: of kind ``adapter``, with the scale. tensors: by PEFT's names, on the device where the products are to be computed.
-        model_path: the engine's checkpoint.
-
-    Raises:
-        BadMessage: an adapter is incomplete or does not fit its matrix. ConfigError: the checkpoint lacks that matrix, or cannot be read.
-            Both are raised before the first matrix is yielded.
-    """
+    ``manifest``: of kind ``adapter``, with the scale. ``tensors``: by PEFT's names, on the device where the products are to be computed.
+    ``model_path``: the engine's checkpoint. Raises BadMessage: an adapter is incomplete or does not fit its matrix. ConfigError: the
+    checkpoint lacks that matrix, or cannot be read. Both are raised before the first matrix is yielded."""
     matrices = _matrices(manifest)
     try:
         base = TensorFiles(weight_files(model_path)[0], links=True)
@@ -83,29 +77,7 @@ def _matrices(manifest: Manifest) -> dict[str, tuple[str, str]]:
     return names
 
 
-PEER_DONE = "done"
-"""The store's key in a transfer between engines: the number of readers that have received everything."""
-
-
-class HeldWeights(Protocol):
-    """What a push is received into: `services.rollout.engine.receiver.receiver.Receiver`."""
-
-    model: Any
-    model_path: str | None
-    device: torch.device
-    known: dict[str, TensorDigest]
-    version: int
-
-    @property
-    def digest(self) -> str: ...
-
-    def on_stream(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def layout(self, manifest: Manifest) -> "ManifestLayout": ...
-
-    def adopt(self, version: int, known: Mapping[str, TensorDigest]) -> None: ...
-
-    def learn(self, version: int, known: Mapping[str, TensorDigest]) -> None: ...
+PEER_DONE = "done"  # the store's key in a transfer between engines: the number of readers that have received everything
 
 
 class ManifestLayout:
@@ -130,17 +102,13 @@ class _Stream:
 class Reception:
     """A push that is being received.
 
-    Args:
-        push: its number. check: compare with the model's weights, load nothing. channels: that it comes over. manifests: channel → the id
-            of its manifest, where the push's request names it.
-
-    Attributes:
-        touched: whether parameters may hold some of it. marks: what was reached → when, seconds of this machine's monotonic clock.
-    """
+    ``push``: its number. ``check``: compare with the model's weights, load nothing. ``channels``: that it comes over. ``manifests``:
+    channel → the id of its manifest, where the push's request names it. Attributes: ``touched``: whether parameters may hold some of it.
+    ``marks``: what was reached → when, seconds of this machine's monotonic clock."""
 
     def __init__(
         self,
-        receiver: HeldWeights,
+        receiver: "Receiver",
         version: int,
         push: int,
         check: bool,
@@ -262,7 +230,6 @@ class Reception:
         self._poll()
 
     def _merge(self, stream: _Stream) -> None:
-        """Merges a channel's adapter into the base weights."""
         receiver = self._receiver
         if not stream.adapter:
             return
@@ -280,7 +247,6 @@ class Reception:
             receiver.model.load_weights(made)
 
     def _drain(self) -> None:
-        """Waits until the device has done all submitted work."""
         if self._receiver.device.type == "cuda":
             last = torch.cuda.Event()
             last.record()
@@ -296,8 +262,7 @@ class Reception:
 
 log = logging.getLogger(__name__)
 
-KEPT_LAYOUTS = 16
-"""The number of manifests whose plans are kept: for each channel that of a whole push, and that of a part."""
+KEPT_LAYOUTS = 16  # the number of manifests whose plans are kept: for each channel that of a whole push, and that of a part
 
 
 class ReceiveError(MyxoError):
@@ -316,11 +281,9 @@ def said_by(error: BaseException) -> str:
 class Receiver:
     """The receiver of one rank. `finish`, `receive`, `layout` and `on_stream` belong to the model's thread; others may use the rest.
 
-    Args:
-        model: any module with ``load_weights(names and tensors)``. rank: in the engine's tensor parallelism. model_path: the checkpoint
-            that adapters are laid over, where there are any. engine_streams: returns the streams on which the engine computes; None: they
-            are not known. undisturbed: a context in which the engine leaves the interpreter to other threads.
-    """
+    ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine's tensor parallelism. ``model_path``: the
+    checkpoint that adapters are laid over, where there are any. ``engine_streams``: returns the streams on which the engine computes; None:
+    they are not known. ``undisturbed``: a context in which the engine leaves the interpreter to other threads."""
 
     def __init__(
         self,
@@ -376,11 +339,8 @@ class Receiver:
         return [] if self._channels is None else [channel.name for channel in self._channels.all]
 
     def join(self, addresses: Sequence[WeightChannelAddress], first_rank: int, seconds: float) -> None:
-        """Leaves its present channels and joins these on a thread; `receive` waits for it.
-
-        Args:
-            first_rank: of the engine's first process, in all channels. seconds: for joining.
-        """
+        """Leaves its present channels and joins these on a thread; `receive` waits for it. ``first_rank``: of the engine's first process,
+        in all channels. ``seconds``: for joining."""
         self.leave()
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
@@ -429,15 +389,11 @@ class Receiver:
 
         What shares memory with the trainer, or comes to an engine whose streams are not known, begins only in `finish`.
 
-        Args:
-            check: for a comparison with the model's weights. manifests: see `Reception`.
-
-        Raises:
-            ReceiveError: for every failure; nothing was touched.
-        """
+        ``check``: for a comparison with the model's weights. ``manifests``: see `Reception`. Raises ReceiveError: for every failure;
+        nothing was touched."""
         try:
             reception = Reception(self, version, push, check, self._joined(channels, deadline), deadline, manifests or {})
-            if self._begins_early(reception):
+            if self._streams_known and all(isinstance(channel, GroupReceiver) for channel in reception.channels):
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)  # of this thread
                 reception.begin()
@@ -452,9 +408,7 @@ class Receiver:
         Channels on which a push has failed are left, since data of the failed push may still be in transit over them. Returns the fields of
         `shared.schema.weight_messages.WeightsReceived`.
 
-        Raises:
-            ReceiveError: for every failure.
-        """
+        Raises ReceiveError: for every failure."""
         if not reception.check:
             self.disturb(f"a push of version {reception.version} begins")
         try:
@@ -482,9 +436,6 @@ class Receiver:
     @property
     def _streams_known(self) -> bool:
         return self.device.type != "cuda" or self.engine_streams is not None
-
-    def _begins_early(self, reception: Reception) -> bool:
-        return self._streams_known and all(isinstance(channel, GroupReceiver) for channel in reception.channels)
 
     def _failure(self, error: Exception, push: int, version: int, touched: bool) -> ReceiveError:
         if not isinstance(error, MyxoError):
@@ -526,7 +477,6 @@ class Receiver:
             yield
 
     def _settle(self, seconds: float = 5.0) -> None:
-        """Waits until the loading stream has done all of its work."""
         end = time.monotonic() + seconds
         while self._stream is not None and not self._stream.query() and time.monotonic() < end:
             time.sleep(0.001)
