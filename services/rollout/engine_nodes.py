@@ -22,10 +22,8 @@ from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.leader_lease import AWAY_SECONDS
 from shared.bus.registry import ENGINE_NODE
-from shared.nodes.attempt_commands import OwnRanks
-from shared.nodes.first_node import HEALTHY_SECONDS
 from shared.nodes.node_agent import NodeAgent
-from shared.nodes.node_presence import SeenNode
+from shared.nodes.node_decisions import HEALTHY_SECONDS, OwnRanks, SeenNode
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
 from shared.runtime.node_rank import node_rank
