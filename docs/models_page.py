@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from docs.catalogue import settle
-from myxo.plan.planned_config import planned
-from myxo.plan.run_plan import RunPlan
+from myxo.commands.plan import planned
 from myxo.preflight import Source
+from myxo.preflight.run_plan import RunPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"

@@ -18,7 +18,7 @@ COMMANDS = {
     "quickstart": ("quickstart:declare", "train a tiny model on this machine's CPU, in a directory of its own"),
     "init": ("init:declare", "write a first config for a model and a file of prompts"),
     "up": ("up:declare_up", "run a config's run on this machine"),
-    "train": ("train:declare", "run a run on this machine from flags alone, slime's and Megatron's among them"),
+    "train": ("up:declare_train", "run a run on this machine from flags alone, slime's and Megatron's among them"),
     "plan": ("plan:declare", "the memory that a config needs of its GPUs, and what would lower it; exits 1 where it does not fit"),
     "submit": ("up:declare_submit", "put a config's run on an external bus"),
     "doctor": ("doctor:declare", "what is wrong with this machine, and the command that mends it"),
@@ -33,9 +33,9 @@ COMMANDS = {
     "top": ("top:declare", "who waits for whom in a run, what would help, what its services do, and alarms, live"),
     "env": ("env:declare", "environments: make one, serve it, check that it keeps the protocol"),
     "accounts": ("accounts:declare", "make the accounts of a run on NATS and Redis"),
-    "simulate": ("service_tools:declare", "throughput and staleness of every policy, simulated"),
-    "convert": ("service_tools:declare", "a model from Hugging Face's format to torch_dist, or back"),
-    "replay": ("service_tools:declare", "train the batches again that a run has dumped, without the run"),
+    "simulate": ("command_arguments:declare_tool", "throughput and staleness of every policy, simulated"),
+    "convert": ("command_arguments:declare_tool", "a model from Hugging Face's format to torch_dist, or back"),
+    "replay": ("command_arguments:declare_tool", "train the batches again that a run has dumped, without the run"),
     "flags": ("flag_list:declare", "the flags of Megatron's that a run takes, and what became of the others"),
     "console": ("console:declare", "a run in the browser, also when it is over: curves, flow, weights, samples, health"),
     "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
@@ -86,7 +86,7 @@ def parser(declared: Container[str]) -> Parser:
     top.add_argument("--version", action="version", version=f"myxo {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, (where, short) in COMMANDS.items():
-        if where.startswith("service_tools"):  # no word is an option here, --help neither: all of them are for the tool
+        if where.endswith(":declare_tool"):  # no word is an option here, --help neither: all of them are for the tool
             command = commands.add_parser(name, help=short, add_help=False, prefix_chars="\0")
         else:
             command = commands.add_parser(name, help=short, description=f"{short[0].upper()}{short[1:]}.", allow_abbrev=False)

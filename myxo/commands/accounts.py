@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from shared.accounts.credentials import Deployment, ServerAddress, make
-from shared.accounts.render import MEMORY, NatsSettings, RedisSettings
+from shared.accounts.permissions import MEMORY, NatsSettings, RedisSettings
 from shared.bus.subjects import RUN_ID
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError

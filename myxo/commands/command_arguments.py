@@ -1,8 +1,12 @@
-"""The arguments that several commands share."""
+"""Arguments that several commands share, and commands that a service implements in a module of its own."""
 
 import argparse
 import math
+import subprocess
+import sys
 from pathlib import Path
+
+from rich.console import Console
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
@@ -38,3 +42,27 @@ def count(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: at least 0")
     return value
+
+
+MODULES = {
+    "simulate": "services.buffer.simulation",
+    "convert": "services.trainer.convert_command",
+    "replay": "services.trainer.batch_replay",
+}
+
+
+def declare_tool(command: argparse.ArgumentParser) -> None:
+    """Declares that all words behind the command are for the tool."""
+    command.add_argument("options", nargs=argparse.REMAINDER)
+    command.set_defaults(run_command=run_tool)
+
+
+def run_tool(parsed: argparse.Namespace, console: Console) -> int:
+    """Runs the tool to its end; returns its exit code."""
+    process = subprocess.Popen([sys.executable, "-m", MODULES[parsed.command], *parsed.options])
+    while True:
+        try:
+            code = process.wait()
+            return code if code >= 0 else 128 - code
+        except KeyboardInterrupt:  # a terminal sends it to both: let the work end by itself
+            continue

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from myxo.commands.command_arguments import add_run, count
 from myxo.launch.console_process import ConsoleProcess
-from myxo.preflight.server_checks import given_servers
-from myxo.run.run_access import payload_url, reach
+from myxo.run.run_access import given_servers, payload_url, reach
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
 from shared.bus import runs
 from shared.config.console_section import ConsoleSection

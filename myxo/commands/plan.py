@@ -1,19 +1,131 @@
-"""``myxo plan CONFIG``: the memory that a config needs of its GPUs, and what would lower it; nothing is started."""
+"""``myxo plan CONFIG``: the memory that a config needs of its GPUs, and what would lower it; nothing is started.
+
+Reads a run's config, or a ready config of a model alone, and the model's shape without its weights.
+"""
 
 import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json
 from myxo.commands.up import take_flags
-from myxo.plan import plan_tables
-from myxo.plan.planned_config import planned
-from myxo.preflight import Source
+from myxo.launch.service_plan import filled
+from myxo.preflight import Source, run_plan
+from myxo.preflight.run_plan import RunPlan
+from shared.config.config_layers import Layers
+from shared.config.config_reading import read
+from shared.config.known_fields import known_fields
+from shared.config.run_config import RunConfig
+from shared.hub import hub_models, hub_names
+from shared.hub.hub_client import Hub, HubError
 from shared.live.text import json_text
+from shared.model.architecture import Architecture
+from shared.model.described_shape import described_shape
+from shared.model.engine_plan import fewest_gpus
+from shared.model.families import read_architecture
 from shared.model.memory_plan import total_parameters
+from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.runtime import devices, exit_codes
+from shared.runtime.errors import ConfigError, raise_problems
+
+STANDINS: dict[str, dict[str, Any]] = {
+    "run": {"name": "plan"},
+    "model": {"hf_checkpoint": "model"},
+    "data": {"prompt_data": "prompts.jsonl"},
+    "rollout": {"num_rollout": 1, "rollout_batch_size": 20160, "n_samples_per_prompt": 8},
+}
+"""What a run needs and a plan does not: a config without it is planned all the same. The batch divides over any usual number of ranks."""
+
+
+@dataclass
+class PlannedConfig:
+    """A config that was read to be planned. ``plan``: with what it came to. ``notes``: what was taken for granted."""
+
+    plan: RunPlan
+    notes: list[str] = field(default_factory=list)
+
+
+def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
+    """Returns the plan of a config on GPUs of so many bytes.
+
+    Raises ConfigError, or Problems of several: a wrong value, no shape of the model, a layout that does not divide it.
+    """
+    raise_problems(source.given.problems)
+    config, given = _read(source)
+    notes: list[str] = []
+    architecture = _shape(config, given, notes)
+    trainer = config.trainer
+    layout = ParallelLayout.of(trainer)
+    raise_problems([*layout.world_problems(trainer.ranks("actor")), *division_problems(architecture, layout, trainer.megatron)])
+    critic = trainer.critic_load if config.algorithm.has_critic else None
+    own = None if critic is None else _read_shape(critic, "trainer.critic_load")
+    if "hf_checkpoint" not in given.get("model", {}) and "rollout_num_gpus_per_engine" not in given.get("rollout", {}):
+        gpus = fewest_gpus(architecture, config.rollout, gpu_bytes)
+        if gpus is not None:
+            notes.append(f"no run's config: the engine is planned on {gpus} GPU{'s' if gpus > 1 else ''}, the fewest that hold the model")
+            config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_num_gpus_per_engine": gpus})})
+    config, engines = filled(config, 0, 0, trains=True)
+    return PlannedConfig(RunPlan(config, architecture, gpu_bytes, own), [*notes, *filter(None, [engines])])
+
+
+def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
+    """Returns the config, and the values that its file and flags give."""
+    layers = Layers(known_fields)
+    if source.path is not None:
+        layers.read(source.path)
+    layers.lay(source.given.overrides, Path())
+    given = {section: fields for section, fields in layers.values.items() if isinstance(fields, dict)}
+    overrides = {section: dict(fields) for section, fields in source.given.overrides.items()}
+    drawn = given.get("data", {}).get("data_source") or given.get("curriculum", {}).get("reasoning_gym")
+    for section, fields in STANDINS.items():
+        for name, value in fields.items():
+            if name not in given.get(section, {}) and not (name == "prompt_data" and drawn):
+                overrides.setdefault(section, {})[name] = value
+    reading = read(source.path, overrides)
+    raise_problems(reading.problems)
+    assert reading.config is not None  # or there was a problem
+    return reading.config, given
+
+
+def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> Architecture:
+    """Returns the shape of the policy: from its config.json, or, where that cannot be had, as Megatron's flags describe it."""
+    described, model = described_shape(config.trainer.megatron), config.model.hf_checkpoint
+    if "hf_checkpoint" not in given.get("model", {}):
+        if described is None:
+            expected = "a directory that holds config.json, a name on the hub, or a base that describes a model (docs/models.md)"
+            raise ConfigError("model.hf_checkpoint", None, expected)
+        return described
+    if described is None or (model / "config.json").is_file():
+        return _read_shape(model, "model.hf_checkpoint")
+    try:
+        return _read_shape(model, "model.hf_checkpoint")
+    except ConfigError as error:
+        notes.append(f"the shape is what [trainer.megatron] describes, for no config.json could be read: {error}")
+        return described
+
+
+def _read_shape(model: Path, field: str) -> Architecture:
+    """Returns the shape of a directory or a name on the hub, of which config and tokenizer are downloaded and no weights."""
+    directory = model
+    if hub_names.is_name(model):
+        hub = Hub.of()
+        try:
+            name = hub_names.model(model)
+            directory = hub_models.directory(hub, name if name.commit else name.pinned(hub.commit(name)), weights=False)
+        except (HubError, ValueError) as error:
+            expected = f"{error}; a plan needs the model's config.json, which must be downloaded: give a directory that holds it instead"
+            raise ConfigError(field, str(model), expected) from error
+    try:
+        return read_architecture(directory, quantized=True)
+    except ConfigError as error:
+        if error.field != "model.hf_checkpoint":
+            raise
+        raise ConfigError(field, str(model), error.expected) from error
+
 
 DEFAULT_GB = 80.0
 
@@ -47,18 +159,18 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     found = planned(Source.of(parsed.config, parsed.flags), gpu_bytes)
     plan = found.plan
     if parsed.json:
-        console.file.write(json_text(plan_tables.as_json(plan, found.notes)) + "\n")
+        console.file.write(json_text(run_plan.as_json(plan, found.notes)) + "\n")
         return exit_codes.DONE if plan.fits else exit_codes.FAILED
     size = f"{total_parameters(plan.architecture) / 1e9:.2f} billion parameters"
     console.print(Text(f"{size}, GPUs of {gpu_bytes / 1e9:.1f} GB; all figures in GB of 10^9 bytes"), soft_wrap=True)
-    for table in (plan_tables.trainer_table(plan), plan_tables.engine_table(plan)):
+    for table in (run_plan.trainer_table(plan), run_plan.engine_table(plan)):
         if table is not None:
             console.print()
             console.print(table)
-    console.print(Text(f"\n{plan_tables.LEGEND}"), soft_wrap=True)
+    console.print(Text(f"\n{run_plan.LEGEND}"), soft_wrap=True)
     for note in found.notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
-    for line in plan_tables.verdicts(plan):
+    for line in run_plan.verdicts(plan):
         console.print(Text(line, style="" if line.startswith(" ") else "bold red"), soft_wrap=True)
     console.print("It fits." if plan.fits else "It does not fit.")
     return exit_codes.DONE if plan.fits else exit_codes.FAILED

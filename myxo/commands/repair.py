@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.repair import torn_run
-from myxo.repair.repair_plan import LedgerExtent, RepairPlan, repair_plan
+from myxo.run import torn_run
 from myxo.run.run_access import Access, reach
+from myxo.run.torn_run import LedgerExtent, RepairPlan, repair_plan
 from shared.bus.registry import Registry
 from shared.live.text import json_text
 from shared.runtime import exit_codes

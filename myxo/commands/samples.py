@@ -16,10 +16,20 @@ from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, count, number
 from myxo.display.safe_console import SafeConsole
-from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
-from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, responses, row_as_plain
-from myxo.preflight.server_checks import given_servers
-from myxo.run.run_access import Access, payloads, reach
+from myxo.display.sample_page import (
+    ORDERS,
+    Pieces,
+    SampleList,
+    ShownGroup,
+    WantedGroups,
+    as_plain,
+    json_line,
+    page,
+    responses,
+    row_as_plain,
+    table,
+)
+from myxo.run.run_access import Access, given_servers, payloads, reach
 from myxo.run.run_directory import RunDirectory, find
 from shared.bus import stream_replay
 from shared.bus.subjects import Subjects

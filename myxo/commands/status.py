@@ -13,8 +13,7 @@ from rich.text import Text
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import Display, panel
 from myxo.launch import exit_report
-from myxo.run.live_situation import live_situation
-from myxo.run.run_access import Access, reach
+from myxo.run.run_access import Access, live_situation, reach
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry

@@ -1,29 +1,82 @@
-"""``myxo up`` and ``myxo submit``: from a config file to a run."""
+"""``myxo up``, ``myxo train`` and ``myxo submit``: a run from a config file, or from flags alone as slime's ``python train.py`` has it."""
 
 import argparse
 import asyncio
 import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from myxo.launch import train_only
 from myxo.launch.launcher import Launch
 from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
-from myxo.preflight import Source, checked_config, server_checks
+from myxo.preflight import Source, checked_config
 from myxo.run import config_toml
-from myxo.run.run_access import told_when_lost
+from myxo.run import run_access as server_checks
+from myxo.run.run_access import told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory
-from myxo.run.vocabulary import vocabulary
 from shared.bus import runs
 from shared.bus.connection import redacted
-from shared.config import flags
+from shared.config import flags, slime_defaults
 from shared.config.debug_section import DUMPS
+from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, server_urls, telemetry
+from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.node_rank import NODE_RANK
+
+REPLAY_MODULE = "services.trainer.batch_replay"
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals at which the trainer saves and ends."""
+
+
+def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: bool) -> int:
+    """Trains the dumps from the newest checkpoint on, to the last step; each step's metrics are a line of JSON on standard output.
+
+    SIGINT and SIGTERM have it save and end. Returns the exit code. Raises ConfigError where input lies in what ``fresh`` removes.
+    """
+    trained = RunDirectory(config.trained)
+    if fresh:
+        directory.refuse_input_in_state(config)
+        trained.refuse_input_in_state(config)
+    directory.make(config)
+    with directory.held():
+        if fresh:
+            directory.clear()
+            trained.clear()
+        path = directory.freeze(config)
+        command = [sys.executable, "-m", REPLAY_MODULE, "--train-only", str(path)]
+        process = subprocess.Popen(command, preexec_fn=die_with_parent, start_new_session=True)
+        got: list[int] = []
+
+        def hand_on(signum: int, _: object) -> None:
+            got.append(signum)
+            process.send_signal(signum)
+
+        previous = [signal.signal(signum, hand_on) for signum in SIGNALS]
+        try:
+            code = process.wait()
+        finally:
+            for signum, handler in zip(SIGNALS, previous, strict=True):
+                signal.signal(signum, handler)
+    if code != exit_codes.DONE:
+        return code if code >= 0 else 128 - code
+    if got:
+        name = signal.Signals(got[0]).name
+        console.print(f"Stopped by {name}. `myxo up` with the same config goes on from the last checkpoint.", soft_wrap=True)
+        return 128 + got[0]
+    what = "demonstrations" if config.debug.load_debug_rollout_data is None else "dumps"
+    console.print(f"Run {config.run.name} has trained its {what}; what it made lies in {config.trained}.", soft_wrap=True)
+    return exit_codes.DONE
+
 
 LAUNCHER = "launcher"
 """The instance under which the launcher's own log lines stand."""
@@ -88,7 +141,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
         return exit_codes.DONE
     directory = RunDirectory(config.run.root)
     if config.debug.trains_only:
-        return train_only.run(config, directory, console, fresh=fresh)
+        return train_on_dumps(config, directory, console, fresh=fresh)
     given = server_checks.given_servers()
     if (rank := settle_node_rank(config, given, node_rank)) > 0:
         return _up_node(config, directory, given, rank, console)
@@ -154,3 +207,90 @@ async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: 
             await runs.create(bus, config, redis_url, vocabulary)
     finally:
         await bus.close()
+
+
+_TRAIN = """Run a run on this machine until it is finished, from flags alone: those of slime's train.py, Megatron's and Myxo's own.
+
+Without CONFIG, the flags are the whole config. slime's defaults hold where they differ from Myxo's in what is trained, the run's directory
+lies in --save, and the run's name is that of --run-name, that of the newest run in --load, or made of the model's name and the time. The
+name of a run that is there already, without a model, goes on with it. With CONFIG it is `myxo up CONFIG [flags]`.
+
+--dry-run prints the TOML file that the flags stand for."""
+
+_REQUIRED: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "rollout": {}}
+"""The sections that have fields without a default, so that each of these is asked for by its name."""
+
+LONGEST_MODEL_NAME = 40
+"""Characters of the model's name in a run's."""
+
+
+def declare_train(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    command.description, command.usage = _TRAIN, f"{command.prog} [CONFIG] [options] [flags]"
+    command.epilog = "flags:\n" + "\n".join(flags.help_lines())
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.add_argument("--run-name", metavar="NAME", help="the run's name; default: the model's and the time")
+    command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
+    command.add_argument("--dry-run", action="store_true", help="check everything, print the config as TOML, start nothing")
+    command.set_defaults(flags=[], take_rest=take_flags, run_command=_train)
+
+
+def _train(parsed: argparse.Namespace, console: Console) -> int:
+    words = list(parsed.flags)
+    path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    if parsed.run_name is not None:
+        words += ["--name", parsed.run_name]
+    return up(train_source(path, words, fresh=parsed.fresh), console, fresh=parsed.fresh, dry_run=parsed.dry_run)
+
+
+def train_source(path: Path | None, words: list[str], *, fresh: bool = False, now: datetime | None = None) -> Source:
+    """Returns where a run's config comes from. ``now``: the time in its name, where that is made."""
+    given = flags.read(words)
+    if path is None:
+        _settle_place(given, fresh)
+        if "hf_checkpoint" in given.overrides.get("model", {}) or "name" not in given.overrides["run"]:
+            given.as_slime = True
+            given.notes += slime_defaults.settle(given.overrides)
+            defaults = slime_defaults.defaults(given.overrides)
+            given.overrides = _over(defaults, _over(_REQUIRED, given.overrides))
+            given.notes.append(slime_defaults.note(defaults))
+            given.overrides["run"].setdefault("name", _made_name(given, now or datetime.now()))
+        else:
+            given.overrides = _over(_frozen(given), given.overrides)
+    return Source(path, given)
+
+
+def _settle_place(given: CommandLine, fresh: bool) -> None:
+    """Gives the run slime's place: its directory lies in ``--save``; a run that lies in ``--load`` already goes on there."""
+    run, trainer = given.overrides.setdefault("run", {}), given.overrides.get("trainer", {})
+    if "load" in trainer and "name" not in run and not fresh and (newest := newest_run(Path(trainer["load"]))) is not None:
+        run |= {"name": newest.name, "dir": str(newest.parent)}
+        given.notes.append(f"--load {trainer['load']}: the run {newest.name} goes on")
+    if "save" in trainer:
+        run.setdefault("dir", trainer["save"])
+
+
+def newest_run(directory: Path) -> Path | None:
+    """Returns the directory of the run in ``directory`` whose config was frozen last; None where there is none."""
+    frozen = [path for path in directory.glob(f"*/{runs.FROZEN}") if runs.frozen(path.parent) is not None]
+    return max(frozen, key=lambda path: path.stat().st_mtime).parent if frozen else None
+
+
+def _frozen(given: CommandLine) -> dict[str, Any]:
+    """Returns the values of the run that the flags only name, as it was frozen. Raises ConfigError where there is none."""
+    run = given.overrides["run"]
+    directory = Path(run.get("dir", "runs"))
+    if (config := runs.frozen(directory / run["name"])) is None:
+        raise ConfigError("run.name", run["name"], f"a run that lies in {directory}; a new one needs --hf-checkpoint and the other flags")
+    return config.model_dump(mode="json")
+
+
+def _over(below: dict[str, dict[str, Any]], above: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
+
+
+def _made_name(given: CommandLine, now: datetime) -> str:
+    """Returns a run's name made of the model's and the time, such as ``qwen3-4b-20260801-093000``."""
+    model = Path(str(given.overrides.get("model", {}).get("hf_checkpoint", "run"))).name.partition("@")[0]
+    plain = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-_")[:LONGEST_MODEL_NAME] or "run"
+    return f"{plain}-{now:%Y%m%d-%H%M%S}"

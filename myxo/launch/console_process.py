@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from myxo.launch.restart_policy import BackOff
+from myxo.launch.supervisor import BackOff
 from shared.config.console_section import ConsoleSection
 from shared.live.run_view import ServiceError
 from shared.live.service_failures import RESTARTED

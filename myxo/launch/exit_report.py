@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.display import reward_chart
+from myxo.display.reward_chart import text_chart
 from myxo.display.safe_console import SafeConsole
-from myxo.display.text_chart import text_chart
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import TRANSIENT, Bus
 from shared.config.run_config import RunConfig

@@ -4,47 +4,217 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import redis.asyncio
 import structlog
+from nats.js.errors import NotFoundError
 from redis.exceptions import RedisError
 from rich.console import Console
 
 from myxo.display.progress_display import Display
-from myxo.launch import erase, exit_report
+from myxo.launch import exit_report
 from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
 from myxo.launch.console_process import ConsoleProcess
-from myxo.launch.disk_watch import DiskWatch, until_room
-from myxo.launch.final_weights import FinalWeights
-from myxo.launch.frozen_services import FrozenServices
-from myxo.launch.run_servers import RunServers
+from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
-from myxo.launch.supervisor import StopReason, Supervisor
-from myxo.launch.wait_report import WaitReport
-from myxo.preflight.server_checks import GivenServers
-from myxo.run.run_access import told_when_lost
+from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
+from myxo.run.run_access import GivenServers, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory, ServerUrls
-from myxo.run.vocabulary import vocabulary
+from myxo.run.torn_run import checkpoints
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS
-from shared.bus.connection import Bus
-from shared.bus.registry import ENVIRONMENT, Registry
+from shared.bus.connection import TRANSIENT, Bus
+from shared.bus.registry import ENVIRONMENT, LAUNCHER, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus
 from shared.live.run_view import RunView, ServiceError, look
-from shared.live.service_failures import full_disk
-from shared.live.stall import NATS, STORE, Away, RunSituation
+from shared.live.service_failures import WENT_ON, full_disk
+from shared.live.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, telling
+from shared.live.stall_causes import watched_stall
+from shared.live.text import duration
+from shared.model.final_exports import missing_exports
 from shared.runtime import exit_codes
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
 from shared.runtime.http_address import HTTP_VARIABLE
+from shared.runtime.own_address import own_address
 from shared.runtime.safe_text import say
 from shared.runtime.service_base import HEARTBEATS
 from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
-from shared.store.payload_store import Store
+from shared.store.payload_store import Store, options
+
+SCAN = 1000
+"""The number of keys that one SCAN asks for."""
+
+
+async def erase_from_bus(bus: Bus, run: str) -> None:
+    """Deletes the run's streams and buckets; absent ones are fine. The ledger goes last, since the run exists as long as its ledger.
+
+    Raises NotPermitted.
+    """
+    names, start = Subjects(run), time.monotonic()
+    buckets = (names.services_bucket, names.leases_bucket, names.secrets_bucket, names.weights_bucket, names.config_bucket)
+    streams = (names.task_stream, names.generated_stream, names.scored_stream, names.events_stream)
+    for stream in (*streams, *(f"KV_{bucket}" for bucket in buckets), names.ledger_stream):
+        try:
+            await bus.js.delete_stream(stream)
+        except NotFoundError:
+            continue
+        except TRANSIENT:
+            bus.raise_if_refused(start, "$JS.API.STREAM.DELETE.")
+            raise
+
+
+async def erase_from_store(url: str, run: str) -> None:
+    """Deletes the run's payloads, and the data that its trainers exchanged."""
+    client = redis.asyncio.Redis.from_url(url, **options(url))
+    try:
+        for kind in ("group", "exchange"):
+            async for key in client.scan_iter(match=f"{run}:{kind}:*", count=SCAN):
+                await client.unlink(key)
+    finally:
+        await client.aclose()
+
+
+TOLD_AFTER_S = 15.0
+"""Seconds after which a wait is logged that is no trouble by itself."""
+
+LONG_STEP_S = 300.0
+"""Seconds after which this holds for a step that the trainer trains."""
+
+
+class WaitReport:
+    """The waits of one launch.
+
+    Attributes:
+        events: of waits that have ended; whoever publishes one takes it out. newest: the wait of the moment; None before the first look.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[ServiceEvent] = []
+        self.newest: Stall | None = None
+        self._watch = StallWatch()
+        self._logged: Stall | None = None
+        self._told_still = 0.0  # since when there was no step as something was last told
+        self._log: Any = structlog.get_logger()
+
+    def see(self, situation: RunSituation, now: float) -> Stall:
+        """Takes the situation at ``now`` (seconds since the epoch), and returns what the run waits for."""
+        found = watched_stall(self._watch, situation, now)
+        if self._logged is not None and self._logged.key != found.key:
+            self._went_on(self._logged, now)
+            self._logged = None
+        if self._logged is None and self._worth_telling(found, now):
+            self._logged, self._told_still = found, found.still_since
+            level = self._log.warning if found.cause in TROUBLES else self._log.info
+            level("run_waits", waiting_for=found.words(now), cause=found.cause.value)
+        self.newest = found
+        return found
+
+    def _worth_telling(self, found: Stall, now: float) -> bool:
+        """Of waits that follow each other without a step between them, none of which lasts, the first is told that comes late."""
+        limit = LONG_STEP_S if found.cause is Cause.TRAINING else TOLD_AFTER_S
+        still = found.still(now) if found.still_since > self._told_still else 0.0
+        return found.cause in TROUBLES or max(found.lasted(now), still) >= limit
+
+    def _went_on(self, wait: Stall, now: float) -> None:
+        self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
+        words = f"{duration(wait.lasted(now))} for {wait.awaited}"
+        self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=WENT_ON, detail=words, at=now))
+
+    def status(self) -> ServiceStatus:
+        """Returns what the registry holds of the launcher."""
+        newest = self.newest or Stall(Cause.STARTING, "services to start")
+        return ServiceStatus(
+            service=LAUNCHER,
+            instance=LAUNCHER,
+            host=own_address(),
+            pid=os.getpid(),
+            http="",
+            state=newest.cause.name,
+            doing=[telling(newest)],
+            at=time.time(),
+        )
+
+
+LOOK_SECONDS = 0.5
+"""The interval at which the disk is looked at."""
+
+MARGIN_SECONDS = 60.0
+"""The time that a trainer has, beyond that of a collective, to load what it writes."""
+
+
+class FinalWeights:
+    """Watches for one run's final weights."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._seconds = config, config.trainer.collective_timeout + MARGIN_SECONDS
+        self._missing: list[Path] = []
+        self._look_at = 0.0
+        self._since: float | None = None  # since when they are waited for, monotonic seconds
+        self._since_epoch = 0.0
+
+    def missing(self) -> list[Path]:
+        """Returns what is not there and can be written: the last checkpoint lies on this machine."""
+        missing = missing_exports(self._config)
+        return missing if missing and max(checkpoints(self._config), default=-1) >= self._config.rollout.num_rollout else []
+
+    def owed(self, supervisor: Supervisor, now: float) -> bool:
+        """Returns whether the finished run has to wait for them.
+
+        It does not where they are there, where the trainer has left in order without them (its log tells why), and where they took too
+        long since its newest life began.
+
+        Args:
+            now: `time.monotonic` seconds.
+        """
+        if self._since is None:
+            self._since, self._since_epoch = now, time.time()
+        if now >= self._look_at:
+            self._look_at, self._missing = now + LOOK_SECONDS, self.missing()
+        if not self._missing or supervisor.trainers_left():
+            return False
+        lives = [now - item.lived for item in supervisor.statuses(now) if item.service in TRAINERS]
+        return now - max(self._since, *lives) < self._seconds
+
+    @property
+    def wait(self) -> Owed | None:
+        """Returns what is waited for; None: nothing."""
+        if self._since is None or not self._missing:
+            return None
+        follows = f"given up {self._seconds:g} s after the trainer's start (trainer.collective_timeout and {MARGIN_SECONDS:g} s)"
+        return Owed(f"the final weights in {self._named()}", self._since_epoch, follows)
+
+    def announced(self) -> str:
+        """Returns what to say of a finished run that lacks them; empty: it does not."""
+        self._missing = self.missing()
+        words = f"Run {self._config.run.name} is finished without its final weights in {self._named()}: its trainer writes them now."
+        return words if self._missing else ""
+
+    def makers(self, specs: Sequence[ServiceSpec]) -> list[ServiceSpec]:
+        """Returns the services that are needed to write them: no engine, unless the trainer waits for those that share its GPUs."""
+        return [spec for spec in specs if self._config.trainer.colocate or spec.service in ("buffer", *TRAINERS)]
+
+    def verdict(self, code: int) -> int:
+        """Returns the exit code of a finished run, ``code`` where it has them, and says so where it has not."""
+        self._missing = self.missing()
+        if not self._missing:
+            return code
+        say(
+            f"myxo: run {self._config.run.name} is finished, but its final weights in {self._named()} are not there; the trainer's log in "
+            f"{self._config.run.root / 'logs'} tells why; `myxo up` with the same config writes them"
+        )
+        return exit_codes.RUN_FAILED
+
+    def _named(self) -> str:
+        return " and ".join(map(str, self._missing))
+
 
 STALE_SHARE = 0.5
 """A service is silent that has not renewed its status for this share of its TTL: it does so five times within."""
@@ -145,8 +315,8 @@ class Launch:
         if not self._fresh and not await streams.exists(bus, run) and (lost := self._directory.without_streams(run, config)):
             raise ConfigError("run.name", run, lost)
         if self._fresh:
-            await erase.erase_from_bus(bus, run)
-            await erase.erase_from_store(self._servers.redis_url, run)
+            await erase_from_bus(bus, run)
+            await erase_from_store(self._servers.redis_url, run)
         finished = await runs.last_record(bus, run, RunFinished)
         if finished is not None and finished.steps >= config.rollout.num_rollout:
             await runs.refuse_differences(bus, config)

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import structlog
 from rich.console import Console
 
-from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS
 from myxo.launch.service_plan import CRITIC, SERVICE_MODULES, ServiceSpec
-from myxo.launch.supervisor import StopReason, Supervisor
-from myxo.preflight.server_checks import GivenServers
+from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
+from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from myxo.launch import service_plan as engine_filling
 from myxo.launch.service_plan import CRITIC, SERVICE_MODULES
-from myxo.preflight import Source, checked_config, engine_filling
+from myxo.preflight import Source, checked_config
 from shared.config.run_config import RunConfig
 from shared.runtime import devices, exit_codes
 from shared.runtime.command_line import ended

@@ -1,26 +1,109 @@
-"""Keeps the services of a run alive: starts them, restarts those that die, and reports when one has to be given up.
+"""Keeps the services of a run alive: starts them, restarts those that die or freeze, and reports when one has to be given up.
 
-It works in ticks, none of which waits, so that the launcher goes on watching everything else.
+It works in ticks, none of which waits, so that the launcher goes on watching everything else. A service that never becomes ready is given
+up by `BackOff`; one that becomes ready and dies all the same, while the run gets no further, by `SameDeaths`.
 """
 
 import contextlib
 import os
+import re
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from myxo.launch.restart_policy import MOST_SAME, BackOff, SameDeaths, from_outside
 from myxo.launch.service_plan import TRAINERS, ServiceSpec
-from shared.live.live_services import InstanceStatus
+from shared.live.heartbeats import Heartbeats
+from shared.live.live_services import InstanceStatus, present
 from shared.live.service_failures import RESTARTED
-from shared.runtime import exit_codes, failure_summary
+from shared.runtime import exit_codes, failure_summary, process_watch
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import MyxoError
 from shared.runtime.parent_watchdog import kill_descendants
+from shared.runtime.process_watch import STOPPED_STATE
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+
+
+@dataclass
+class BackOff:
+    """The waits of one process before its restarts."""
+
+    first: float = 0.5
+    longest: float = 30.0
+    """Seconds of the first wait, and of the longest; each wait is twice the one before."""
+    healthy: float = 60.0
+    """The uptime after which earlier deaths no longer count: the next wait is the first one again."""
+    most: int = 10
+    """The number of deaths in a row, without having been ready, after which the process is given up."""
+    at_once: bool = False
+    """True if there is no wait after the first death of a row (for servers, which all services need)."""
+    short_lives: int = 0
+    deaths_unready: int = 0
+    """Deaths in a row until now: after a short life, and without having been ready."""
+
+    def died(self, lived: float, ready: bool) -> float | None:
+        """Notes a death after ``lived`` seconds; ``ready``: whether it had become ready before.
+
+        Returns the seconds to wait before the next start; None when it should not be started any more.
+        """
+        self.deaths_unready = 0 if ready else self.deaths_unready + 1
+        if self.deaths_unready >= self.most:
+            return None
+        self.short_lives = 1 if lived >= self.healthy else self.short_lives + 1
+        doublings = self.short_lives - 1 - self.at_once
+        return 0.0 if doublings < 0 else min(self.longest, self.first * 2.0 ** min(doublings, 64))
+
+
+MOST_SAME = 3
+"""The number of deaths of one service by one error, without a finished training step in between, after which it is given up."""
+
+MOST_DEATHS = 10
+"""The number of its deaths by anything: errors that take turns, and kills from outside, for the kernel kills what takes too much memory."""
+
+_OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
+"""Signals that a process causes itself; all others come from outside."""
+
+_KILLED = re.compile(r"exit ?code: -(9|15)\b|signal (9|15)\b|SIGKILL|SIGTERM")
+"""Matches the log of a service whose own child process was killed from outside."""
+
+
+def from_outside(code: int) -> bool:
+    """Returns whether a process with this exit code was killed from outside: its last log lines then do not say why."""
+    return code < 0 and -code not in _OWN_SIGNALS
+
+
+@dataclass
+class SameDeaths:
+    """Counts the deaths of one service since a training step was last finished.
+
+    ``deaths``: all of them. ``count``: those of the newest one's kind; 0 where that was a kill from outside.
+    """
+
+    deaths: int = 0
+    count: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+
+    def died(self, code: int, reason: str, steps: int) -> bool:
+        """Notes a death; returns whether the service should be given up.
+
+        Args:
+            code: its exit code, negative for a signal. reason: its last error. steps: training steps finished until now.
+        """
+        if steps > self.steps:
+            self.steps, self.deaths = steps, 0
+            self.kinds.clear()
+        self.deaths, self.count = self.deaths + 1, 0
+        if not from_outside(code) and not _KILLED.search(reason):
+            kind = f"{code}: {failure_summary.kind(reason)}"
+            self.kinds[kind] += 1
+            self.count = self.kinds[kind]
+        return self.count >= MOST_SAME or self.deaths >= MOST_DEATHS
+
 
 LAST_LINES = 15
 """Lines of a log that are shown when a service is given up."""
@@ -212,3 +295,52 @@ class Supervisor:
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:
     return ChildProcess(spec.instance, spec.command, log_path, {**os.environ, **spec.environment}, watchdog=spec.foreign)
+
+
+class FrozenServices:
+    """The heartbeats of the services that one supervisor has started.
+
+    Args:
+        timeout_s: the seconds after which a frozen one is killed, and started again; 0: never.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heartbeats = Heartbeats()
+        self._stopped_since: dict[int, float] = {}
+
+    def silent(self, patience_s: float, instances: Iterable[str]) -> dict[str, float]:
+        """Returns which of these have been silent for longer, each with when it was last heard, seconds since the epoch."""
+        return self._heartbeats.silent(patience_s, instances)
+
+    def look_away(self) -> None:
+        """Notes that nobody can be heard at the moment."""
+        self._heartbeats.look_away()
+
+    def listen(self, supervisor: Supervisor, statuses: Sequence[ServiceStatus]) -> None:
+        """Takes the heartbeats that the registry holds, and kills what has been frozen for too long."""
+        now = time.monotonic()
+        instances = supervisor.statuses(now)
+        self._heartbeats.look(present(statuses, instances), now, time.time())
+        for item in instances:
+            if item.due_in is not None:
+                self._heartbeats.forget(item.instance)
+        if not self._timeout_s:
+            return
+        silent = self._heartbeats.silent(self._timeout_s, [item.instance for item in instances])
+        stopped = self._stopped({item.pid for item in instances if item.due_in is None}, now)
+        for item in instances:
+            if item.instance in silent:
+                self._kill(supervisor, item.instance, "without a heartbeat")
+            elif item.pid in stopped:  # one that a child of its own speaks for, as torchrun's process
+                self._kill(supervisor, item.instance, "stopped by a signal")
+
+    def _kill(self, supervisor: Supervisor, instance: str, how: str) -> None:
+        self._heartbeats.forget(instance)
+        supervisor.kill_frozen(instance, f"it was frozen, {how} for {self._timeout_s:g} s, and was killed")
+
+    def _stopped(self, pids: set[int], now: float) -> set[int]:
+        """Returns the processes that a signal has stopped for too long."""
+        there = {process.pid for process in process_watch.seen(pids) if process.state == STOPPED_STATE}
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in there}
+        return {pid for pid, since in self._stopped_since.items() if now - since >= self._timeout_s}

@@ -11,27 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from myxo.preflight import (
-    agent_checks,
-    curriculum_checks,
-    data_checks,
-    dump_checks,
-    engine_filling,
-    engine_model_checks,
-    epochs,
-    ingest_checks,
-    label_checks,
-    length_checks,
-    machine_checks,
-    memory_checks,
-    model_checks,
-    objective_checks,
-    package_checks,
-    reward_checks,
-    server_checks,
-    shape_checks,
-)
+from myxo.launch import service_plan
+from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, run_plan
+from myxo.preflight import data_checks as curriculum_checks
+from myxo.preflight import data_checks as label_checks
+from myxo.preflight import machine_checks as agent_checks
+from myxo.preflight import machine_checks as ingest_checks
+from myxo.preflight import machine_checks as reward_checks
+from myxo.preflight import model_checks as shape_checks
+from myxo.preflight import objective_checks as dump_checks
+from myxo.preflight import objective_checks as epochs
 from myxo.preflight.inspection import Findings, Inspection, Note
+from myxo.run import run_access
 from shared.config import flags, slime_rules, typed_flags
 from shared.config.config_reading import read
 from shared.config.flags import CommandLine
@@ -64,7 +55,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engines,
     model_checks.check_training,
     model_checks.check_engine_flags,
-    engine_model_checks.check_engine_model,
+    engine_checks.check_engine_model,
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     machine_checks.check_functions,
@@ -87,15 +78,15 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     agent_checks.check_gateways,
     ingest_checks.check_ingest,
     reward_checks.check_sandbox,
-    package_checks.check_engine_packages,
-    package_checks.check_trainer_packages,
+    engine_checks.check_engine_packages,
+    engine_checks.check_trainer_packages,
     machine_checks.check_gpus,
     machine_checks.check_profilers,
     machine_checks.check_earlier_run,
     machine_checks.check_directories,
     machine_checks.check_disk,
     machine_checks.check_memory,
-    memory_checks.check_gpu_memory,
+    run_plan.check_gpu_memory,
     machine_checks.check_limits,
 )
 """Checks that are left out where the run's services start on other machines."""
@@ -106,8 +97,8 @@ DATA_CHECKS: tuple[Check, ...] = (
     data_checks.check_demonstrations,
     data_checks.check_contents,
     data_checks.check_dates,
-    label_checks.check,
-    length_checks.check,
+    label_checks.check_labels,
+    engine_checks.check_lengths,
 )
 """Checks that read rows, which take longest; the last ones need what the first have read."""
 
@@ -125,14 +116,14 @@ TRAINER_CHECKS: tuple[Check, ...] = (
 ROLLOUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engines,
     model_checks.check_engine_flags,
-    engine_model_checks.check_engine_model,
+    engine_checks.check_engine_model,
     model_checks.check_engine_backend,
     model_checks.check_engine_context,
     data_checks.check_training_prompts,
     data_checks.check_heldout_prompts,
     data_checks.check_contents,
-    label_checks.check,
-    length_checks.check,
+    label_checks.check_labels,
+    engine_checks.check_lengths,
 )
 """Checks that are left out where nothing is generated (`load_debug_rollout_data`)."""
 
@@ -168,7 +159,7 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
             problems += slime_rules.problems(config)
         if config is not None:
             hub = Hub.of()
-            config, engines = _with_all_engines(server_checks.pinned(config, hub, fresh=fresh), starts, cluster)
+            config, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)
             inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
             rollout, steps = epochs.settled(inspection), epochs.sft_steps(inspection)
             inspection.config, config = (
@@ -194,7 +185,7 @@ def _with_all_engines(config: RunConfig, starts: bool, cluster: tuple[int, int] 
     if not (starts or cluster) or devices.resolve(config.rollout.rollout_device) != "cuda":
         return config, ""
     nodes, gpus = cluster or (config.rollout.nodes_per_engine, len(devices.visible_gpus()))
-    return engine_filling.filled(config, nodes, gpus, trains=devices.resolve(config.trainer.train_device) == "cuda")
+    return service_plan.filled(config, nodes, gpus, trains=devices.resolve(config.trainer.train_device) == "cuda")
 
 
 def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:

@@ -1,30 +1,40 @@
-"""Checks that data files are there, and that the lines of the prompt files and of the demonstrations can be used.
+"""Checks that data files are there, that their lines can be used, and that labels can be matched at all.
 
 Files of up to `MOST` lines are read whole, of longer ones that many lines spread over the file, for `SECONDS` at most: the service that
-reads the others tells what is wrong with them. Where the config has prompts left out, all are read. The result is remembered: the same
+reads the others reports what is wrong with them. Where the config has prompts left out, all are read. The result is remembered: the same
 files are not read again.
+
+The first thousand labels of each set are tried on the run's own verifiers. These belong to the reward service, so a process of its own asks
+them (`services.reward.label_trial`), each distinct label once. A run is refused where over half of the labels that were tried can surely
+never be matched; fewer labels, or doubtful ones, are noted.
 """
 
 import contextlib
 import difflib
 import json
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
-from shared.data import data_files
+from shared.data import data_files, reasoning_gym_source
 from shared.data.data_files import DataFile
 from shared.data.demonstrations import TRAINED_ROLE, DemonstrationFile
 from shared.data.filter_cache import fingerprint
 from shared.data.prompts import Chat, PromptFile, TrainingPrompts, spread
 from shared.data.read_progress import ReadProgress
 from shared.data.tokenizer import Tokenizer
+from shared.rewards.names import REASONING_GYM, RUNS_CODE, VERIFIERS, base, missing_package, needs_label
+from shared.rewards.reference import label_text
 from shared.runtime import user_cache
 from shared.runtime.errors import ConfigError
 
@@ -244,3 +254,156 @@ def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> list[str]:
         return []
     reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
     return [f"{field}: {count} of {count + len(prompts)} prompts are left out ({reasons}); the first: {prompts.first_left_out}"]
+
+
+TRIAL_MODULE = "services.reward.label_trial"
+MOST_LABELS = 1000
+"""Labels of each set that are looked at."""
+
+LABEL_SECONDS = 3.0
+"""Processor time for trying labels, once what verifiers need is loaded."""
+
+START_SECONDS = 30.0
+"""The time that all of it may take besides, on a machine that is busy with other things."""
+
+PROSE_WORDS = 12
+"""A label of more words is a text, not an answer."""
+
+_MATHEMATICAL = ("dapo", "deepscaler", "math", "math_verify")
+_MISSING = 3
+_HASH = "####"
+
+
+@dataclass(frozen=True)
+class Label:
+    """The label of a row. ``where``: file and line. ``verifier``: the one that compares it."""
+
+    where: str
+    verifier: str
+    text: str
+
+
+def check_labels(inspection: Inspection) -> Findings:
+    """Yields a problem for each set of prompts of which most labels can never be matched."""
+    training, config = inspection.training, inspection.config
+    labels = {} if training is None else {"data.prompt_data": first_labels(config, training)}
+    keys = {"data.prompt_data": config.data.label_key}
+    for view, prompts in inspection.heldout:
+        labels[view.field], keys[view.field] = first_labels(view.config, prompts, view.metadata), view.config.data.label_key
+    yield from _without_label(inspection, keys)
+    interleaved = (label for several in zip_longest(*labels.values()) for label in several if label is not None)
+    distinct = list(dict.fromkeys((label.verifier, label.text) for label in interleaved))
+    results, failure = ask_verifiers(distinct) if distinct else ({}, None)
+    if failure is not None:
+        yield Note(f"labels were not tried on the verifiers: {failure}")
+    for field, found in labels.items():
+        tried = [(label, results[label.verifier, label.text]) for label in found if (label.verifier, label.text) in results]
+        problems = [(label, wrong) for label, result in tried if (wrong := label_problem(label, result, inspection)) is not None]
+        if problems:
+            yield from _report(f"{field}:{keys[field]}", problems, len(tried))
+
+
+def _without_label(inspection: Inspection, keys: Mapping[str, str | None]) -> Findings:
+    """Yields a note for each set of prompts of which some have no label that their verifier needs: a teacher makes up for it."""
+    if not inspection.config.algorithm.use_opd:
+        return
+    training = [] if inspection.training is None else [("data.prompt_data", inspection.config, inspection.training.rows)]
+    for field, config, rows in (*training, *((view.field, view.config, prompts.rows) for view, prompts in inspection.heldout)):
+        named, looked = config.reward.environment_of(None), min(len(rows), MOST_LABELS)
+        bare = sum(rows[row].get(keys[field] or "") is None for row in range(looked)) if needs_label(named) else 0
+        if bare:
+            yield Note(f"{field}: {bare} of {looked} prompts have no label: {named} gives 0 to every response, only the teacher teaches")
+
+
+def first_labels(config: RunConfig, prompts: TrainingPrompts | PromptFile, overrides: Mapping[str, Any] | None = None) -> list[Label]:
+    """Returns the labels that built-in verifiers compare, of the first rows; rows that are no prompts are left out, and so are tests, which
+    are no answers and are read with the prompts.
+
+    ``overrides``: put into the metadata of each prompt.
+    """
+    data, reward, rows = config.data, config.reward, prompts.rows
+    found: list[Label] = []
+    for row in range(min(len(rows), MOST_LABELS)):
+        try:
+            entry = rows[row]
+        except ConfigError:  # another check reports it, or it is left out
+            continue
+        label, metadata = entry.get(data.label_key or ""), entry.get(data.metadata_key)
+        named = {**(metadata if isinstance(metadata, dict) else {}), **(overrides or {})}.get("rm_type")
+        verifier = reward.environment_of(named)
+        if verifier in VERIFIERS and base(verifier) not in RUNS_CODE and isinstance(label, str | int | float):
+            found.append(Label(rows.where(row), verifier, label_text(label)[0] or ""))
+    return found
+
+
+def ask_verifiers(labels: list[tuple[str, str]]) -> tuple[dict[tuple[str, str], dict[str, Any]], str | None]:
+    """Returns what the verifiers say of each label, of as many as there was time for, and why they cannot be asked, where that is so."""
+    lines, failure = "".join(json.dumps(label) + "\n" for label in labels), None
+    try:
+        trial = subprocess.run(
+            [sys.executable, "-m", TRIAL_MODULE, str(LABEL_SECONDS)],
+            input=lines,
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS + LABEL_SECONDS,
+        )
+        output = trial.stdout
+        if trial.returncode:
+            last = (trial.stderr.strip().splitlines() or ["no words"])[-1]
+            failure = last + (": pip install 'myxo[reward]'" if trial.returncode == _MISSING else "")
+    except subprocess.TimeoutExpired as error:  # a verifier hangs on a label; the answers before it count
+        output = (error.stdout or b"").decode(errors="replace")
+    answers = [json.loads(line) for line in output.splitlines() if line.endswith("}")]
+    return dict(zip(labels, answers, strict=False)), failure
+
+
+def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) -> tuple[bool, str] | None:
+    """Returns what is wrong with a label, given what its verifier says of it: whether surely no answer can match it, and why."""
+    text, right = label.text.strip(), "give the final answer alone, such as 42 or \\frac{1}{2}"
+    name = base(label.verifier)
+    if not text:
+        return True, f"is empty; {right if name in _MATHEMATICAL else 'give the text that an answer must have'}"
+    if result["why"]:
+        return True, f"{result['why']}; {right}"
+    prose = len(text.split()) > PROSE_WORDS
+    if name in _MATHEMATICAL:
+        if not result["matches"]:
+            return True, f"{name} reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
+        if prose and _HASH not in text and "\\boxed" not in text:
+            return False, f"is a whole text, of which {name} reads {result['reads'][:60]!r} alone; {right}"
+        return None
+    if name != "exact":
+        return None
+    longest, tokenizer = inspection.config.rollout.rollout_max_response_len, inspection.tokenizer
+    if tokenizer is not None and len(text) > longest and (tokens := len(tokenizer.encode(text))) > longest:
+        return True, f"has {tokens} tokens, and {label.verifier} compares all of a response; rollout_max_response_len = {longest}"
+    if prose:
+        verifier = f"{label.verifier} rewards only a response that is the same"
+        return False, f"is a whole text, and {verifier}; give the answer alone, or another rm_type"
+    return None
+
+
+def _report(field: str, problems: list[tuple[Label, tuple[bool, str]]], tried: int) -> Findings:
+    """Yields the refusal, or one note of the labels that can surely not be matched and one of the others."""
+    for sure, what in ((True, "can never be matched"), (False, "can hardly be matched")):
+        some = [(label, why) for label, (certain, why) in problems if certain == sure]
+        if not some:
+            continue
+        first, why = some[0]
+        shown = repr(first.text if len(first.text) <= 80 else first.text[:80] + "…")
+        count = f"{len(some)} of {tried} labels that were tried {what}"
+        if sure and len(some) > tried / 2:
+            yield ConfigError(field, first.where, f"{count}; this one, {shown}: {why}")
+        else:
+            yield Note(f"{field}: {count}; the first, {first.where}: {shown}: {why}")
+
+
+def check_generators(inspection: Inspection) -> Findings:
+    """Yields what is wrong with ``reasoning_gym``."""
+    curriculum = inspection.config.curriculum
+    if not curriculum.reasoning_gym:
+        return
+    if (missing := missing_package(REASONING_GYM)) is not None:
+        yield ConfigError(reasoning_gym_source.FIELD, ", ".join(curriculum.reasoning_gym), missing)
+        return
+    reasoning_gym_source.make(inspection.config)  # raises ConfigError

@@ -1,6 +1,6 @@
-"""Checks of the machine that a run is about to start on: packages, GPUs, directories, disk, memory, limits, an earlier run of that name.
+"""Checks of the machine that a run is about to start on: packages, GPUs, disk, memory, limits, programs, sandbox, keys, an earlier run.
 
-A run is refused where it surely cannot get to its end; where it only may not, a note tells what is short. Only `check_functions` and
+A run is refused where it surely cannot get to its end; where it only may not, a note says what is short. Only `check_functions` and
 `check_extras` are also asked of a run whose services are started elsewhere.
 """
 
@@ -12,16 +12,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from myxo.preflight.inspection import Findings, Inspection, ModelSize, Note
 from myxo.run.run_directory import STATE, RunDirectory
 from shared import hooks
 from shared.bus import runs
+from shared.config.eval_views import agents, eval_views
+from shared.config.ingest_key import ingest_key
+from shared.config.reward_section import CUSTOM
+from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
+from shared.rewards.names import RUNS_CODE, base, missing_package
 from shared.runtime import devices, extras, server_urls
+from shared.runtime.container_runtime import RuntimeFailed, runtime_answer
 from shared.runtime.errors import ConfigError
 from shared.runtime.host_memory import host_memory
+from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.tracing.trace_settings import trace_settings
 
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
@@ -293,3 +301,88 @@ def _size_of(path: Path) -> int:
 
 def _shown(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
+
+
+def check_commands(inspection: Inspection) -> Findings:
+    """Yields the commands whose program is not there, the agents' server among them, and the image where that is not."""
+    rollout = inspection.config.rollout
+    commands = {field: agent for field, agent in agents(inspection.config).items() if isinstance(agent, list)}
+    if rollout.agent_image is not None:
+        yield from _image_problems(rollout, commands)
+        commands = {}
+    for field, command in (commands | {"rollout.agent_service": rollout.agent_service}).items():
+        if command and shutil.which(command[0]) is None:
+            yield ConfigError(
+                field, command, f"a program that this machine has: {command[0]!r} is neither on PATH nor a file that can be run"
+            )
+
+
+def _image_problems(rollout: RolloutSection, commands: dict[str, list[str]]) -> Findings:
+    if not commands:
+        yield ConfigError("rollout.agent_image", rollout.agent_image, "belongs to agent_command, which is not there")
+        return
+    try:
+        runtime_answer(rollout.agent_runtime, "image", "inspect", str(rollout.agent_image))
+    except RuntimeFailed as error:
+        yield ConfigError("rollout.agent_image", rollout.agent_image, f"an image that this machine has: {error}")
+
+
+def check_gateways(inspection: Inspection) -> Findings:
+    """Raises where gateways are to start that cannot."""
+    if inspection.config.gateways and importlib.util.find_spec("renderers") is None:
+        expected = "gateways need the package renderers: pip install 'myxo[gateway]', or 0 where they run on other machines"
+        raise ConfigError("gateway.gateway_replicas", inspection.config.gateways, expected)
+    yield from ()
+
+
+def check_rewards(inspection: Inspection) -> Findings:
+    """Yields the packages that are not installed, and a key that is not set where the services start."""
+    for field, name in named_rewards(inspection.config):
+        if (missing := missing_package(name)) is not None:
+            yield ConfigError(field, name, missing)
+    variable = inspection.config.reward.judge_key_variable
+    if variable is not None and inspection.starts and not os.environ.get(variable):
+        yield ConfigError("reward.judge_key_variable", variable, "a variable that is set where `myxo up` starts")
+
+
+def check_sandbox(inspection: Inspection) -> Findings:
+    """Yields why no sandbox can be started, where a reward needs one, and a note where the config does without."""
+    if not any(base(name) in RUNS_CODE for _, name in named_rewards(inspection.config)):
+        return
+    settings = inspection.config.sandbox.settings()
+    if settings.kind == "none":
+        yield Note("sandbox.sandbox = none: the model's code runs with the files, the network and the rights of the reward service")
+        return
+    try:
+        with Sandbox(settings) as sandbox:
+            sandbox.wait_ready()
+    except SandboxUnavailable as error:
+        yield ConfigError("sandbox.sandbox", settings.kind, str(error))
+
+
+def named_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yields the rewards that a config names, with the field that does; prompts may name others."""
+    if config.reward.environment_of(None) != CUSTOM:
+        yield "reward.rm_type", config.reward.rm_type
+        yield from (("reward.reward_weights", name) for name in config.reward.reward_weights)
+    for view in eval_views(config):
+        if view.own.rm_type is not None and view.own.custom_rm_path is None:
+            yield f"{view.field}.rm_type", view.own.rm_type
+
+
+def check_ingest(inspection: Inspection) -> Findings:
+    """Yields a key that is not set where the gateways start, and a note where none starts here."""
+    mode, gateways = inspection.config.ingest.ingest_groups, inspection.config.gateways
+    if mode == "off":
+        return
+    if gateways and inspection.starts:
+        yield from _missing_key()
+    if not gateways:
+        yield Note(f"ingest_groups is {mode} and gateway_replicas 0: groups come in by gateways that are started elsewhere")
+
+
+def _missing_key() -> Iterator[ConfigError]:
+    try:
+        ingest_key()
+    except ConfigError as error:
+        yield error

@@ -14,6 +14,7 @@ from shared.config.learning_rate import LearningRateSchedule
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
+from shared.model.described_shape import contradictions, described_shape
 from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora
 from shared.model.named_layers import is_own_module
@@ -314,3 +315,16 @@ def positive_count(value: object) -> int | None:
     except ValueError:
         return None
     return number if number > 0 else None
+
+
+def check_described_shape(inspection: Inspection) -> Findings:
+    """Yields flags that contradict one another, and what the layout does not divide of the shape that they describe.
+
+    With a checkpoint at hand, the flags are compared with it instead (`model_checks.check_megatron_flags`).
+    """
+    if inspection.architecture is not None:
+        return
+    trainer = inspection.config.trainer
+    yield from contradictions(trainer.megatron)
+    if (shape := described_shape(trainer.megatron)) is not None:
+        yield from division_problems(shape, ParallelLayout.of(trainer), trainer.megatron)

@@ -1,9 +1,15 @@
-"""Checks of the objective: what its presets set and what was given otherwise; its corrections; the key of its teachers."""
+"""Checks of what is trained and for how long: presets, corrections, teachers, dumps, and the steps of a run that is given its epochs.
+
+The number of an epoch's steps follows from the prompts that are used, so all that may be left out are read.
+"""
 
 import os
+from pathlib import Path
 
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import environment_variables, presets
+from shared.config.debug_section import DUMPS, STEP
+from shared.config.rollout_section import RolloutSection
 from shared.runtime.errors import ConfigError
 
 
@@ -65,3 +71,79 @@ def check_teachers(inspection: Inspection) -> Findings:
     variable = inspection.config.algorithm.opd_teacher_key_variable
     if variable is not None and inspection.starts and not os.environ.get(variable):
         yield ConfigError("algorithm.opd_teacher_key_variable", variable, "a variable that is set where `myxo up` starts")
+
+
+def check_dumps(inspection: Inspection) -> Findings:
+    """Yields the first step without a file; notes what a run leaves out that trains nothing."""
+    config = inspection.config
+    template = config.debug.load_debug_rollout_data
+    if config.debug.debug_rollout_only and config.sft.sft_data is not None:
+        yield Note("debug.debug_rollout_only: nothing is trained: the warm start of [sft] is left out")
+    if template is None:
+        return
+    if config.algorithm.has_critic:
+        expected = "an estimator without a critic: its values are not in the dumps"
+        yield ConfigError("algorithm.advantage_estimator", config.algorithm.advantage_estimator, expected)
+    for step in range(config.rollout.num_rollout):
+        path = Path(template.replace(STEP, str(step)))
+        if not path.is_file():
+            expected = f"a file of each step from 0 to {config.rollout.num_rollout - 1} (rollout.num_rollout); there is no {path}"
+            yield ConfigError(DUMPS, template, expected)
+            return
+
+
+FIELD = "rollout.num_epoch"
+SFT_FIELD = "sft.sft_num_epoch"
+
+
+def settled(inspection: Inspection) -> RolloutSection:
+    """Returns the run's ``[rollout]`` with the steps that its epochs come to; as it is where ``num_rollout`` is given, which wins, and
+    where the prompts cannot be opened, which a check reports.
+
+    Raises ConfigError for prompts that make no batch, and for a source of prompts, whose size is not known.
+    """
+    rollout, data = inspection.config.rollout, inspection.config.data
+    if (epochs := rollout.num_epoch) is None or "num_rollout" in rollout.model_fields_set:
+        return rollout
+    if data.data_source is not None:
+        raise ConfigError(FIELD, epochs, "num_rollout instead: a source of prompts (data_source) does not say how many it has")
+    if (prompts := inspection.training) is None:
+        return rollout
+    if not (steps := prompts.epoch_size // rollout.rollout_batch_size):
+        expected = f"enough prompts for a batch: {prompts.epoch_size} are fewer than rollout_batch_size = {rollout.rollout_batch_size}"
+        raise ConfigError(FIELD, epochs, expected)
+    return rollout.model_copy(update={"num_rollout": epochs * steps, "num_rollout_per_epoch": steps})
+
+
+def check_epochs(inspection: Inspection) -> Findings:
+    """Tells epochs that do not count: the number of steps is given as well."""
+    rollout = inspection.config.rollout
+    if rollout.num_epoch is not None and "num_rollout" in rollout.model_fields_set and rollout.num_rollout_per_epoch is None:
+        yield Note(f"--num-epoch {rollout.num_epoch} changes nothing: --num-rollout {rollout.num_rollout} is given, and counts")
+
+
+def check_intervals(inspection: Inspection) -> Findings:
+    """Notes intervals that are no multiple of the one at which what they need is made."""
+    trainer, evaluation, weights = inspection.config.trainer, inspection.config.eval, inspection.config.weights
+    for name, interval, made_by, made, what in (
+        ("eval_interval", evaluation.eval_interval, "update_weights_interval", weights.update_weights_interval, "version of the weights"),
+        ("save_hf_interval", trainer.save_hf_interval, "save_interval", trainer.save_interval, "checkpoint"),
+    ):
+        if interval is not None and interval % made:
+            yield Note(f"{name} = {interval} is no multiple of {made_by} = {made}: what is due in between waits for the next {what}")
+
+
+def sft_steps(inspection: Inspection) -> dict[str, int]:
+    """Returns the field with the steps that the epochs of the run's demonstrations come to; nothing where they are not told, or the
+    demonstrations cannot be opened, which a check reports.
+
+    Raises ConfigError for demonstrations that make no batch.
+    """
+    sft = inspection.config.sft
+    if (epochs := sft.sft_num_epoch) is None or inspection.demonstrations is None:
+        return {}
+    rows = len(inspection.demonstrations)
+    if not (steps := rows // sft.sft_batch_size):
+        expected = f"enough demonstrations for a batch: {rows} are fewer than sft_batch_size = {sft.sft_batch_size}"
+        raise ConfigError(SFT_FIELD, epochs, expected)
+    return {"sft_steps": epochs * steps}

@@ -1,25 +1,108 @@
-"""Finds bus and store of a run to inspect: given servers, the live run's own, or its stored files served for the moment."""
+"""Connects to a run's bus and store: servers that the environment names, the live run's own, or its stored files served for the moment."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import nats.errors
+from redis.exceptions import RedisError
 
-from myxo.preflight.server_checks import check_store, connect, given_servers
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
-from shared.bus.connection import TRANSIENT, Bus, redacted
+from shared.bus.connection import TRANSIENT, Bus, BusUnreachable, redacted
+from shared.bus.registry import Registry
+from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.hub import hub_resolve
+from shared.hub.hub_client import Hub
+from shared.live.service_failures import read_failures
+from shared.live.stall import RunSituation, told_by
+from shared.model.families import read_architecture
+from shared.runtime import server_urls
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import say
-from shared.store.payload_store import Store
+from shared.schema.service_messages import ServiceStatus
+from shared.store.payload_store import Store, StoreUnreachable
+
+ANSWER_SECONDS = 5.0
+"""The deadline for an answer of a given NATS or Redis."""
+
+
+@dataclass(frozen=True)
+class GivenServers:
+    """Servers named by the environment; None: not given, the launcher runs one of its own."""
+
+    nats_url: str | None
+    redis_url: str | None
+
+
+def given_servers() -> GivenServers:
+    """Returns what ``NATS_URL`` and ``REDIS_URL`` say, or the files of ``NATS_URL_FILE`` and ``REDIS_URL_FILE``. Raises ConfigError."""
+    return GivenServers(server_urls.nats_url() or None, server_urls.redis_url() or None)
+
+
+async def check_servers(given: GivenServers, run: str) -> None:
+    """Refuses a given URL at which no server answers."""
+    if given.nats_url is not None:
+        bus = await connect(given.nats_url, run)
+        await bus.close()
+    if given.redis_url is not None:
+        await check_store(given.redis_url)
+
+
+async def connect(
+    url: str, run: str, expected: str = "give nats://[user:password@]host:port of a server with JetStream, or unset it for an embedded one"
+) -> Bus:
+    """Connects to the NATS server that a person named, as the run's operator.
+
+    Raises ConfigError for field NATS_URL, the value without credentials.
+    """
+    try:
+        return await Bus.connect(url, name="myxo", deadline=ANSWER_SECONDS, inbox=Subjects(run).inbox("operator"))
+    except BusUnreachable as error:
+        raise ConfigError("NATS_URL", redacted(url), f"{error}; {expected}") from error
+
+
+async def check_store(url: str) -> None:
+    """Refuses a Redis URL that nobody answers."""
+    expected = "give redis://[user:password@]host:port or unix:///path/to/socket, or unset it for an embedded Valkey"
+    try:
+        store = Store(url)
+        try:
+            await store.ping(deadline=ANSWER_SECONDS)
+        finally:
+            await store.close()
+    except (ValueError, StoreUnreachable, RedisError) as error:
+        raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
+
+
+def pinned_config(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
+    """Returns the config with its names on the hub pinned as they were when the run of that name began, or, with ``fresh``, as they stand
+    now. Raises ConfigError by field."""
+    if not hub_resolve.found(config):
+        return config
+    known = None if fresh else hub_resolve.pins_in(config.run.root)
+    url = given_servers().nats_url
+    if known is None and not fresh and url is not None:
+        known = asyncio.run(_pins_on_bus(url, config.run.name))
+    return hub_resolve.pinned(config, known, hub=hub)
+
+
+async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
+    bus = await connect(url, run)
+    try:
+        return hub_resolve.pins(await runs.load(bus, run))
+    except runs.NoSuchRun:
+        return {}
+    finally:
+        await bus.close()
+
 
 SETTLE_SECONDS = 5.0
 """The time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory."""
@@ -174,3 +257,19 @@ async def _own_store(access: Access) -> str | None:
     stated = await runs.store_url(access.bus, access.run)
     gone = stated is not None and stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()
     return None if gone else stated
+
+
+async def live_situation(access: Access, services: Sequence[ServiceStatus]) -> RunSituation:
+    """Returns the situation of a live run, with the wait that its launcher tells of. Raises `BUS_ERRORS`."""
+    told = told_by(await Registry(access.bus, access.run).launcher())
+    errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
+    return RunSituation.of(access.config, services, told=told, errors=errors)
+
+
+def vocabulary(config: RunConfig) -> int:
+    """Returns the ``vocab_size`` of the model's config.json: ids that the engine may draw and the trainer may embed.
+
+    A model on the hub is in this machine's cache once the config is checked. Raises ConfigError.
+    """
+    local = hub_resolve.local(config, ("model.hf_checkpoint",), weights=False)
+    return read_architecture(local.model.hf_checkpoint).vocab_size

@@ -13,8 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shared.accounts.permissions import CONSOLE, HEALTH, ROLES, ROLLOUT, Rights, rights
-from shared.accounts.render import CERTIFICATE, KEY, NatsSettings, RedisSettings, nats_conf, redis_conf
+from shared.accounts.permissions import (
+    CERTIFICATE,
+    CONSOLE,
+    HEALTH,
+    KEY,
+    ROLES,
+    ROLLOUT,
+    NatsSettings,
+    RedisSettings,
+    Rights,
+    nats_conf,
+    redis_conf,
+    rights,
+)
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
 

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, Field
 
-from shared.agents.agent_door import NOT_SENT
 from shared.agents.agent_options import options_of
+from shared.agents.agent_proxy import NOT_SENT
 from shared.environment.environment_url import without_credentials
 from shared.environment.http_environment import BlockedAddress, open_session, read_body
 from shared.environment.protocol import MAX_ANSWER, words

@@ -16,8 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-from shared.accounts.permissions import Rights
-from shared.accounts.render import RUN_ACCOUNT, nats_accounts, nats_user, redis_user
+from shared.accounts.permissions import RUN_ACCOUNT, Rights, nats_accounts, nats_user, redis_user
 from shared.runtime.child_process import ChildProcess, ProcessEnded
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.host_memory import host_memory

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shared.agents.tool_calls import arguments_of, shortened
+from shared.agents.agent_options import arguments_of, shortened
 from shared.rewards.unit_test_cases import Case
 from shared.rewards.unit_tests import CaseOutcome, run_tests
 from shared.sandbox.program import Program, ProgramResult, SandboxSettings

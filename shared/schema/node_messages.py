@@ -23,7 +23,7 @@ class NodeState(Part):
     ``address``: where the other nodes reach it. ``running``: the attempt in which its ranks run, 0: none do. ``ended``: the newest attempt
     whose ranks have ended here, with exit ``code`` and ``reason``; ``consequence``: the reason is that another rank went away.
     ``stopping``: it was asked to stop. ``door``: the port at which an engine's node takes commands to its ranks from who knows its
-    `NodeSecret`; 0: it takes none. ``point``: where the other nodes ask it for a sign of life (`shared.nodes.node_links`); ``silent``: the
+    `NodeSecret`; 0: it takes none. ``point``: where the other nodes ask it for a sign of life (`shared.nodes.node_agent`); ``silent``: the
     points of others at which it asks in vain.
     """
 

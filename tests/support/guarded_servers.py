@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from shared.accounts.credentials import NATS_URL, REDIS_URL, Deployment, ServerAddress, make
-from shared.accounts.render import NatsSettings, RedisSettings
+from shared.accounts.permissions import NatsSettings, RedisSettings
 from shared.runtime.embedded_servers import EmbeddedServer, free_port, nats_binary, valkey_binary
 
 

@@ -8,8 +8,8 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine_nodes.engine_ranks import EngineRanks
 from services.rollout.engine_nodes.rank_door import RankTunnels
 from services.rollout.replica_command import engine_log, engine_name, replica_command
-from shared.nodes.first_node import HEALTHY_SECONDS
 from shared.nodes.node_agent import NodeAgent
+from shared.nodes.node_decisions import HEALTHY_SECONDS
 from shared.runtime.service_base import Service
 
 POLL_INTERVAL_S = 0.1

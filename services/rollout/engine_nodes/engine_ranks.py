@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import EngineCommand, EngineMeeting
-from shared.nodes.attempt_commands import OwnRanks
+from shared.nodes.node_decisions import OwnRanks
 from shared.runtime import exit_codes
 
 SPAN = 14

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from services.rollout.engine.engine_process import EngineProcess
 from shared.bus.bus_errors import BUS_ERRORS
-from shared.nodes.node_presence import SeenNode
+from shared.nodes.node_decisions import SeenNode
 from shared.runtime.errors import MyxoError
 
 GREETING_SECONDS = 10.0

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from services.trainer.torchrun import FAILURE_FILE, PORT_FILE
-from shared.nodes.attempt_commands import OwnRanks
+from shared.nodes.node_decisions import OwnRanks
 from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.own_address import listening_interfaces
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from myxo.launch.erase import erase_from_bus
+from myxo.launch.launcher import erase_from_bus
 from shared.accounts.permissions import rights_of
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.nodes.attempt_commands import OwnRanks
 from shared.nodes.node_agent import NodeAgent
+from shared.nodes.node_decisions import OwnRanks
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage
 from shared.runtime.service_base import Service

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from myxo.launch.erase import erase_from_bus
+from myxo.launch.launcher import erase_from_bus
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry

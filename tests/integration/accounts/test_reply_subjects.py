@@ -10,7 +10,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from myxo.launch.erase import erase_from_bus
+from myxo.launch.launcher import erase_from_bus
 from shared.accounts.permissions import rights_of
 from shared.bus import runs
 from shared.bus.connection import Bus

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from myxo.commands.audit import audit
 from myxo.commands.status import status, summary
-from myxo.launch.erase import erase_from_bus, erase_from_store
+from myxo.launch.launcher import erase_from_bus, erase_from_store
 from services.trainer.control_client import ControlClient
 from shared.bus import runs, streams
 from shared.bus.connection import Bus, NotPermitted

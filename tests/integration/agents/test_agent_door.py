@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.agents import agent_door
+from shared.agents import agent_proxy
 from shared.agents.http_agent import AgentServiceFailed, play
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
@@ -24,7 +24,7 @@ SECONDS = 60
 async def door(agent: int) -> AsyncIterator[int]:
     """A door to an agent at a port of loopback; its own port."""
     port = free_port()
-    serving = asyncio.create_task(agent_door.serve(HttpAddress("127.0.0.1", port), HttpAddress("127.0.0.1", agent)))
+    serving = asyncio.create_task(agent_proxy.serve(HttpAddress("127.0.0.1", port), HttpAddress("127.0.0.1", agent)))
     try:
         await until(lambda: _listens(port), "the door to open")
         yield port
@@ -107,7 +107,7 @@ async def test_an_agent_that_leaves_in_the_middle_is_not_asked_again() -> None:
 
 
 async def test_connections_over_the_most_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_door, "CONNECTIONS", 0)
+    monkeypatch.setattr(agent_proxy, "CONNECTIONS", 0)
     async with http_server(lambda asked, number: {"reward": 1}) as server, door(int(server.url.rsplit(":", 1)[1])) as port:
         with pytest.raises(AgentServiceFailed, match="0 connections are open"):
             options = {"url": f"http://127.0.0.1:{port}/play", "start_seconds": 0}
@@ -118,10 +118,10 @@ async def test_the_private_address_has_to_be_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NATS_URL", "nats://127.0.0.1:4222")
     monkeypatch.delenv("MYXO_HOST", raising=False)
     with pytest.raises(ConfigError, match=r"HOST:PORT = 'private:8600': the network of NATS is not there"):
-        await agent_door.serve(HttpAddress("private", 8600), HttpAddress("agent", 8600))
+        await agent_proxy.serve(HttpAddress("private", 8600), HttpAddress("agent", 8600))
 
 
 @pytest.mark.parametrize("words", [[], ["private:8600"], ["private", "agent:8600"], ["127.0.0.1:0", "agent"]])
 def test_wrong_arguments_are_named(words: list[str]) -> None:
-    ended = subprocess.run([sys.executable, "-m", "shared.agents.agent_door", *words], capture_output=True, text=True, timeout=SECONDS)
+    ended = subprocess.run([sys.executable, "-m", "shared.agents.agent_proxy", *words], capture_output=True, text=True, timeout=SECONDS)
     assert ended.returncode == 2 and ("HOST:PORT" in ended.stderr or "AGENT:PORT" in ended.stderr)

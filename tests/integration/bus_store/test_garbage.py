@@ -13,7 +13,7 @@ from shared.bus.leader_lease import LeaderLease, LeaseTiming, read_lease
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.nodes.node_presence import NodeObserver
+from shared.nodes.node_decisions import NodeObserver
 from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import LeaseStatus

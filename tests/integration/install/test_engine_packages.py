@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from myxo.quickstart import engine_packages
-from myxo.quickstart.bundled_files import pinned
-from myxo.quickstart.engine_packages import ENGINE, ENGINE_SITE, SITE_VARIABLE, NotPrepared, provide
+from myxo.commands import quickstart as engine_packages
+from myxo.commands.quickstart import ENGINE_PACKAGES, ENGINE_SITE, SITE_VARIABLE, NotPrepared, pinned, provide
 
 
 def write_wheel(folder: Path, requirement: str) -> None:
@@ -40,7 +39,9 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """This environment as one of a stranger's, who has only what an extra can bring."""
     find_spec: Callable[..., object] = engine_packages.importlib.util.find_spec
-    monkeypatch.setattr(engine_packages.importlib.util, "find_spec", lambda name, *rest: None if name in ENGINE else find_spec(name, *rest))
+    monkeypatch.setattr(
+        engine_packages.importlib.util, "find_spec", lambda name, *rest: None if name in ENGINE_PACKAGES else find_spec(name, *rest)
+    )
     monkeypatch.setattr(sys, "prefix", "/nowhere")
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("PYTHONPATH", SITE_VARIABLE):
@@ -50,7 +51,7 @@ def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_sglang")
 def test_the_tested_versions_are_installed_once_and_seen_by_children(wheels: Path, tmp_path: Path) -> None:
-    for name in ENGINE + ENGINE_SITE:
+    for name in ENGINE_PACKAGES + ENGINE_SITE:
         write_wheel(wheels, pinned(name))
     provide(tmp_path / "engine")
     packages, site = tmp_path / "engine" / "packages", tmp_path / "engine" / "engine-site"
@@ -69,11 +70,11 @@ def test_what_was_cut_off_or_is_of_another_version_is_installed_anew(wheels: Pat
     packages = tmp_path / "engine" / "packages"
     (packages / "sglang").mkdir(parents=True)
     (packages / "installed").write_text("sglang==0.0.1")
-    for name in ENGINE + ENGINE_SITE:
+    for name in ENGINE_PACKAGES + ENGINE_SITE:
         write_wheel(wheels, pinned(name))
     provide(tmp_path / "engine")
     assert (packages / "sglang" / "__init__.py").is_file()
-    assert (packages / "installed").read_text().split() == [pinned(name) for name in ENGINE]
+    assert (packages / "installed").read_text().split() == [pinned(name) for name in ENGINE_PACKAGES]
 
 
 @pytest.mark.usefixtures("without_sglang")

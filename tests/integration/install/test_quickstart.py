@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from myxo.commands.quickstart import CONFIG, DATA, quickstart
+from myxo.commands.quickstart import CONFIG, DATA, SITE_VARIABLE, quickstart
 from myxo.display.safe_console import SafeConsole
 from myxo.main import main
-from myxo.quickstart.engine_packages import SITE_VARIABLE
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, Problems
 

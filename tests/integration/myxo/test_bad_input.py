@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from myxo.preflight import server_checks
+from myxo.run import run_access
 from shared.runtime.embedded_servers import free_port
 from tests.integration.myxo.command import Myxo
 from tests.support.run_config import PROMPTS, write_jsonl
@@ -19,7 +19,7 @@ ConfigFile = Callable[..., Path]
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody answers at the servers of these tests."""
-    monkeypatch.setattr(server_checks, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(run_access, "ANSWER_SECONDS", 0.5)
 
 
 def refused(myxo: Myxo, *words: str | Path, environment: dict[str, str] | None = None) -> str:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from myxo.launch.final_weights import MARGIN_SECONDS, FinalWeights
-from myxo.launch.restart_policy import BackOff
-from myxo.launch.supervisor import Supervisor
+from myxo.launch.launcher import MARGIN_SECONDS, FinalWeights
+from myxo.launch.supervisor import BackOff, Supervisor
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import MARK
 from shared.runtime import exit_codes

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from myxo.launch.run_servers import RunServers
-from myxo.preflight.server_checks import GivenServers
+from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.config.store_section import StoreSection

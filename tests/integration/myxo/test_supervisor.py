@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from myxo.launch.frozen_services import FrozenServices
-from myxo.launch.restart_policy import BackOff
 from myxo.launch.service_plan import ServiceSpec
-from myxo.launch.supervisor import StopReason, Supervisor
+from myxo.launch.supervisor import BackOff, FrozenServices, StopReason, Supervisor
 from shared.runtime.child_process import ChildProcess
 from shared.schema.service_messages import ServiceStatus
 from tests.integration.myxo.command import wait_for

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.accounts.permissions import ROLES, rights
-from shared.accounts.render import MAX_PAYLOAD, NatsSettings, RedisSettings, nats_conf, redis_conf
+from shared.accounts.permissions import MAX_PAYLOAD, ROLES, NatsSettings, RedisSettings, nats_conf, redis_conf, rights
 
 PASSWORDS = {role: f"{role}-secret" for role in (*ROLES, "health")}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from myxo.display.sample_list import SampleList, WantedGroups
+from myxo.display.sample_page import SampleList, WantedGroups
 from services.console.run_index.group_index import GroupIndex, KeptPlace
 from services.console.run_index.group_query import GroupQuery
 from shared.history.group_history import GroupProvenance, GroupRecord

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from myxo.commands.plan import planned
 from myxo.launch.node_placement import place
-from myxo.plan.planned_config import planned
 from myxo.preflight import Source, checked_config
 from shared.model.families import read_architecture
 from shared.model.tensor_table import hf_tensors

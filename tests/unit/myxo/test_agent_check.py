@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from myxo.preflight.agent_checks import check_commands
 from myxo.preflight.inspection import Inspection
+from myxo.preflight.machine_checks import check_commands
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 

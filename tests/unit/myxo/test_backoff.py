@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxo.launch.restart_policy import BackOff
+from myxo.launch.supervisor import BackOff
 
 
 def test_waits_double_up_to_the_longest() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.launch.disk_watch import DiskFull, DiskWatch
+from myxo.launch.run_servers import DiskFull, DiskWatch
 from tests.support.small_disk import small_disk
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from myxo.launch.node_placement import place
+from myxo.launch.service_plan import filled, next_nodes
 from myxo.preflight import Source, _with_all_engines
-from myxo.preflight.engine_filling import filled, next_nodes
 from shared.config import flags, slime_defaults
 from shared.config.run_config import RunConfig
 from shared.runtime import devices

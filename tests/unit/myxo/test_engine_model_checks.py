@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from myxo.preflight.engine_model_checks import check_engine_model
+from myxo.preflight.engine_checks import check_engine_model
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.preflight.objective_checks import check_support
 from tests.support.run_config import run_config

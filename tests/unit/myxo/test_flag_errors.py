@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.commands import evaluate, train
+from myxo.commands import evaluate, up
 from myxo.preflight import Source, checked_config
 from shared.config import flags
 from shared.runtime.errors import BadInput, problems_of
@@ -47,7 +47,7 @@ def told(source: Source) -> list[str]:
     ],
 )
 def test_an_error_names_the_flag_that_was_typed(words: str, begins: str) -> None:
-    found = told(train.source(None, words.split()))
+    found = told(up.train_source(None, words.split()))
     assert any(problem.startswith(begins) for problem in found), found
 
 
@@ -74,7 +74,7 @@ def test_a_set_of_a_file_is_named_with_the_file(tmp_path: Path, temperature: int
     file = tmp_path / "tasks.yaml"
     sets = [{"name": "ok", "path": "/no/ok.jsonl"}, {"name": "bad", "path": "/no/bad.jsonl", "temperature": temperature}]
     file.write_text(json.dumps({"eval": {"datasets": sets}}))
-    found = told(train.source(None, f"{LEAST} --eval-config {file}".split()))
+    found = told(up.train_source(None, f"{LEAST} --eval-config {file}".split()))
     assert any(problem.startswith(begins) and problem.endswith(f"(in {file})") for problem in found), found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from myxo.preflight.inspection import Inspection, Note
-from myxo.preflight.memory_checks import check_gpu_memory
+from myxo.preflight.run_plan import check_gpu_memory
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config
 from tests.unit.myxo.test_memory_plans import SHAPE

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from myxo.commands.plan import planned
 from myxo.main import main
-from myxo.plan.planned_config import planned
-from myxo.plan.remedies import remedies
 from myxo.preflight import Source
+from myxo.preflight.run_plan import remedies
 
 ROOT = Path(__file__).parents[3]
 READY = sorted((ROOT / "configs" / "models").glob("*.toml"))

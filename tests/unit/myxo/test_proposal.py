@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxo.proposal.columns import guessed
-from myxo.proposal.layouts import GpuLayout, proposed
+from myxo.commands.init import GpuLayout, guessed, proposed
 from shared.model.families import read_architecture
 from shared.runtime.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from myxo.repair.repair_plan import LedgerCut, LedgerExtent, RepairPlan, extent, repair_plan
+from myxo.run.torn_run import LedgerCut, LedgerExtent, RepairPlan, extent, repair_plan
 from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, LedgerRepaired, VersionLive
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from myxo.preflight.inspection import Inspection
-from myxo.preflight.reward_checks import check_rewards
+from myxo.preflight.machine_checks import check_rewards
 from shared.rewards.names import missing_package
 from tests.support.run_config import run_config
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from myxo.commands.evaluate import evaluating
+from myxo.commands.evaluate import chosen_version, evaluating, versions_on_disk
 from myxo.run import config_toml
-from myxo.run.run_versions import chosen_version, versions_on_disk
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from myxo.launch.restart_policy import SameDeaths
+from myxo.launch.supervisor import SameDeaths
 
 
 def given_up(*deaths: tuple[int, str, int]) -> list[bool]:

@@ -11,8 +11,19 @@ from rich.console import Console
 
 from myxo import main as command_line
 from myxo.commands.samples import group_named, target
-from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
-from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, prompt_text, token_lines
+from myxo.display.sample_page import (
+    ORDERS,
+    Pieces,
+    SampleList,
+    ShownGroup,
+    WantedGroups,
+    as_plain,
+    json_line,
+    page,
+    prompt_text,
+    table,
+    token_lines,
+)
 from shared.history.group_history import STATUSES, GroupProvenance, GroupRecord
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import printable

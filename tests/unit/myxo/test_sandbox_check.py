@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from myxo.preflight.inspection import Inspection, Note
-from myxo.preflight.reward_checks import check_sandbox
+from myxo.preflight.machine_checks import check_sandbox
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 

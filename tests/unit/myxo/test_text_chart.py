@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxo.display.text_chart import BLOCKS, text_chart
+from myxo.display.reward_chart import BLOCKS, text_chart
 
 
 def test_a_column_a_step_where_there_is_room() -> None:

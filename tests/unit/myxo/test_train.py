@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from myxo.commands import train
-from myxo.preflight import inspect, length_checks, objective_checks
+from myxo.commands import up
+from myxo.preflight import engine_checks, inspect, objective_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
 from shared.bus import runs
@@ -59,7 +59,7 @@ def beside_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def config_of(words: list[str], fresh: bool = False) -> RunConfig:
     """The config that a command line stands for."""
-    path, given = train.source(None, words, now=NOW, fresh=fresh)
+    path, given = up.train_source(None, words, now=NOW, fresh=fresh)
     raise_problems(given.problems)
     config, problems, *_ = read(path, given.overrides)
     raise_problems(problems)
@@ -164,7 +164,7 @@ def test_masking_sequences_switches_no_importance_weight_on() -> None:
 def test_a_correction_that_is_on_by_default_is_said_at_the_start(words: str) -> None:
     def said(words: str) -> bool:
         config_of([*shlex.split(LEAST), *words.split()])
-        notes = train.source(None, [*shlex.split(LEAST), *words.split()], now=NOW)[1].notes
+        notes = up.train_source(None, [*shlex.split(LEAST), *words.split()], now=NOW)[1].notes
         return any("the loss corrects for it by --off-policy decoupled, an importance weight within 0 to 2" in note for note in notes)
 
     assert said(words)
@@ -194,7 +194,7 @@ def test_samples_are_to_come_with_their_rewards_where_nothing_is_named_that_scor
 def test_slimes_defaults_are_not_laid_over_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(config_toml.dump(config_of([*shlex.split(LEAST), "--max-staleness", "3"])))
-    found = train.source(path, ["--lr", "2e-6"])
+    found = up.train_source(path, ["--lr", "2e-6"])
     config = read(found.path, found.given.overrides).config
     assert config is not None and (config.rollout.max_staleness, config.trainer.lr) == (3, 2e-6)
 
@@ -207,10 +207,10 @@ def test_the_run_lies_in_save_and_goes_on_from_load(tmp_path: Path) -> None:
     assert first.trained == first.run.root
     first.run.root.mkdir(parents=True)
     (first.run.root / runs.FROZEN).write_text(first.model_dump_json())
-    later = train.source(None, words, now=datetime(2026, 8, 2))
+    later = up.train_source(None, words, now=datetime(2026, 8, 2))
     assert later.given.overrides["run"]["name"] == "qwen3-4b-20260801-093000"
     assert any("goes on" in note for note in later.given.notes)
-    anew = train.source(None, words, now=datetime(2026, 8, 2), fresh=True)
+    anew = up.train_source(None, words, now=datetime(2026, 8, 2), fresh=True)
     assert anew.given.overrides["run"]["name"] == "qwen3-4b-20260802-000000"
 
 
@@ -277,13 +277,13 @@ def test_the_file_of_a_script_sets_fields_and_what_its_function_reads() -> None:
 
 
 def test_what_is_required_is_asked_for_by_name() -> None:
-    problems = read(None, train.source(None, []).given.overrides).problems
+    problems = read(None, up.train_source(None, []).given.overrides).problems
     fields = [problem.field for problem in problems if isinstance(problem, ConfigError)]
     assert fields == ["model.hf_checkpoint", "rollout.rollout_batch_size"]
 
 
 def test_a_misspelt_flag_of_slimes_is_refused_with_the_nearest() -> None:
-    (problem,) = train.source(None, [*shlex.split(LEAST), "--balance-dat"]).given.problems
+    (problem,) = up.train_source(None, [*shlex.split(LEAST), "--balance-dat"]).given.problems
     assert "did you mean --balance-data?" in str(problem)
 
 
@@ -291,6 +291,6 @@ def test_a_sample_may_be_longer_than_a_micro_batch_as_for_slime() -> None:
     words = [*shlex.split(LEAST), "--max-tokens-per-gpu", "64", "--rollout-max-response-len", "512"]
     alone, masked = config_of(words), config_of([*words, "--overlong-samples", "mask"])
     assert (alone.longest_sample > 512, masked.longest_sample) == (True, 64)
-    assert not list(length_checks.check(Inspection(alone)))
-    (problem,) = length_checks.check(Inspection(masked))
+    assert not list(engine_checks.check_lengths(Inspection(alone)))
+    (problem,) = engine_checks.check_lengths(Inspection(masked))
     assert isinstance(problem, ConfigError) and problem.field == "trainer.max_tokens_per_gpu"

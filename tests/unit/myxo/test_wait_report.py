@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from myxo.launch import wait_report
+from myxo.launch import launcher
 from shared.config.run_config import RunConfig
 from shared.live.stall import RunSituation
 from shared.schema.service_messages import ServiceStatus
@@ -30,7 +30,7 @@ def statuses(steps: float, *, starting: bool) -> Sequence[ServiceStatus]:
 
 
 def test_of_waits_that_follow_each_other_without_a_step_one_is_told(config: RunConfig) -> None:
-    report = wait_report.WaitReport()
+    report = launcher.WaitReport()
     with capture_logs() as logs:
         for second in range(40):
             report.see(RunSituation.of(config, statuses(3, starting=second % 2 == 0)), NOW + second)

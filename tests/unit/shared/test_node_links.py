@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.nodes.node_links import CONNECTIONS_PER_NODE, NodeLinks
+from shared.nodes.node_agent import CONNECTIONS_PER_NODE, NodeLinks
 from tests.support.waiting import until
 
 HOME = "127.0.0.1"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from myxo.preflight import label_checks
+from myxo.preflight import data_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.model_checks import check_tokenizer
 from services.reward.scorer import VerifierScorer
@@ -104,7 +104,7 @@ async def test_with_a_teacher_a_prompt_without_label_is_taken_and_earns_0(tmp_pa
     scorer = VerifierScorer("verifiers", None, config)  # type: ignore[arg-type]  # nothing is asked of its pool
     scores = await scorer.score(None, [train_sample([1], [2])] * 2, name, None)  # type: ignore[arg-type]
     assert [score.reward for score in scores] == [0.0, 0.0]
-    [note] = label_checks.check(Inspection(config))
+    [note] = data_checks.check_labels(Inspection(config))
     assert isinstance(note, Note)
     assert note.text == f"data.prompt_data: 2 of 2 prompts have no label: {name} gives 0 to every response, only the teacher teaches"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.commands import train
+from myxo.commands import up
 from myxo.preflight import checked_config
 from shared.config import flags
 from shared.config.config_reading import ConfigReading, read
@@ -16,7 +16,7 @@ LEAST = "--hf-checkpoint /no/model --prompt-data /no/p --num-rollout 3 --rollout
 def refused(words: str) -> dict[str, str]:
     """Flag → what is said of it, but for the files that are not there."""
     with pytest.raises(BadInput) as caught:
-        checked_config(train.source(None, f"{LEAST} {words}".split()))
+        checked_config(up.train_source(None, f"{LEAST} {words}".split()))
     told = [str(problem).split(" ", 1) for problem in problems_of(caught.value)]
     return {flag: text for flag, text in told if "/no/" not in text}
 
@@ -66,11 +66,11 @@ def test_a_config_file_may_have_what_slime_refuses(tmp_path: Path) -> None:
 
 
 def test_a_coefficient_of_a_kl_that_is_not_used_changes_nothing() -> None:
-    source = train.source(None, f"{LEAST} --kl-loss-coef 0.1 --kl-loss-type k2".split())
+    source = up.train_source(None, f"{LEAST} --kl-loss-coef 0.1 --kl-loss-type k2".split())
     config = read(None, source.given.overrides).config
     assert config is not None and not config.algorithm.measures_kl
     assert "--kl-loss-coef 0.1 changes nothing without --use-kl-loss, as with slime" in source.given.notes
-    used = read(None, train.source(None, f"{LEAST} --kl-loss-coef 0.1 --use-kl-loss".split()).given.overrides).config
+    used = read(None, up.train_source(None, f"{LEAST} --kl-loss-coef 0.1 --use-kl-loss".split()).given.overrides).config
     assert used is not None and used.algorithm.kl_loss_coef == 0.1
 
 
@@ -80,7 +80,7 @@ def test_a_coefficient_of_a_kl_that_is_not_used_changes_nothing() -> None:
 def of_roles(directory: Path, text: str, words: str = "--advantage-estimator ppo --lr 1e-3") -> ConfigReading:
     file = directory / "roles.yaml"
     file.write_text(text)
-    return read(None, train.source(None, f"{LEAST} {words} --megatron-config-path {file}".split()).given.overrides)
+    return read(None, up.train_source(None, f"{LEAST} {words} --megatron-config-path {file}".split()).given.overrides)
 
 
 def test_actor_and_critic_have_what_is_their_own(tmp_path: Path) -> None:

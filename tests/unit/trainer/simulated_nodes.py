@@ -3,20 +3,20 @@
 import itertools
 from dataclasses import dataclass, field
 
-from shared.nodes.attempt_commands import (
+from shared.nodes.node_decisions import (
     AnnounceAttempt,
     BeginRanks,
+    FirstNode,
+    FurtherNode,
     KillRanks,
     LeaveNode,
+    NodeObserver,
     NodeSituation,
     OwnRanks,
     ShowState,
     StopRanks,
     TellNodes,
 )
-from shared.nodes.first_node import FirstNode
-from shared.nodes.further_node import FurtherNode
-from shared.nodes.node_presence import NodeObserver
 from shared.schema.node_messages import Attempt, NodeState
 from shared.schema.service_messages import LeaseStatus
 

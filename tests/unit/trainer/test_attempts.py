@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.nodes.first_node import HEALTHY_SECONDS
+from shared.nodes.node_decisions import HEALTHY_SECONDS
 from shared.runtime import exit_codes
 from tests.unit.trainer.simulated_nodes import DURATION, TICK, SimulatedCluster
 

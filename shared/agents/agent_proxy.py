@@ -1,4 +1,4 @@
-"""``python -m shared.agents.agent_door HOST:PORT AGENT:PORT``: passes connections on to an agent in a network that its callers are not on.
+"""``python -m shared.agents.agent_proxy HOST:PORT AGENT:PORT``: passes connections on to an agent in a network that its callers are not on.
 
 It stands on both networks: it listens on the callers', at ``private:PORT`` the one with the bus, and connects on the agent's. Callers so
 reach the agent, and the agent reaches nobody. It reads nothing of what it passes on. A caller whose connection cannot be passed on, since

@@ -1,6 +1,6 @@
-"""The first node's decisions: when an attempt begins, when and why it is over, and which node is missing. Pure.
+"""The decisions of a job's nodes: when an attempt begins, when and why it is over, which node is missing, when ranks join and end. Pure.
 
-Invariants:
+Invariants of the first node:
 
 - an attempt begins only while every node's lease is being renewed and no node has ranks of an earlier attempt;
 - its number is higher than that of every earlier one;
@@ -8,30 +8,177 @@ Invariants:
   for they may wait inside a collective;
 - the next one does not begin before the nodes reach each other again, where it is known that they did not;
 - why it is over is said once every node has no ranks any more or is known to be lost: ranks that saw another go away are not the cause.
+
+Invariants of every other node:
+
+- ranks start only for an attempt that names this very agent (by its lease's term), once, while the first node's lease is being renewed;
+- ranks of an attempt that is over, or whose first node is lost or another one by now, are killed;
+- a node that cannot reach the bus decides nothing: it cannot know whether it alone is cut off.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from shared.bus.leader_lease import LeaseObserver
 from shared.bus.registry import WAITING
-from shared.nodes.attempt_commands import (
-    ATTEMPT_BEGUN,
-    ATTEMPT_ENDED,
-    LINK_LOST,
-    NODE_LOST,
-    AnnounceAttempt,
-    BeginRanks,
-    KillRanks,
-    LeaveNode,
-    NodeCommand,
-    NodeSituation,
-    ShowState,
-    StopRanks,
-    TellNodes,
-)
-from shared.nodes.node_presence import SeenNode
 from shared.runtime import exit_codes
 from shared.runtime.errors import DeadlineExceeded
-from shared.schema.node_messages import Attempt, Over
+from shared.schema.node_messages import Attempt, NodeState, Over
+from shared.schema.service_messages import LeaseStatus
+
+
+@dataclass(frozen=True)
+class SeenNode:
+    """A node as its lease shows it. ``term``: of its agent, empty where it has left, or was never there. ``alive``: its lease is being
+    renewed. ``expired``: it has not been for the lease's whole duration."""
+
+    rank: int
+    holder: str = ""
+    term: str = ""
+    state: NodeState | None = None
+    alive: bool = False
+    expired: bool = False
+
+    @property
+    def running(self) -> int:
+        """Returns the attempt that its ranks take part in; 0: they run in none, as far as this can be known."""
+        return self.state.running if self.state is not None and self.term and not self.expired else 0
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether an attempt may begin with it."""
+        return self.alive and self.state is not None and not self.state.stopping
+
+    @property
+    def point(self) -> str:
+        """Returns where it is asked for a sign of life; empty: nowhere, or it is not there."""
+        return self.state.point if self.state is not None and self.alive else ""
+
+    @property
+    def silent(self) -> list[str]:
+        """Returns the points at which it asks in vain, as long as it says so: not of one whose own lease is not being renewed."""
+        return self.state.silent if self.state is not None and self.alive else []
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.holder, self.state.address if self.state else "")))
+        return f"node {self.rank}" + (f" ({where})" if where else "")
+
+
+class NodeObserver:
+    """Follows one node's lease.
+
+    A lease that was found when watching began may be that of a dead agent: the node counts as alive once the lease was renewed, or taken,
+    before the eyes of this process.
+
+    Args:
+        duration: of the lease in seconds.
+    """
+
+    def __init__(self, rank: int, duration: float) -> None:
+        self._rank, self._lease = rank, LeaseObserver(duration)
+        self._first: int | None = None
+        self._last = LeaseStatus(holder="", term="", mark="", at=0.0)
+
+    def see(self, revision: int, status: LeaseStatus | None, now: float) -> SeenNode:
+        """Takes the lease that was read by ``now``; ``revision`` 0: there is none. ``status`` None: it cannot be read, the node is as
+        it was, until its lease has run out."""
+        status = self._last = status or self._last
+        if self._first is None:
+            self._first = revision
+        expired = self._lease.see(revision, now)
+        alive = bool(status.term) and not expired and revision != self._first
+        return SeenNode(self._rank, status.holder, status.term, status.node, alive, bool(status.term) and expired)
+
+    def unreadable(self) -> None:
+        """Restarts the count: the bus is away, and the node may be unable to renew."""
+        self._lease.unreadable()
+
+
+@dataclass(frozen=True)
+class OwnRanks:
+    """The ranks of this node. ``running``: their attempt, 0: there are none. ``port``: of the meeting point that they have opened on the
+    first node, 0: not yet. ``ended``: the newest attempt whose ranks have ended here, with ``code``, ``reason`` and ``consequence`` as
+    `shared.schema.node_messages.NodeState` has them."""
+
+    running: int = 0
+    port: int = 0
+    ended: int = 0
+    code: int = 0
+    reason: str = ""
+    consequence: bool = False
+
+
+@dataclass(frozen=True)
+class NodeSituation:
+    """All that a node knows at ``now`` (seconds). ``nodes``: the others that it watches, by rank; None where the bus did not answer.
+    ``attempt``: the newest that was announced; None where there is none, or the bus did not answer. ``point``: where the other nodes ask
+    this one for a sign of life."""
+
+    now: float
+    term: str
+    address: str
+    ranks: OwnRanks
+    nodes: Mapping[int, SeenNode] | None
+    attempt: Attempt | None
+    stopping: bool = False
+    point: str = ""
+
+
+@dataclass(frozen=True)
+class BeginRanks:
+    """Start this node's ranks for an attempt; on the first node they open the meeting point."""
+
+    number: int
+    address: str
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class AnnounceAttempt:
+    """Write the attempt into KV."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class StopRanks:
+    """Ask the ranks to leave in order: rank 0 saves and tells all others."""
+
+
+@dataclass(frozen=True)
+class KillRanks:
+    """End the ranks at once: they may be inside a collective that never ends."""
+
+
+@dataclass(frozen=True)
+class TellNodes:
+    """Log and publish an event about the nodes."""
+
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class ShowState:
+    """Show the node's state and the reason of it."""
+
+    state: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class LeaveNode:
+    """End this node's agent with an exit code, with its reason where that is not 0."""
+
+    code: int
+    reason: str = ""
+
+
+NodeCommand = BeginRanks | AnnounceAttempt | StopRanks | KillRanks | TellNodes | ShowState | LeaveNode
+
+NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"
+"""Events of `TellNodes`."""
+
 
 STOP_SECONDS = 120.0
 """The seconds that ranks have to leave in order before they are killed."""
@@ -41,7 +188,7 @@ MOST_UNEXPLAINED = 3
 
 HEALTHY_SECONDS = 600.0
 """The seconds of an attempt after which those before it are no reason to give up, as with a process that has lived for long
-(`myxo.launch.restart_policy`)."""
+(`myxo.launch.supervisor`)."""
 
 
 class FirstNode:
@@ -243,3 +390,92 @@ class FirstNode:
 def replace_over(attempt: Attempt, over: Over, code: int, reason: str) -> Attempt:
     """Returns the attempt as it is over."""
     return attempt.model_copy(update={"over": over, "code": code, "reason": reason})
+
+
+class FurtherNode:
+    """The state machine of a node of rank 1 or higher.
+
+    Args:
+        nodes: how many there are. patience: seconds that the first node's next attempt is waited for. leave_seconds: that ranks which were
+            told to leave have, before they are killed.
+    """
+
+    def __init__(self, rank: int, nodes: int, patience: float, leave_seconds: float = STOP_SECONDS) -> None:
+        self._rank, self._nodes, self._patience, self._leave_seconds = rank, nodes, patience, leave_seconds
+        self._joined: Attempt | None = None  # whose end this node has not acted on yet
+        self._newest = 0
+        self._waiting_since: float | None = None
+        self._leaving_since: float | None = None
+        self._told_lost = False
+
+    def step(self, now: NodeSituation) -> list[NodeCommand]:
+        """Returns the commands of this moment."""
+        if self._joined is not None:
+            return self._work(now, self._joined)
+        return self._wait(now)
+
+    def _wait(self, now: NodeSituation) -> list[NodeCommand]:
+        if now.stopping:
+            return [LeaveNode(exit_codes.DONE)]
+        if now.nodes is None:
+            return []
+        first, attempt = now.nodes[0], now.attempt
+        if attempt is not None and first.alive and self._is_new(attempt, first.term, now.term):
+            self._newest, self._joined, self._waiting_since, self._told_lost = attempt.number, attempt, None, False
+            shown = ShowState("ready", f"node {self._rank} of {self._nodes}, attempt {attempt.number}")
+            return [BeginRanks(attempt.number, attempt.address, attempt.port), shown]
+        if self._waiting_since is None:
+            self._waiting_since = now.now
+        if now.now - self._waiting_since > self._patience:
+            error = DeadlineExceeded("an attempt of all nodes", str(first), self._patience, "this node stops")
+            return [LeaveNode(exit_codes.FAILED, str(error))]
+        return [ShowState(WAITING, f"node {self._rank} of {self._nodes}, for {first}" + (" (lost)" if first.expired else ""))]
+
+    def _is_new(self, attempt: Attempt, first: str, own: str) -> bool:
+        """Returns whether an attempt is one to join: of the first node that is there now, and of this very agent."""
+        members = len(attempt.terms) == self._nodes and attempt.terms[0] == first and attempt.terms[self._rank] == own
+        return members and attempt.number > self._newest and not attempt.over
+
+    def _work(self, now: NodeSituation, joined: Attempt) -> list[NodeCommand]:
+        kill: list[NodeCommand] = [KillRanks()] if now.ranks.running else []
+        if now.stopping and (leaving := self._leave(now, kill)):
+            return leaving
+        if now.nodes is None:
+            return []
+        first, attempt = now.nodes[0], now.attempt
+        if attempt is not None and attempt.number == joined.number and attempt.over not in ("", "ending"):
+            return self._over(now, attempt, kill)
+        if first.expired or first.term != joined.terms[0]:
+            return [*self._first_lost(str(first), first.expired), *(kill or self._waits_again())]
+        if attempt is None or not (attempt.over or attempt.number > joined.number):
+            return []
+        return kill or self._waits_again(attempt.number > joined.number)
+
+    def _leave(self, now: NodeSituation, kill: list[NodeCommand]) -> list[NodeCommand]:
+        """Returns the commands of a node that was asked to stop: its ranks leave with all others, and are waited for."""
+        if not now.ranks.running:
+            return [LeaveNode(exit_codes.DONE)]
+        self._leaving_since = now.now if self._leaving_since is None else self._leaving_since
+        return kill if now.now - self._leaving_since > self._leave_seconds else []
+
+    def _over(self, now: NodeSituation, attempt: Attempt, kill: list[NodeCommand]) -> list[NodeCommand]:
+        """Returns the commands where the attempt is over, and why is known, whether or not the first node has left since."""
+        if now.ranks.running and attempt.over in ("stopped", "done"):  # rank 0 has told them to leave
+            self._leaving_since = now.now if self._leaving_since is None else self._leaving_since
+            return [] if now.now - self._leaving_since <= self._leave_seconds else kill
+        if now.ranks.running or attempt.over in ("stopped", "lost"):
+            return kill or self._waits_again()
+        return [LeaveNode(attempt.code, attempt.reason)]
+
+    def _first_lost(self, first: str, expired: bool) -> list[NodeCommand]:
+        if self._told_lost:
+            return []
+        self._told_lost = True
+        how = "is lost: its lease was not renewed in time" if expired else "was started anew, or has left"
+        return [TellNodes(NODE_LOST, f"{first} {how}")]
+
+    def _waits_again(self, over: bool = True) -> list[NodeCommand]:
+        """Waits for the next attempt, unless the end of this one is still to be explained."""
+        if over:
+            self._joined, self._leaving_since = None, None
+        return []

@@ -1,1 +1,0 @@
-"""Tries an agent without a model: `myxo env check` for functions, commands and services behind URLs."""

@@ -1,0 +1,454 @@
+"""Tries an agent without a model: that it asks the model it is given, ends, gives a reward, and survives what models and gateways do.
+
+The model is a server that speaks as a gateway does, in OpenAI's and Anthropic's formats, and answers by a script. Nothing is sampled or
+trained.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aiohttp import web
+
+from shared.agents import http_agent
+from shared.environment.conformance import Check, Example
+from shared.hooks import reward_values
+from shared.hooks.loading import load_agent
+from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.untrusted_files import parse_json
+
+Played = Callable[[Mapping[str, Any], str, str], Awaitable[object]]
+"""Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward."""
+
+
+class AgentFailed(MyxoError):
+    """The agent ended without a reward."""
+
+
+def function_agent(path: str) -> Played:
+    """Returns the agent at ``package.module:function``. Raises ConfigError."""
+    function = load_agent("AGENT", path)
+
+    async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
+        if inspect.iscoroutinefunction(function):
+            return await function(dict(data), base_url, api_key)
+        return await asyncio.to_thread(function, dict(data), base_url, api_key)
+
+    return play
+
+
+def url_agent(url: str) -> Played:
+    """Returns the agent that is a service."""
+
+    async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
+        options = {**data["options"], "url": url, "start_seconds": 5.0}
+        return await http_agent.play({**data, "options": options}, base_url, api_key)
+
+    return play
+
+
+def command_agent(command: Sequence[str]) -> Played:
+    """Returns the agent that is a command."""
+
+    async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
+        bare = base_url.removesuffix("/v1")
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_BASE_URL": bare, "ANTHROPIC_API_KEY": api_key}
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **own})
+        try:
+            out, err = await process.communicate(json.dumps(dict(data)).encode() + b"\n")
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            raise AgentFailed(f"ended with {process.returncode}: {' '.join(err.decode(errors='replace').split())[-300:]}")
+        lines = [line for line in out.decode(errors="replace").splitlines() if line.strip()]
+        try:
+            return parse_json(lines[-1]) if lines else None
+        except ValueError:
+            raise AgentFailed(f"its last line is no reward in JSON: {lines[-1][:200]}") from None
+
+    return play
+
+
+def shown_reward(result: object) -> str:
+    """Returns a result in words. Raises ValueError where it is no reward."""
+    if result is None:
+        return "no reward: the run's own scores it"
+    given = reward_values.plain(result)
+    reward_values.read(given, None)
+    return f"reward {given:g}" if isinstance(given, float) else "rewards " + ", ".join(f"{name} {value:g}" for name, value in given.items())
+
+
+MODEL = "model-under-check"
+CALL_ID = "call_1"
+START_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """One answer. ``text``; ``tool``: the name and the arguments' text of a call; ``status``: a refusal instead. ``seconds``: it takes."""
+
+    text: str = ""
+    tool: tuple[str, str] | None = None
+    status: int = 200
+    seconds: float = 0.0
+
+
+@dataclass
+class Script:
+    """What is said under a key: each answer in turn, then the last one again. ``asked``: how often; ``unread``: paths that are none."""
+
+    answers: Sequence[Said]
+    asked: int = 0
+    unread: str = ""
+
+    def next(self) -> Said:
+        """Returns the answer of this request."""
+        self.asked += 1
+        return self.answers[min(self.asked, len(self.answers)) - 1]
+
+
+class ScriptedModel:
+    """The server, in a thread of its own: an agent that blocks must not block it. ``base_url`` as agents get it."""
+
+    def __init__(self) -> None:
+        self.base_url, self._scripts = "", dict[str, Script]()
+        self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="scripted-model", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        if not self._ready.wait(START_SECONDS):
+            raise DeadlineExceeded("the server for the check", "this process", START_SECONDS, "given up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_SECONDS)
+
+    def script(self, key: str, *answers: Said) -> Script:
+        """Returns the script of a key, which is new."""
+        self._scripts[key] = script = Script(answers)
+        return script
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = self._loop.run_until_complete(self._started())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _started(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.base_url = f"http://{host}:{port}/v1"
+        return runner
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        script = self._scripts.get(key)
+        if script is None:
+            return web.json_response({"error": {"message": "this key opens no session", "type": "authentication_error"}}, status=401)
+        if request.path == "/v1/models":
+            return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        form = FORMS.get(request.path)
+        if form is None or request.method != "POST":
+            script.unread = f"{request.method} {request.path}"
+            return web.json_response({"error": {"message": f"no {script.unread} here", "type": "not_found_error"}}, status=404)
+        asked, said = await request.json(), script.next()
+        await asyncio.sleep(said.seconds)
+        if said.status != 200:
+            error = {"type": "error", "error": {"message": f"a refusal of the check: {said.status}", "type": "check"}}
+            return web.json_response(error, status=said.status, headers={"Retry-After": "0"})
+        answer = form.answer(said)
+        if not asked.get("stream"):
+            return web.json_response(answer)
+        return web.Response(text="".join(form.events(said, answer)), content_type="text/event-stream")
+
+
+def _event(data: Mapping[str, Any], *, named: bool = True) -> str:
+    return (f"event: {data['type']}\n" if named else "") + f"data: {json.dumps(data)}\n\n"
+
+
+class _Chat:
+    """OpenAI's chat completions."""
+
+    def answer(self, said: Said) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": said.text}
+        if said.tool is not None:
+            name, arguments = said.tool
+            message["tool_calls"] = [{"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}]
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if said.tool else "stop", "logprobs": None}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        return {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
+
+    def events(self, said: Said, answer: Mapping[str, Any]) -> Iterator[str]:
+        [choice] = answer["choices"]
+        delta = {**choice["message"]}
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": 0, **call} for call in delta["tool_calls"]]
+        head = {**answer, "object": "chat.completion.chunk"}
+        yield _event({**head, "usage": None, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}, named=False)
+        yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}, named=False)
+        yield "data: [DONE]\n\n"
+
+
+class _Responses:
+    """OpenAI's responses."""
+
+    def answer(self, said: Said) -> dict[str, Any]:
+        part = {"type": "output_text", "text": said.text, "annotations": []}
+        item: dict[str, Any] = {"id": "msg_1", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
+        if said.tool is not None:
+            name, arguments = said.tool
+            item = {"id": "fc_1", "type": "function_call", "status": "completed", "call_id": CALL_ID, "name": name, "arguments": arguments}
+        usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
+        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        settings = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        head = {"id": "resp_1", "object": "response", "created_at": 1, "model": MODEL, "status": "completed"}
+        return {**head, **settings, "output": [item], "usage": {**usage, **details}}
+
+    def events(self, said: Said, answer: Mapping[str, Any]) -> Iterator[str]:
+        [item] = answer["output"]
+        place = {"output_index": 0, "item_id": item["id"]}
+        events: list[dict[str, Any]] = [{"type": "response.created", "response": {**answer, "status": "in_progress", "output": []}}]
+        events.append({"type": "response.output_item.added", "output_index": 0, "item": {**item, "status": "in_progress", "content": []}})
+        if said.tool is not None:
+            events.append({"type": "response.function_call_arguments.done", **place, "name": said.tool[0], "arguments": said.tool[1]})
+        else:
+            [part] = item["content"]
+            text = {**place, "content_index": 0, "logprobs": []}
+            events.append({"type": "response.content_part.added", **place, "content_index": 0, "part": {**part, "text": ""}})
+            events.append({"type": "response.output_text.delta", **text, "delta": said.text})
+            events.append({"type": "response.output_text.done", **text, "text": said.text})
+            events.append({"type": "response.content_part.done", **place, "content_index": 0, "part": part})
+        events.append({"type": "response.output_item.done", "output_index": 0, "item": item})
+        events.append({"type": "response.completed", "response": answer})
+        yield from (_event({**event, "sequence_number": number}) for number, event in enumerate(events))
+
+
+class _Messages:
+    """Anthropic's messages."""
+
+    def answer(self, said: Said) -> dict[str, Any]:
+        block: dict[str, Any] = {"type": "text", "text": said.text}
+        if said.tool is not None:
+            block = {"type": "tool_use", "id": CALL_ID, "name": said.tool[0], "input": _object(said.tool[1])}
+        head = {"id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "content": [block]}
+        stop = {"stop_reason": "tool_use" if said.tool else "end_turn", "stop_sequence": None}
+        return {**head, **stop, "usage": {"input_tokens": 1, "output_tokens": 1}}
+
+    def events(self, said: Said, answer: Mapping[str, Any]) -> Iterator[str]:
+        [block] = answer["content"]
+        empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": said.text}
+        if said.tool is not None:
+            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield _event({"type": "message_start", "message": {**answer, "content": [], "stop_reason": None}})
+        yield _event({"type": "content_block_start", "index": 0, "content_block": empty})
+        yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
+        yield _event({"type": "content_block_stop", "index": 0})
+        yield _event(
+            {"type": "message_delta", "delta": {"stop_reason": answer["stop_reason"], "stop_sequence": None}, "usage": answer["usage"]}
+        )
+        yield _event({"type": "message_stop"})
+
+
+def _object(arguments: str) -> Any:
+    """Returns the arguments of a call as an object; Anthropic's format has no other."""
+    try:
+        read = json.loads(arguments)
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+FORMS: dict[str, _Chat | _Responses | _Messages] = {
+    "/v1/chat/completions": _Chat(),
+    "/v1/responses": _Responses(),
+    "/v1/messages": _Messages(),
+}
+
+
+AT_ONCE = 8
+SLOW_SECONDS = 0.3
+"""How long an answer takes where several rollouts run at once."""
+
+NONSENSE = (
+    Said(""),
+    Said("答えは\U0001f9ee \u202e24 \x00"),
+    Said(tool=("no_such_tool", "{}")),
+    Said(tool=("calculator", "{}")),
+    Said(tool=("calculator", '{"expression": [1, 2]}')),
+)
+"""What models draw before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them."""
+
+
+BLOCKED_SECONDS = 5.0
+"""How long beyond its time an agent may keep its thread to itself, before it is interrupted."""
+
+
+class AgentConformance:
+    """The checks of one agent.
+
+    Args:
+        play: calls it. example: prompt, label and answers of the model. options: its ``agent_options``. seconds: for one rollout.
+    """
+
+    def __init__(self, play: Played, model: ScriptedModel, example: Example, options: dict[str, Any], seconds: float) -> None:
+        self._play, self._model, self._example, self._options, self._seconds = play, model, example, options, seconds
+        self._numbers = itertools.count()
+
+    async def checks(self) -> AsyncIterator[Check]:
+        """Yields the result of each check."""
+        answers = [Said(text) for text in self._example.responses]
+        yield await self._timed("one rollout", self._one, answers[0])
+        for said in answers[1:]:
+            yield await self._timed("another answer", self._one, said)
+        for said in NONSENSE:
+            shown = f"calls {said.tool[0]} {said.tool[1]}" if said.tool else f"says {said.text!a}"
+            yield await self._timed(f"the model {shown}", self._nonsense, said)
+        yield await self._timed("429, then an answer", self._refused, 429)
+        yield await self._timed("503, then an answer", self._refused, 503)
+        yield await self._timed("the session has ended (410)", self._ended)
+        yield await self._timed("no label", self._no_label)
+        yield await self._timed(f"{AT_ONCE} rollouts at once", self._together)
+
+    # --- checks: what was seen, or an error
+
+    async def _one(self, said: Said) -> str:
+        result, script = await self._rollout(said)
+        if not script.asked:
+            reason = f"it asked for {script.unread}" if script.unread else "it asked nothing; use base_url and api_key as they are given"
+            raise _Failed(f"the model was never asked: {reason}")
+        return f"{script.asked} requests, {shown_reward(result)}"
+
+    async def _nonsense(self, said: Said) -> str:
+        try:
+            return shown_reward((await self._rollout(said, Said(self._example.responses[0])))[0])
+        except Exception as error:
+            raise _Warned(f"it raised {_words(error)}: each such rollout is begun anew and then lost; catch it and give a reward") from None
+
+    async def _refused(self, status: int) -> str:
+        try:
+            _, script = await self._rollout(*(Said(status=status) for _ in range(3)), Said(self._example.responses[0]))
+        except Exception as error:
+            raise _Warned(f"it gave up ({_words(error)}): gateways say so when they are full or start anew; max_retries=8") from None
+        return f"asked {script.asked} times"
+
+    async def _ended(self) -> str:
+        script = self._script(Said(status=410))
+        try:
+            await asyncio.wait_for(self._played(script[0], self._data()), self._seconds)
+        except TimeoutError:
+            raise _Failed(f"it went on for {self._seconds:g} s and {script[1].asked} requests after its session had ended") from None
+        except Exception as error:
+            return f"ended after {script[1].asked} requests: {_words(error)}"
+        return f"ended after {script[1].asked} requests"
+
+    async def _no_label(self) -> str:
+        try:
+            result, _ = await self._rollout(Said(self._example.responses[0]), label=None)
+        except Exception as error:
+            raise _Warned(f"it raised {_words(error)}; prompts need not have one") from None
+        return shown_reward(result)
+
+    async def _together(self) -> str:
+        alone = await self._seconds_of(1)
+        together = await self._seconds_of(AT_ONCE)
+        if together > AT_ONCE / 2 * alone + 1:
+            raise _Warned(f"{together:.1f} s, one alone takes {alone:.1f} s: they wait for one another; do not block in an async function")
+        return f"{together:.1f} s, one alone takes {alone:.1f} s"
+
+    async def _seconds_of(self, count: int) -> float:
+        begun = time.monotonic()
+        await asyncio.gather(*(self._rollout(Said(self._example.responses[0], seconds=SLOW_SECONDS)) for _ in range(count)))
+        return time.monotonic() - begun
+
+    # --- rollouts
+
+    async def _rollout(self, *answers: Said, label: str | None = "") -> tuple[object, Script]:
+        key, script = self._script(*answers)
+        data = self._data() if label == "" else {**self._data(), "label": label}
+        try:
+            return await asyncio.wait_for(self._played(key, data), self._seconds), script
+        except TimeoutError:
+            raise _Failed(f"it did not end within {self._seconds:g} s, and asked the model {script.asked} times") from None
+
+    async def _played(self, key: str, data: dict[str, Any]) -> object:
+        with interrupted_after(self._seconds + BLOCKED_SECONDS):
+            return await self._play(data, self._model.base_url, key)
+
+    def _script(self, *answers: Said) -> tuple[str, Script]:
+        key = f"sk-myxo-check-{next(self._numbers)}"
+        return key, self._model.script(key, *answers)
+
+    def _data(self) -> dict[str, Any]:
+        prompt = self._example.prompt
+        return {
+            "messages": [{"role": "user", "content": prompt}],
+            "prompt": prompt,
+            "label": self._example.label,
+            "metadata": {},
+            "model": MODEL,
+            "roles": {},
+            "group": "g00000000",
+            "rollout": 0,
+            "evaluation": False,
+            "options": self._options,
+        }
+
+    async def _timed(self, name: str, check: Callable[..., Awaitable[str]], *given: object) -> Check:
+        begun = time.monotonic()
+        try:
+            detail, result = await check(*given), "ok"
+        except _Warned as warned:
+            detail, result = str(warned), "warning"
+        except Exception as error:
+            detail, result = str(error) if isinstance(error, _Failed) else f"it raised {_words(error)}", "FAILED"
+        return Check(name, result, detail, time.monotonic() - begun)  # type: ignore[arg-type]
+
+
+class _Failed(Exception):
+    """The check failed, for the reason that it says."""
+
+
+class _Warned(Exception):
+    """What is seen is allowed, and costs something."""
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raises in the main thread, if this is it, what interrupts code that keeps it for so long: no deadline of the loop's would."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise _Failed(f"it blocked its thread for {seconds:g} s; what blocks belongs into a plain function, or a thread")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

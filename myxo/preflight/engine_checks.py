@@ -1,0 +1,245 @@
+"""Checks of engines: what flags ask of the model and of installed packages, and whether prompts and responses fit context and micro-
+batches.
+
+A prompt's length is that of the longest that was read. Where none was read (the user has a source of prompts), only lengths that fit with
+no prompt are refused. What generates in place of the engine, a function or an agent, is given `rollout_max_response_len` too, and asks as
+it likes: what it may generate has to fit into a micro-batch. Samples that are too long all the same are `rollout.overlong_samples`' matter.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from myxo.preflight.inspection import Findings, Inspection, Note
+from myxo.preflight.model_checks import positive_count
+from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
+from shared.config.eval_views import eval_views
+from shared.config.rollout_section import GENERATORS
+from shared.config.sglang_flags import plain_name
+from shared.runtime import devices
+from shared.runtime.errors import ConfigError, nearest
+
+ALGORITHM, DRAFT = "speculative-algorithm", "speculative-draft-model-path"
+SHORT = {"speculative-draft-model": DRAFT}
+
+OF_THE_MODEL, WITHOUT_A_DRAFT = ("EAGLE", "NEXTN"), ("NGRAM", "UNO", "NONE")
+ALGORITHMS = (*OF_THE_MODEL, *WITHOUT_A_DRAFT, "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "FROZEN_KV_MTP")
+"""Of speculative decoding: the draft may be layers of the model's own checkpoint, there is none, or it is another checkpoint."""
+
+DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+"""Keys of ``config.json`` that count the layers which draft."""
+
+ONLINE = ("bitsandbytes", "fp8", "mxfp8", "nvfp4_online", "quark_int4fp8_moe", "w8a8_fp8")
+"""Quantizations that SGLang makes of weights which have none."""
+
+FEWER_BITS = "engines compute with fewer bits than the trainer; train/train_rollout_logprob_abs_diff is how much they differ"
+
+
+def check_engine_model(inspection: Inspection) -> Findings:
+    """Yields what the model lacks for a flag of SGLang's; notes flags without effect, and those that change an engine's numbers."""
+    given = {key: value for key, value in inspection.config.rollout.sglang.items() if value not in (None, False)}
+    flags = {SHORT.get(name := plain_name(key), name): (f"rollout.sglang.{key}", value) for key, value in given.items()}
+    if ALGORITHM in flags:
+        yield from _draft(inspection, *flags[ALGORITHM], *flags.get(DRAFT, ("", None)))
+    elif idle := [field for name, (field, _) in flags.items() if name.startswith("speculative-")]:
+        yield Note(f"{', '.join(idle)}: without effect, as no {ALGORITHM} is given")
+    for name, (field, value) in flags.items():
+        if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
+            yield from _quantized(inspection, field, value)
+        elif _has_fewer_bits(name, value):
+            yield Note(f"{field} = {value}: {FEWER_BITS}")
+        elif name in ("enable-lora", "lora-paths"):
+            yield Note(f"{field} changes nothing: no request names an adapter of the engine's; lora_rank trains one")
+
+
+def _has_fewer_bits(name: str, value: Any) -> bool:
+    return value in ("half", "float16") if name == "dtype" else name == "kv-cache-dtype" and value not in ("auto", "bf16", "bfloat16")
+
+
+def _quantized(inspection: Inspection, field: str, value: Any) -> Findings:
+    config = inspection.config
+    if value not in ONLINE:
+        yield ConfigError(field, value, "none: the weights of hf_checkpoint are not quantized (config.json has no quantization_config)")
+    elif (config.has_steps and not config.debug.debug_rollout_only) or config.sft.sft_data is not None:
+        yield ConfigError(field, value, "none: engines load the trainer's weights with each push; a model that SGLang has quantized cannot")
+
+
+def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str, draft: Any) -> Findings:
+    """Yields an algorithm that nothing drafts for, and a draft that is named by a path and no checkpoint."""
+    name, path = str(algorithm).upper(), Path(str(draft or ""))
+    if name not in ALGORITHMS:
+        yield ConfigError(field, algorithm, f"one of {', '.join(ALGORITHMS)}; {nearest(name, list(ALGORITHMS))}")
+    elif name in WITHOUT_A_DRAFT:
+        return
+    elif draft is not None:
+        if (path.is_absolute() or str(draft).startswith(".") or path.exists()) and not (path / "config.json").is_file():
+            yield ConfigError(draft_field, draft, "the directory of a model that drafts: there is no config.json in it")
+        yield Note(f"{draft_field}: the draft is not trained; it stays as its checkpoint has it")
+    elif name not in OF_THE_MODEL:
+        yield ConfigError(field, algorithm, f"{DRAFT} besides, the checkpoint of a model that drafts for this one")
+    elif (missing := _without_layers(inspection)) is not None:
+        yield ConfigError(field, algorithm, f"a model with layers that draft, or {DRAFT}: {missing}")
+    else:
+        yield Note(f"{field}: the layers that draft are not trained; they stay as the checkpoint has them")
+
+
+def _without_layers(inspection: Inspection) -> str | None:
+    """Returns why the model drafts nothing by itself; None where it does, or its files cannot be read."""
+    model, names = inspection.model_config, inspection.weight_headers
+    if model is None or any("mtp" in name or "nextn" in name for name in names):
+        return None
+    counts = {**(model.get("text_config") or {}), **model}
+    if not any(counts.get(name) for name in DRAFT_LAYERS):
+        return f"its config.json names none ({DRAFT_LAYERS[0]})"
+    if names and not any(f".layers.{counts.get('num_hidden_layers')}." in name for name in names):
+        return "its config.json names some, and its files have no weights of them"
+    return None
+
+
+OF_SGLANG: Mapping[str, Mapping[str, str]] = {
+    "attention-backend": {"flashinfer": "flashinfer", "aiter": "aiter", "tokenspeed_mla": "tokenspeed_mla"},
+    "sampling-backend": {"flashinfer": "flashinfer"},
+    "grammar-backend": {"xgrammar": "xgrammar", "outlines": "outlines", "llguidance": "llguidance"},
+    "moe-a2a-backend": {
+        **{"deepep": "deep_ep", "deepep_v2": "deep_ep", "mooncake": "mooncake", "mori": "mori", "nixl": "nixl"},
+        **{"pplx": "pplx_kernels", "flashinfer": "flashinfer", "flashinfer_megamoe": "flashinfer"},
+    },
+    "moe-runner-backend": {"deep_gemm": "deep_gemm", "triton_kernel": "triton_kernels", "aiter": "aiter"},
+    "fp8-gemm-backend": {"deep_gemm": "deep_gemm", "aiter": "aiter"},
+    "load-format": {
+        **{"bitsandbytes": "bitsandbytes", "gguf": "gguf", "fastsafetensors": "fastsafetensors"},
+        **{"runai_streamer": "runai_model_streamer"},
+    },
+    "quantization": {"bitsandbytes": "bitsandbytes", "gguf": "gguf", "auto-round": "auto_round", "quark": "quark"},
+    "disaggregation-transfer-backend": {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl", "mori": "mori"},
+    "hicache-storage-backend": {"mooncake": "mooncake", "nixl": "nixl", "mori": "mori", "aibrix": "aibrix_kvcache"},
+    "enable-lmcache": {"True": "lmcache"},
+}
+"""Flag of SGLang's → value → the package that it imports for it."""
+
+SAME_VALUES = {"prefill-attention-backend": "attention-backend", "decode-attention-backend": "attention-backend"}
+BEGINNINGS = {"flashinfer_": "flashinfer"}
+"""Beginnings of the names of kernels, in `KERNELS`, and the package that has them."""
+
+KERNELS = ("moe-runner-backend", "fp8-gemm-backend", "fp4-gemm-backend")
+
+OF_MEGATRON: Mapping[tuple[str, Any], tuple[str, str]] = {
+    ("gradient_accumulation_fusion", True): ("fused_weight_gradient_mlp_cuda", "apex, built with --cuda_ext, has it"),
+    ("use_kitchen", True): ("nvidia_kitchen", "install it"),
+    ("use_kitchen_attention", True): ("nvidia_kitchen", "install it"),
+}
+"""Flag of Megatron's and its value → the module that Megatron's own layers import for it, and where that comes from."""
+
+
+def check_engine_packages(inspection: Inspection) -> Findings:
+    """Yields the flags of SGLang's whose packages are not installed, where the engines start on this machine."""
+    if inspection.starts and importlib.util.find_spec("sglang") is not None:  # without SGLang the check of the packages says so
+        yield from missing_of_sglang(inspection.config.rollout.sglang)
+
+
+def missing_of_sglang(given: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yields an error for each flag of ``[rollout.sglang]`` with the package that it needs and that is not installed."""
+    for key, value in given.items():
+        package = _package(plain_name(key), str(value))
+        if package is not None and importlib.util.find_spec(package) is None:
+            yield ConfigError(f"rollout.sglang.{key}", value, f"leave it out, or install the package {package}, which SGLang needs for it")
+
+
+def _package(name: str, value: str) -> str | None:
+    name = SAME_VALUES.get(name, name)
+    if name in KERNELS and (begun := next((BEGINNINGS[part] for part in BEGINNINGS if value.startswith(part)), None)) is not None:
+        return begun
+    return OF_SGLANG.get(name, {}).get(value)
+
+
+def check_trainer_packages(inspection: Inspection) -> Findings:
+    """Yields the flags of Megatron's whose modules are not installed; Transformer Engine is `check_megatron_flags`' own."""
+    given = inspection.config.trainer.megatron
+    if not inspection.starts or given.get("transformer_impl") == "transformer_engine":  # which brings kernels of its own
+        return
+    for (name, value), (module, origin) in OF_MEGATRON.items():
+        if given.get(name) == value and importlib.util.find_spec(module) is None:
+            yield ConfigError(f"trainer.megatron.{name}", value, f"leave it out; Megatron needs {module} for it, not installed: {origin}")
+
+
+TRAINING = "data.prompt_data"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most tokens that a prompt and its response may have together. ``reason``: why, as the end of a sentence."""
+
+    tokens: int
+    reason: str
+
+
+def check_lengths(inspection: Inspection) -> Findings:
+    """Yields what is too long, for training and for evaluation."""
+    config = inspection.config
+    rollout, limit = config.rollout, _engine_limit(inspection)
+    shortest, reported = 1, False
+    prompt = inspection.longest_prompts.get(TRAINING, shortest)
+    if (
+        not any(getattr(rollout, name) for name in GENERATORS)
+        and limit is not None
+        and prompt + rollout.rollout_max_response_len > limit.tokens
+    ):
+        reported = True
+        yield _too_long("rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit)
+    yield from _micro_batches(inspection, prompt, limit)
+    if limit is None:
+        return
+    for view in eval_views(config):
+        own, prompt = view.own.max_response_len, inspection.longest_prompts.get(view.field, shortest)
+        response, context = view.config.rollout.rollout_max_response_len, view.max_context_len
+        given = own is not None or config.eval.eval_max_response_len is not None
+        if min(prompt + response, context or math.inf) > limit.tokens and (given or not reported):
+            field = "eval.eval_max_response_len" if own is None else f"{view.field}.max_response_len"
+            yield _too_long(field, response, view.field, prompt, limit)
+
+
+def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit) -> ConfigError:
+    left = limit.tokens - prompt
+    if left < 1:
+        wanted = f"prompts of fewer than {limit.tokens} tokens, {limit.reason}; or rollout_max_prompt_len with overlong_prompts = filter"
+        return ConfigError(prompts, f"a prompt of {prompt} tokens", wanted)
+    return ConfigError(field, response, f"at most {left}: the longest prompt of {prompts} ({prompt} tokens) and its response are at most "
+                       f"{limit.tokens} tokens, {limit.reason}")  # fmt: skip
+
+
+def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> Findings:
+    """Yields a budget of tokens that a sample could exceed: the trainer would refuse it, the batch with it, and the next one."""
+    trainer, response = inspection.config.trainer, inspection.config.rollout.rollout_max_response_len
+    longest, ranks, budget = prompt + response, trainer.context_parallel_size, inspection.config.longest_sample
+    if limit is not None:
+        longest = min(longest, limit.tokens)
+    if longest <= budget:
+        return
+    shared = f", which {ranks} context-parallel ranks hold together" if ranks > 1 else ""
+    wanted = f"at least {-(-longest // ranks)}: the longest prompt ({prompt} tokens) and its response have up to {longest} tokens{shared}"
+    shorter = f"; or rollout_max_response_len of at most {budget - prompt}" if budget > prompt else ""
+    yield ConfigError("trainer.max_tokens_per_gpu", trainer.max_tokens_per_gpu, wanted + shorter)
+
+
+def _engine_limit(inspection: Inspection) -> Limit | None:
+    """Returns the most that the engine takes; None where the model does not say."""
+    config, model = inspection.config, inspection.model_config
+    flags = {plain_name(key): value for key, value in config.rollout.sglang.items()}
+    known = context_length(model) if model is not None else None
+    given = positive_count(flags.get("context-length"))
+    context = given or known
+    if context is None or model is None:
+        return None
+    limit = Limit(context - CONTEXT_KEPT, f"{'--sglang-context-length' if given else 'the context in config.json'} less {CONTEXT_KEPT}")
+    cache = positive_count(flags.get("max-total-tokens"))
+    if cache is None and devices.resolve(config.rollout.rollout_device) == "cpu":
+        try:
+            cache = cpu_token_capacity(model)
+        except (KeyError, TypeError):  # the check of the architecture names it
+            return limit
+    if cache is not None and (tokens := longest_sequence(context, cache, positive_count(flags.get("page-size")) or 1)) < limit.tokens:
+        return Limit(tokens, f"the engine's KV cache of {cache} tokens (--sglang-max-total-tokens)")
+    return limit

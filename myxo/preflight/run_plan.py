@@ -1,0 +1,403 @@
+"""The memory that each kind of a run's processes needs of its GPU, whether it fits, and the flags that lower it.
+
+A trainer's rank: what `shared.model.memory_plan` counts, checked against measured runs. An engine's GPU: weights and the longest sequence
+of the run, of the share that the engine takes. Colocated, the one has to live beside what the other leaves on the GPU.
+
+The plan is within 5 % of what was measured, so the check refuses a config only where it needs 10 % more than there is; nearer than 10 % to
+the limit, on either side, it is noted.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.config.rollout_section import RolloutSection
+from shared.config.run_config import RunConfig
+from shared.config.trainer_section import TrainerSection
+from shared.model.architecture import Architecture
+from shared.model.engine_plan import EnginePlan, plan_engine
+from shared.model.memory_plan import OUTSIDE_BYTES, StagePlan, plan_trainer, total_parameters
+from shared.model.parallel_layout import ParallelLayout, division_problems
+from shared.runtime import devices
+from shared.runtime.errors import ConfigError
+
+ASLEEP_BYTES = 5_000_000_000
+"""What a colocated engine that has released weights and cache still has: CUDA's context, graphs, workspaces (docs/deployment.md)."""
+
+NEAR = 0.1
+"""How far the need may be off what it is compared with before it counts as surely too large, or surely small enough."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The need of one GPU of a kind of process.
+
+    Args:
+        of: the kind, for people. role: actor, critic or engine. ranks: how many GPUs are of this kind. parts: bytes by name; together they
+            are the need. available: bytes that there are for it. field: of the config, that an error names. host: bytes of host memory
+            beside.
+    """
+
+    of: str
+    role: str
+    ranks: int
+    parts: Mapping[str, int]
+    available: int
+    field: str
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.available
+
+    @property
+    def largest(self) -> str:
+        """Returns the name of the largest part."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run.
+
+    Args:
+        config: of the run. architecture: of its policy. gpu_bytes: of each GPU. critic: the architecture of the critic, where it has one of
+            its own.
+    """
+
+    config: RunConfig
+    architecture: Architecture
+    gpu_bytes: int
+    critic: Architecture | None = None
+
+    @cached_property
+    def needs(self) -> list[MemoryNeed]:
+        """Returns the needs of all kinds of processes."""
+        return [*self._trainer("actor"), *self._trainer("critic"), *self._engine()]
+
+    @property
+    def fits(self) -> bool:
+        return all(need.fits for need in self.needs)
+
+    @cached_property
+    def engine(self) -> EnginePlan | None:
+        """Returns the plan of an engine's GPU; None where the run has none."""
+        return None if self.config.debug.trains_only else plan_engine(self.architecture, self.config.rollout, self.gpu_bytes)
+
+    def stages(self, role: str) -> list[StagePlan]:
+        """Returns the plans of a role's pipeline stages; none where the run has no such role."""
+        config = self.config
+        if config.debug.debug_rollout_only or (role == "critic" and not config.algorithm.has_critic):
+            return []
+        shape = (self.critic or self.architecture) if role == "critic" else self.architecture
+        return plan_trainer(shape, config.trainer, config.trainer.ranks(role), value_head=role == "critic")
+
+    def _trainer(self, role: str) -> Iterator[MemoryNeed]:
+        """Yields the need of a rank of each stage; stages that are alike as one."""
+        trainer, plans = self.config.trainer, self.stages(role)
+        groups: list[list[StagePlan]] = []
+        for plan in plans:
+            if groups and _parts(groups[-1][0]) == _parts(plan):
+                groups[-1].append(plan)
+            else:
+                groups.append([plan])
+        for group in groups:
+            first, last, name = group[0].stage, group[-1].stage, role
+            if len(plans) > 1:
+                name += f", stage {first}" if first == last else f", stages {first} to {last}"
+            parts = {**_parts(group[0]), "CUDA, NCCL": OUTSIDE_BYTES}
+            if role == "actor" and trainer.colocate:
+                parts |= {"colocated": self._beside_trainer()}
+            ranks = trainer.ranks(role) // len(plans) * len(group)
+            field = "trainer.max_tokens_per_gpu" if group[0].activations > sum(_static(group[0])) else f"trainer.{role}_num_gpus_per_node"
+            yield MemoryNeed(name, role, ranks, parts, self.gpu_bytes, field, group[0].host)
+
+    def _beside_trainer(self) -> int:
+        """Returns the bytes that colocation takes of the trainer's GPU while it trains: the engine's, and the buckets of pushes."""
+        trainer = self.config.trainer
+        count = 2
+        if trainer.nodes("actor") > 1:  # as a stage's source, and as the relay of stages of other machines
+            count += 3 + 5 * -(-trainer.pipeline_model_parallel_size // trainer.ranks_per_node("actor"))
+        buckets = count * self.config.weights.update_weight_buffer_size
+        if self.config.trainer.offload_rollout is False and self.engine is not None:
+            return self.engine.budget + ASLEEP_BYTES + buckets
+        return ASLEEP_BYTES + buckets
+
+    def _engine(self) -> Iterator[MemoryNeed]:
+        engine, config = self.engine, self.config
+        if engine is None:
+            return
+        parts = {"weights": engine.weights, "longest sequence": engine.longest * engine.token_bytes}
+        if config.trainer.colocate and not config.debug.debug_rollout_only:
+            held = [sum(_static(stage)) for stage in self.stages("actor")] if config.trainer.offload_train is False else [0]
+            kept = max(held) + OUTSIDE_BYTES + 2 * config.weights.update_weight_buffer_size
+            beside = max(kept - (self.gpu_bytes - engine.budget), 0)
+            parts |= {"colocated": beside} if beside else {}
+        gpus = config.rollout.rollout_replicas * engine.gpus
+        yield MemoryNeed("engine", "engine", gpus, parts, engine.budget, "rollout.rollout_num_gpus_per_engine")
+
+
+def _static(plan: StagePlan) -> tuple[int, int, int]:
+    return plan.weights, plan.gradients, plan.optimizer
+
+
+def _parts(plan: StagePlan) -> dict[str, int]:
+    return {
+        "weights": plan.weights,
+        "gradients": plan.gradients,
+        "optimizer": plan.optimizer,
+        "activations": plan.activations,
+        "working": max(plan.likelihood, plan.working),
+    }
+
+
+WORTH = 0.02
+"""The share of a need that a flag has to take off to be told."""
+
+LEAST_TOKENS = 1024
+"""Tokens of a micro-batch below which training only gets slow."""
+
+LOW_PRECISION = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Flags with what the kind of process then needs. ``fits``: whether that is enough."""
+
+    flags: str
+    total: int
+    fits: bool
+
+
+def remedies(plan: RunPlan, need: MemoryNeed) -> list[Remedy]:
+    """Returns what would lower a need: first what is enough, then what saves most."""
+    changes = _for_engine(plan) if need.role == "engine" else _for_trainer(plan, need.role)
+    found = []
+    for flags, changed in changes:
+        after = max((other for other in changed.needs if other.role == need.role), key=lambda other: other.total - other.available)
+        saved = (need.total - need.available) - (after.total - after.available)
+        if saved > WORTH * need.total:
+            found.append(Remedy(flags, after.total, after.fits))
+    return [*(remedy for remedy in found if remedy.fits), *sorted((it for it in found if not it.fits), key=lambda it: it.total)]
+
+
+def _for_trainer(plan: RunPlan, role: str) -> Iterator[tuple[str, RunPlan]]:
+    trainer = plan.config.trainer
+    for flags, update in _trainer_flags(trainer, role):
+        changed = trainer.model_copy(update=update)
+        if _divides(plan.architecture, changed, role):
+            yield flags, replace(plan, config=plan.config.model_copy(update={"trainer": changed}))
+
+
+def _trainer_flags(trainer: TrainerSection, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields flags with the fields that they change."""
+    megatron = trainer.megatron
+    if not trainer.recomputes_layers:
+        yield "--recompute", {"recompute": True, "recompute_granularity": None, "recompute_modules": []}
+    if (tokens := trainer.max_tokens_per_gpu // 2) >= LEAST_TOKENS:
+        yield f"--max-tokens-per-gpu {tokens}", {"max_tokens_per_gpu": tokens}
+    if trainer.log_probs_chunk_size < 0 or trainer.log_probs_chunk_size > 1024:
+        yield "--log-probs-chunk-size 1024", {"log_probs_chunk_size": 1024}
+    adjustable = trainer.use_distributed_optimizer and trainer.train_dtype == "bfloat16"
+    if adjustable and not megatron.get("optimizer_cpu_offload"):
+        yield "--optimizer-cpu-offload", {"megatron": {**megatron, "optimizer_cpu_offload": True}}
+    if adjustable and not megatron.get("use_precision_aware_optimizer"):
+        spelled = " ".join(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in LOW_PRECISION.items())
+        yield spelled, {"megatron": {**megatron, **LOW_PRECISION}}
+    if not trainer.use_distributed_optimizer:
+        yield "--use-distributed-optimizer", {"use_distributed_optimizer": True}
+    yield from _more_ranks(trainer, role)
+
+
+def _more_ranks(trainer: TrainerSection, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields layouts that divide the model further."""
+    tensor, per_node = trainer.tensor_model_parallel_size * 2, trainer.ranks_per_node(role)
+    sequence = "" if trainer.sequence_parallel else " --sequence-parallel"
+    if tensor <= per_node:
+        update = {"tensor_model_parallel_size": tensor, "sequence_parallel": True}
+        yield f"--tensor-model-parallel-size {tensor}{sequence}", update
+    if trainer.expert_model_parallel_size * 2 <= trainer.ranks(role):
+        expert = trainer.expert_model_parallel_size * 2
+        yield f"--expert-model-parallel-size {expert}", {"expert_model_parallel_size": expert}
+    if per_node < 8:
+        yield f"--{role}-num-gpus-per-node {2 * per_node}", {f"{role}_num_gpus_per_node": 2 * per_node}
+    else:
+        nodes = 2 * trainer.nodes(role)
+        yield f"--{role}-num-nodes {nodes}", {f"{role}_num_nodes": nodes}
+    if 2 * tensor <= 16 and per_node < 8:
+        update = {f"{role}_num_gpus_per_node": 2 * per_node, "tensor_model_parallel_size": tensor, "sequence_parallel": True}
+        yield f"--{role}-num-gpus-per-node {2 * per_node} --tensor-model-parallel-size {tensor}{sequence}", update
+
+
+def _divides(architecture: Architecture, trainer: TrainerSection, role: str) -> bool:
+    layout = ParallelLayout.of(trainer)
+    problems = [*layout.world_problems(trainer.ranks(role)), *division_problems(architecture, layout, trainer.megatron)]
+    return not problems
+
+
+def _for_engine(plan: RunPlan) -> Iterator[tuple[str, RunPlan]]:
+    rollout = plan.config.rollout
+    for flags, update in _engine_flags(plan, rollout):
+        changed = rollout.model_copy(update=update)
+        yield flags, replace(plan, config=plan.config.model_copy(update={"rollout": changed}))
+
+
+def _engine_flags(plan: RunPlan, rollout: RolloutSection) -> Iterator[tuple[str, dict[str, Any]]]:
+    given = {name.lstrip("-").replace("_", "-"): value for name, value in rollout.sglang.items()}
+    gpus = rollout.rollout_num_gpus_per_engine
+    while plan.architecture.num_attention_heads % (gpus := 2 * gpus) == 0 and gpus <= 512:
+        yield f"--rollout-num-gpus-per-engine {gpus}", {"rollout_num_gpus_per_engine": gpus}
+    if "kv-cache-dtype" not in given:
+        yield "--sglang-kv-cache-dtype fp8_e4m3", {"sglang": {**rollout.sglang, "kv-cache-dtype": "fp8_e4m3"}}
+    if plan.engine is not None and plan.engine.share < 0.8:
+        others = {name: value for name, value in rollout.sglang.items() if name.lstrip("-").replace("_", "-") != "mem-fraction-static"}
+        yield "--sglang-mem-fraction-static 0.85", {"sglang": {**others, "mem-fraction-static": 0.85}}
+
+
+GB = 1e9
+
+MOST_REMEDIES = 6
+
+LEGEND = "working: logits of a chunk of tokens, or what the backward pass of a layer needs for a moment, whichever is more"
+
+
+def trainer_table(plan: RunPlan) -> Table | None:
+    """Returns a column for each kind of trainer's rank; None where the run has no trainer."""
+    needs = [need for need in plan.needs if need.role != "engine"]
+    if not needs:
+        return None
+    table = _table("trainer, a rank", [need.of for need in needs])
+    table.add_row("ranks", *(str(need.ranks) for need in needs))
+    for name in dict.fromkeys(name for need in needs for name in need.parts):
+        table.add_row(name, *(_gb(need.parts.get(name, 0)) for need in needs))
+    table.add_row("together", *(Text(_gb(need.total), style="bold" if need.fits else "bold red") for need in needs))
+    table.add_row("of a GPU's", *(_gb(need.available) for need in needs))
+    table.add_row("host memory", *(_gb(need.host) for need in needs))
+    return table
+
+
+def engine_table(plan: RunPlan) -> Table | None:
+    """Returns what is planned of an engine's GPU; None where the run has no engine."""
+    engine = plan.engine
+    if engine is None:
+        return None
+    table = _table("engine, a GPU", [])
+    table.add_column("")
+    table.add_row("engines x GPUs", f"{plan.config.rollout.rollout_replicas} x {engine.gpus}")
+    table.add_row("weights", _gb(engine.weights))
+    table.add_row("KV cache", _gb(engine.cache))
+    table.add_row("together, at most", f"{_gb(engine.budget)} = {engine.share:.3g} of a GPU's {_gb(plan.gpu_bytes)}")
+    caches = f" in each of {engine.copies} caches" if engine.copies > 1 else ""
+    table.add_row("tokens in the cache", f"{engine.tokens:,}{caches}, of {engine.token_bytes:,} bytes")
+    table.add_row("longest sequences", f"{engine.tokens // engine.longest:,} of {engine.longest:,} tokens")
+    return table
+
+
+def verdicts(plan: RunPlan) -> Iterator[str]:
+    """Yields what does not fit, why, and which flags would lower it."""
+    for need in plan.needs:
+        if need.fits:
+            continue
+        yield problem(need)
+        found = remedies(plan, need)
+        for remedy in found[:MOST_REMEDIES]:
+            yield f"  {remedy.flags}: {_gb(remedy.total)} GB{', which fits' if remedy.fits else ''}"
+        if not found:
+            yield "  no single flag lowers it: take more or larger GPUs, or a smaller model"
+
+
+def problem(need: MemoryNeed) -> str:
+    """Returns in a sentence what does not fit."""
+    return (
+        f"{need.of}: needs {_gb(need.total)} GB of a GPU, there are {_gb(need.available)}; "
+        f"most of it: {need.largest}, {_gb(need.parts[need.largest])} GB"
+    )
+
+
+def as_json(plan: RunPlan, notes: list[str]) -> dict[str, Any]:
+    """Returns the plan as plain values; sizes are bytes."""
+    engine = plan.engine
+    return {
+        "fits": plan.fits,
+        "gpu_bytes": plan.gpu_bytes,
+        "parameters": total_parameters(plan.architecture),
+        "needs": [
+            {
+                "of": need.of,
+                "role": need.role,
+                "ranks": need.ranks,
+                "parts": dict(need.parts),
+                "total": need.total,
+                "available": need.available,
+                "host": need.host,
+                "fits": need.fits,
+                "largest": need.largest,
+                "remedies": [] if need.fits else [vars(remedy) for remedy in remedies(plan, need)],
+            }
+            for need in plan.needs
+        ],
+        "stages": {role: [stage.as_json() for stage in plan.stages(role)] for role in ("actor", "critic") if plan.stages(role)},
+        "engine": None if engine is None else {**vars(engine), "cache": engine.cache},
+        "notes": notes,
+    }
+
+
+def _table(first: str, columns: list[str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True, min_width=20)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.1f}"
+
+
+MOST_NAMED = 3
+
+
+def check_gpu_memory(inspection: Inspection) -> Findings:
+    """Yields a kind of process whose GPU is surely too small for it; notes one that comes near it."""
+    config, architecture = inspection.config, inspection.architecture
+    used = {"actor": config.trainer.train_device, "critic": config.trainer.train_device, "engine": config.rollout.rollout_device}
+    on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}
+    if architecture is None or not on_gpus or not _layout_divides(inspection):
+        return
+    if (gpu_bytes := devices.gpu_bytes()) is None:
+        return
+    plan = RunPlan(config, architecture, gpu_bytes, inspection.critic)
+    for need in plan.needs:
+        if need.role not in on_gpus or need.total <= (1 - NEAR) * need.available:
+            continue
+        if need.total > (1 + NEAR) * need.available and not config.debug.ignore_memory_plan:
+            section, _, name = need.field.partition(".")
+            expected = f"{problem(need)}{_advice(plan, need)}; `myxo plan` shows all of it, and --ignore-memory-plan starts anyway"
+            yield ConfigError(need.field, getattr(getattr(config, section), name), expected)
+        elif need.fits:
+            yield Note(f"memory: {need.of} is near its limit: {need.total / 1e9:.1f} GB of {need.available / 1e9:.1f} by `myxo plan`")
+        else:
+            yield Note(f"memory: {problem(need)}; it may fail for lack of memory{_advice(plan, need)}")
+
+
+def _advice(plan: RunPlan, need: MemoryNeed) -> str:
+    enough = [remedy for remedy in remedies(plan, need) if remedy.fits][:MOST_NAMED]
+    return f"; with one of these it fits: {', '.join(remedy.flags for remedy in enough)}" if enough else ""
+
+
+def _layout_divides(inspection: Inspection) -> bool:
+    """Returns whether the layout divides ranks and model; another check tells where it does not."""
+    trainer, layout = inspection.config.trainer, ParallelLayout.of(inspection.config.trainer)
+    roles = ("actor", "critic") if inspection.config.algorithm.has_critic else ("actor",)
+    problems = [problem for role in roles for problem in layout.world_problems(trainer.ranks(role))]
+    models = [model for model in (inspection.architecture, inspection.critic) if model is not None]
+    return not problems and not any(list(division_problems(model, layout, trainer.megatron)) for model in models)
