@@ -26,8 +26,8 @@ from shared.hooks.loading import load_agent
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.untrusted_files import parse_json
 
+# Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward.
 Played = Callable[[Mapping[str, Any], str, str], Awaitable[object]]
-"""Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward."""
 
 
 class AgentFailed(MyxoError):
@@ -285,9 +285,9 @@ FORMS: dict[str, _Chat | _Responses | _Messages] = {
 
 
 AT_ONCE = 8
-SLOW_SECONDS = 0.3
-"""How long an answer takes where several rollouts run at once."""
+SLOW_SECONDS = 0.3  # how long an answer takes where several rollouts run at once
 
+# What models draw before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them.
 NONSENSE = (
     Said(""),
     Said("答えは\U0001f9ee \u202e24 \x00"),
@@ -295,11 +295,9 @@ NONSENSE = (
     Said(tool=("calculator", "{}")),
     Said(tool=("calculator", '{"expression": [1, 2]}')),
 )
-"""What models draw before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them."""
 
 
-BLOCKED_SECONDS = 5.0
-"""How long beyond its time an agent may keep its thread to itself, before it is interrupted."""
+BLOCKED_SECONDS = 5.0  # how long beyond its time an agent may keep its thread to itself, before it is interrupted
 
 
 class AgentConformance:

@@ -22,9 +22,7 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
 TICK_SECONDS = 0.2
-
-LOG = "console"
-"""The name of the log in a run's directory."""
+LOG = "console"  # name of the log in a run's directory
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ from shared.store.payload_store import Store
 
 State = Literal["ok", "note", "fault"]
 
-COMMAND_SECONDS = 15.0
-"""The deadline of a program that is asked."""
+COMMAND_SECONDS = 15.0  # deadline of a program that is asked
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,11 @@ def told_by(command: Sequence[str]) -> tuple[str, str]:
     return done.stdout, ""
 
 
-OLDEST, NEWEST = (3, 11), (3, 13)
-"""Versions of Python that Myxo is tested with."""
+OLDEST, NEWEST = (3, 11), (3, 13)  # versions of Python that Myxo is tested with
 
+# The extras without which `myxo up` starts nothing, and whom they are for.
 NEEDED = {"": "every service", "embedded": "servers of a run on this machine", "trainer": "the trainer", "rollout": "engines"}
-"""The extras without which `myxo up` starts nothing, and whom they are for."""
-
-OWN_PACKAGES = ("sglang", "xgrammar")
-"""Packages that no extra can bring: they are installed without what they ask for (see the Makefile)."""
+OWN_PACKAGES = ("sglang", "xgrammar")  # packages that no extra can bring: they are installed without what they ask for (see the Makefile)
 
 
 def examine_python(_: Path) -> Iterator[Diagnosis]:
@@ -156,14 +152,10 @@ def _install(extra: str) -> str:
     return f"pip install 'myxo[{extra}]'" if extra else "pip install myxo"
 
 
+# Major version of CUDA → the oldest driver of Linux that its programs run on (NVIDIA's compatibility guide).
 OLDEST_DRIVER = {12: 525, 13: 580}
-"""Major version of CUDA → the oldest driver of Linux that its programs run on (NVIDIA's compatibility guide)."""
-
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
-
-BUSY_SHARE = 0.1
-"""The share of a GPU's memory from which on somebody else's use of it is told."""
-
+BUSY_SHARE = 0.1  # share of a GPU's memory from which on somebody else's use of it is told
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -347,11 +339,10 @@ async def _store(url: str) -> list[Diagnosis]:
     return found
 
 
-LEAST_MEMORY = 4 * GIB
-"""Bytes that the quick start's services take together."""
+LEAST_MEMORY = 4 * GIB  # bytes that the quick start's services take together
 
+# Bytes without which a run cannot begin, and those that even small models' checkpoints soon fill.
 LEAST_DISK, LITTLE_DISK = 256 << 20, 5 * GIB
-"""Bytes without which a run cannot begin, and those that even small models' checkpoints soon fill."""
 
 
 def examine_memory(_: Path) -> Iterator[Diagnosis]:
@@ -433,7 +424,6 @@ EXAMINATIONS: tuple[Examination, ...] = (
 )
 
 MARKS = {"ok": ("ok   ", "green"), "note": ("note ", "yellow"), "fault": ("FAULT", "bold red")}
-
 _ABOUT = """Look at this machine: packages, GPUs and their driver, shared memory, NATS, Redis, disk, limits, the sandbox.
 
 Each fault is told with the command that mends it. With a CONFIG (and flags over it) everything that `myxo up` checks before it starts is

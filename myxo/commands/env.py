@@ -40,6 +40,7 @@ from shared.runtime.command_line import Parser
 from shared.runtime.errors import ConfigError
 from shared.runtime.untrusted_files import parse_json
 
+# The maps of the protocol that have a JSON schema.
 SCHEMAS: dict[str, type] = {
     "describe.answer": Description,
     "score.request": ScoreRequest,
@@ -49,7 +50,6 @@ SCHEMAS: dict[str, type] = {
     "step.answer": StepAnswer,
     "close.request": CloseRequest,
 }
-"""The maps of the protocol that have a JSON schema."""
 
 
 def declare_new(verb: argparse.ArgumentParser) -> None:
@@ -147,13 +147,9 @@ def schemas(parsed: argparse.Namespace, console: Console) -> int:
     return exit_codes.DONE
 
 
-AGENT_SECONDS = 60.0
-"""The deadline of one rollout of an agent under check."""
-
+AGENT_SECONDS = 60.0  # deadline of one rollout of an agent under check
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
-
 _STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}
-
 _DESCRIPTION = """Ask a live environment all that the protocol promises: its description, scores of one sample and of groups, of empty, odd
 and long responses, of eight requests at once; and, where it steps, sessions, turns, repeats and ends. Or have an agent (module:function, a
 service's URL with --agent, or --agent-command) play rollouts against a model that follows a script: its reward, nonsense, refusals, an

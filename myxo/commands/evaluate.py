@@ -197,8 +197,8 @@ def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
 
 
+# The fields that name sets of held-out prompts: a flag for one takes the place of all that the run has.
 _SETS = ("eval_prompt_data", "eval_config", "sets")
-"""The fields that name sets of held-out prompts: a flag for one takes the place of all that the run has."""
 
 
 def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> dict[str, dict[str, Any]]:

@@ -16,13 +16,13 @@ from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
+# The files in which Megatron explains its fields, in the string behind each.
 SOURCES = (
     "core/model_parallel_config.py",
     "core/transformer/transformer_config.py",
     "core/optimizer/optimizer_config.py",
     "core/distributed/distributed_data_parallel_config.py",
 )
-"""The files in which Megatron explains its fields, in the string behind each."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:

@@ -30,9 +30,7 @@ from shared.runtime.safe_text import say
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")  # but commands of LaTeX
 _CHOICE = re.compile(r"\(?[A-J]\)?\Z")
 _TESTS = ("assert ", "def check(")
-
-SHORT_ANSWER = 64
-"""Characters up to which text without numbers counts as an answer to be compared as it is."""
+SHORT_ANSWER = 64  # characters up to which text without numbers counts as an answer to be compared as it is
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,8 @@ def _is_tests(label: Any) -> bool:
 
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
 
+# Shares of a GPU's memory that the state may take in training, and the weights in serving; activations and the KV cache have the rest.
 TRAINING_SHARE, SERVING_SHARE = 0.7, 0.6
-"""Shares of a GPU's memory that the state may take in training, and the weights in serving; activations and the KV cache have the rest."""
-
 MOST_PER_MACHINE = 8
 
 
@@ -150,18 +147,12 @@ def _tensors(architecture: Architecture, most: int) -> Iterator[int]:
     yield from (size for size in (1, 2, 4, 8) if size <= most and architecture.num_key_value_heads % size == 0)
 
 
-ROWS = 64
-"""The rows that are looked at."""
+ROWS = 64  # rows that are looked at
+HELD_OUT, MOST_HELD_OUT = 0.1, 200  # share of the rows that is kept apart for evaluation, and how many at most
+LEAST_HELD_OUT = 20  # with fewer nothing is kept apart
 
-HELD_OUT, MOST_HELD_OUT = 0.1, 200
-"""The share of the rows that is kept apart for evaluation, and how many at most."""
-
-LEAST_HELD_OUT = 20
-"""With fewer nothing is kept apart."""
-
+# Prompts of a batch, samples of a prompt, and tokens of a response, where data and context have as many.
 PROMPTS, SAMPLES, RESPONSE = 32, 8, 1024
-"""Prompts of a batch, samples of a prompt, and tokens of a response, where data and context have as many."""
-
 _ABOUT = """Write a first config: which keys of DATA are prompts and answers, which reward compares them, a held-out part, and a layout that
 fits this machine's GPUs. MODEL is a directory or a name on the Hugging Face hub, DATA a JSONL or Parquet file, or hf:ORG/NAME:SPLIT. Every
 guess stands in the file with its reason; the config is then checked as `myxo up` checks it."""

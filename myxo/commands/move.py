@@ -13,8 +13,7 @@ from shared.bus import runs
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError
 
-LEFT_BEHIND = ("lock", "servers.json")
-"""What belongs to the place, and not to the run."""
+LEFT_BEHIND = ("lock", "servers.json")  # what belongs to the place, and not to the run
 
 
 class MoveFailed(MyxoError):

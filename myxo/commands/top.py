@@ -35,12 +35,9 @@ from shared.live.text import duration, json_text, number, shortened_line
 from shared.runtime import exit_codes
 from shared.schema.service_messages import ServiceStatus
 
-LANE = 48
-"""Cells of a service's timeline."""
-
+LANE = 48  # cells of a service's timeline
 _STOPPED = {"saving", "pushing weights", "paused for a push", "updating", "held back"}
 HEIGHTS = "▁▂▃▄▅▆▇█"
-
 KEY = "▁▄█ busy  ▒ stopped for weights or a checkpoint  · waits"
 
 
@@ -127,9 +124,7 @@ def _alarm(alarm: Alarm) -> Text:
 
 
 POLL_INTERVAL_S = 1.0
-
-READ_SECONDS = 15.0
-"""The time without progress after which reading a stream is given up."""
+READ_SECONDS = 15.0  # time without progress after which reading a stream is given up
 
 
 def declare(command: argparse.ArgumentParser) -> None:

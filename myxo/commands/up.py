@@ -33,9 +33,7 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.node_rank import NODE_RANK
 
 REPLAY_MODULE = "services.trainer.batch_replay"
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""The signals at which the trainer saves and ends."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves and ends
 
 
 def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: bool) -> int:
@@ -78,9 +76,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
     return exit_codes.DONE
 
 
-LAUNCHER = "launcher"
-"""The instance under which the launcher's own log lines stand."""
-
+LAUNCHER = "launcher"  # instance under which the launcher's own log lines stand
 _UP = """Run a config's run on this machine until it is finished, with live progress.
 
 Starts an embedded NATS server and Valkey (unless NATS_URL and REDIS_URL name others), the buffer, reward and rollout services and the
@@ -217,11 +213,9 @@ name of a run that is there already, without a model, goes on with it. With CONF
 
 --dry-run prints the TOML file that the flags stand for."""
 
+# The sections that have fields without a default, so that each of these is asked for by its name.
 _REQUIRED: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "rollout": {}}
-"""The sections that have fields without a default, so that each of these is asked for by its name."""
-
-LONGEST_MODEL_NAME = 40
-"""Characters of the model's name in a run's."""
+LONGEST_MODEL_NAME = 40  # characters of the model's name in a run's
 
 
 def declare_train(command: argparse.ArgumentParser) -> None:

@@ -15,12 +15,8 @@ from shared.live.run_view import RunView
 from shared.live.text import LARGE, duration, number
 from shared.runtime.safe_text import printable
 
-PLAIN_SECONDS = 5.0
-"""Plain lines come no closer together than this."""
-
-PACE_STEPS = 20
-"""The most steps over which the pace, and the time left, are measured."""
-
+PLAIN_SECONDS = 5.0  # plain lines come no closer together than this
+PACE_STEPS = 20  # most steps over which the pace, and the time left, are measured
 _SECONDS = re.compile(r"\d+ s\b|\d+/min\b|\b(?:\d+h)?(?:\d+m)?\d+s\b")
 
 _STATE_STYLES = {

@@ -14,18 +14,12 @@ from typing import Any
 from shared.history.run_summary import EvaluationSummary, Summary
 from shared.schema.service_messages import WarmStartEnded
 
-SMOOTH = 0.05
-"""The part of the steps that the smoothed reward is a moving mean over."""
-
-MARGIN = 0.1
-"""Space above and below the data, of their range."""
-
-LONGEST_NAME = 32
-"""Letters of a name in the picture."""
-
+SMOOTH = 0.05  # part of the steps that the smoothed reward is a moving mean over
+MARGIN = 0.1  # space above and below the data, of their range
+LONGEST_NAME = 32  # letters of a name in the picture
 BLUE, GRAY, GREEN = "#2a6fbb", "#8a8f98", "#3a8f5c"
+# Colours and markers of the held-out sets, in the order of their names; from the sixth on they come again.
 SETS = (("#d9731a", "o"), ("#9b4fb8", "s"), ("#1b998b", "^"), ("#c33149", "D"), ("#6b705c", "v"))
-"""Colours and markers of the held-out sets, in the order of their names; from the sixth on they come again."""
 
 
 def available() -> bool:
@@ -139,8 +133,7 @@ def shortened(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"
 
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
-"""A cell that is filled by so many eighths."""
+BLOCKS = " ▁▂▃▄▅▆▇█"  # cell that is filled by so many eighths
 
 
 def text_chart(values: Sequence[float], *, width: int, height: int) -> list[str]:

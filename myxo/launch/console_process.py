@@ -24,23 +24,12 @@ from shared.runtime.server_urls import CONSOLE_TOKEN, new_console_token
 from shared.schema.service_messages import ServiceEvent
 
 MODULE = "services.console"
-
-INSTANCE = "console"
-"""The name of its log."""
-
-PORTS_TRIED = 20
-"""How many ports from the wanted one on are tried before any free one is taken."""
-
-WELL_SECONDS = 10.0
-"""The uptime after which a console counts as one that works."""
-
+INSTANCE = "console"  # name of its log
+PORTS_TRIED = 20  # how many ports from the wanted one on are tried before any free one is taken
+WELL_SECONDS = 10.0  # uptime after which a console counts as one that works
 STOP_SECONDS = 2.0
-
-FIRST_ANSWER_SECONDS = 60.0
-"""The uptime after which a console that has never answered counts as one that does not."""
-
-PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0
-"""The interval at which it is asked whether it answers, and the time that it has for that."""
+FIRST_ANSWER_SECONDS = 60.0  # uptime after which a console that has never answered counts as one that does not
+PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0  # interval at which it is asked whether it answers, and the time that it has for that
 
 
 class ConsoleProcess:

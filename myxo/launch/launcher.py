@@ -49,8 +49,7 @@ from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, options
 
-SCAN = 1000
-"""The number of keys that one SCAN asks for."""
+SCAN = 1000  # number of keys that one SCAN asks for
 
 
 async def erase_from_bus(bus: Bus, run: str) -> None:
@@ -82,11 +81,8 @@ async def erase_from_store(url: str, run: str) -> None:
         await client.aclose()
 
 
-TOLD_AFTER_S = 15.0
-"""Seconds after which a wait is logged that is no trouble by itself."""
-
-LONG_STEP_S = 300.0
-"""Seconds after which this holds for a step that the trainer trains."""
+TOLD_AFTER_S = 15.0  # Seconds after which a wait is logged that is no trouble by itself
+LONG_STEP_S = 300.0  # Seconds after which this holds for a step that the trainer trains
 
 
 class WaitReport:
@@ -143,11 +139,8 @@ class WaitReport:
         )
 
 
-LOOK_SECONDS = 0.5
-"""The interval at which the disk is looked at."""
-
-MARGIN_SECONDS = 60.0
-"""The time that a trainer has, beyond that of a collective, to load what it writes."""
+LOOK_SECONDS = 0.5  # interval at which the disk is looked at
+MARGIN_SECONDS = 60.0  # time that a trainer has, beyond that of a collective, to load what it writes
 
 
 class FinalWeights:
@@ -216,29 +209,17 @@ class FinalWeights:
         return " and ".join(map(str, self._missing))
 
 
-STALE_SHARE = 0.5
-"""A service is silent that has not renewed its status for this share of its TTL: it does so five times within."""
-
+STALE_SHARE = 0.5  # service is silent that has not renewed its status for this share of its TTL: it does so five times within
 TICK_SECONDS = 0.1
-POLL_SECONDS = 0.5
-"""The interval at which the registry and the run's phase are read."""
-
-POLL_DEADLINE = 2.0
-"""The time that bus and store have to take what is published, and to answer."""
-
+POLL_SECONDS = 0.5  # interval at which the registry and the run's phase are read
+POLL_DEADLINE = 2.0  # time that bus and store have to take what is published, and to answer
 SHOW_SECONDS = 0.5
 
+# The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer.
 TRAINER_STOP_SECONDS = 8.0
-"""The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer."""
-
-STOP_SECONDS = 6.0
-"""The time that the other services then have before everything is killed; they cancel their own work after 4 s."""
-
-LEAVE_SECONDS = 60.0
-"""The time that the trainer of a finished run may take to end by itself: it may still be writing the final weights."""
-
-TROUBLES_SECONDS = 20.0
-"""The deadline for the summary of failures where the run ends unfinished."""
+STOP_SECONDS = 6.0  # time that the other services then have before everything is killed; they cancel their own work after 4 s
+LEAVE_SECONDS = 60.0  # time that the trainer of a finished run may take to end by itself: it may still be writing the final weights
+TROUBLES_SECONDS = 20.0  # deadline for the summary of failures where the run ends unfinished
 
 
 class RunsElsewhere(MyxoError):

@@ -80,14 +80,10 @@ async def until_room(watch: DiskWatch, say: Callable[[str], None], stopped: Call
     return False
 
 
+# What Go says of a write that found no room: ``write PATH: no space left on device``.
 _NO_SPACE = re.compile(r"(?P<path>/[^:\n]*): (?:no space left on device|disk quota exceeded)", re.IGNORECASE)
-"""What Go says of a write that found no room: ``write PATH: no space left on device``."""
-
-READ_BYTES = 1 << 18
-"""The most of a log that one look reads; of what was written faster the end counts."""
-
-ROOM_SECONDS = 1.0
-"""For so long a path must have had room before a server counts as one that refuses although there is."""
+READ_BYTES = 1 << 18  # most of a log that one look reads; of what was written faster the end counts
+ROOM_SECONDS = 1.0  # for so long a path must have had room before a server counts as one that refuses although there is
 
 
 class RefusedWrites:
@@ -146,21 +142,12 @@ def _full(path: Path) -> str:
     return full_disk(there) if there is not None else ""
 
 
+# The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server.
 RESTART_SECONDS = 10.0
-"""The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server."""
-
-PROBE_SECONDS = 2.0
-"""The interval at which an embedded server is asked whether it answers."""
-
-LOG_SECONDS = 0.5
-"""The interval at which the log of an embedded NATS is read for writes that found no room."""
-
-SERVER = "server"
-"""The kind of service that events name for an embedded server."""
-
-SILENT_SECONDS = 6.0
-"""A server is away that has not answered for so long."""
-
+PROBE_SECONDS = 2.0  # interval at which an embedded server is asked whether it answers
+LOG_SECONDS = 0.5  # interval at which the log of an embedded NATS is read for writes that found no room
+SERVER = "server"  # kind of service that events name for an embedded server
+SILENT_SECONDS = 6.0  # server is away that has not answered for so long
 _ERROR = re.compile(r"error|fail|fatal|panic|no space|\[ERR\]|\[FTL\]", re.IGNORECASE)
 
 
@@ -215,14 +202,12 @@ class RunServers:
         frozen_timeout: float = 0.0,
     ) -> None:
         self.managed: list[ManagedServer] = []
-        self.restarted: list[ServiceEvent] = []
-        """Of each server that was started again, with why; whoever publishes an event takes it out."""
+        self.restarted: list[ServiceEvent] = []  # of each server that was started again, with why; whoever publishes an event takes it out
         self._refused: dict[str, RefusedWrites] = {}
         self._refused_at = 0.0
         self._frozen_timeout, self._probe_at = frozen_timeout, 0.0
         self._probes: list[threading.Thread] = []
-        self.troubled = float("-inf")
-        """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
+        self.troubled = float("-inf")  # time when an embedded server was last found dead, in `time.monotonic` seconds
         self._nats = given.nats_url or self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
         self._valkey = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
 

@@ -15,9 +15,10 @@ from shared.runtime import devices, http_address
 from shared.runtime.embedded_servers import hold_port
 from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
 
+# Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives.
 _HELD: list[socket.socket] = []
-"""Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives."""
 
+# The module that `python -m` runs for each service.
 SERVICE_MODULES = {
     "buffer": "services.buffer",
     "reward": "services.reward",
@@ -25,16 +26,10 @@ SERVICE_MODULES = {
     "gateway": "services.gateway",
     "trainer": "services.trainer",
 }
-"""The module that `python -m` runs for each service."""
 
-AGENTS = "agents"
-"""The server of the user's that agents speak to (`rollout.agent_service`)."""
-
-TRAINERS = ("trainer", "critic")
-"""The services that hold the training state: they are stopped before those that they need."""
-
-CRITIC = ("services.trainer", "critic")
-"""The module and argument that it runs for the critic, the trainer's second role."""
+AGENTS = "agents"  # server of the user's that agents speak to (`rollout.agent_service`)
+TRAINERS = ("trainer", "critic")  # services that hold the training state: they are stopped before those that they need
+CRITIC = ("services.trainer", "critic")  # module and argument that it runs for the critic, the trainer's second role
 
 
 @dataclass(frozen=True)

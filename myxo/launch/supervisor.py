@@ -33,17 +33,12 @@ class BackOff:
     """The waits of one process before its restarts."""
 
     first: float = 0.5
-    longest: float = 30.0
-    """Seconds of the first wait, and of the longest; each wait is twice the one before."""
-    healthy: float = 60.0
-    """The uptime after which earlier deaths no longer count: the next wait is the first one again."""
-    most: int = 10
-    """The number of deaths in a row, without having been ready, after which the process is given up."""
-    at_once: bool = False
-    """True if there is no wait after the first death of a row (for servers, which all services need)."""
+    longest: float = 30.0  # Seconds of the first wait, and of the longest; each wait is twice the one before
+    healthy: float = 60.0  # uptime after which earlier deaths no longer count: the next wait is the first one again
+    most: int = 10  # number of deaths in a row, without having been ready, after which the process is given up
+    at_once: bool = False  # true if there is no wait after the first death of a row (for servers, which all services need)
     short_lives: int = 0
-    deaths_unready: int = 0
-    """Deaths in a row until now: after a short life, and without having been ready."""
+    deaths_unready: int = 0  # deaths in a row until now: after a short life, and without having been ready
 
     def died(self, lived: float, ready: bool) -> float | None:
         """Notes a death after ``lived`` seconds; ``ready``: whether it had become ready before.
@@ -58,17 +53,16 @@ class BackOff:
         return 0.0 if doublings < 0 else min(self.longest, self.first * 2.0 ** min(doublings, 64))
 
 
-MOST_SAME = 3
-"""The number of deaths of one service by one error, without a finished training step in between, after which it is given up."""
+MOST_SAME = 3  # number of deaths of one service by one error, without a finished training step in between, after which it is given up
 
+# The number of its deaths by anything: errors that take turns, and kills from outside, for the kernel kills what takes too much memory.
 MOST_DEATHS = 10
-"""The number of its deaths by anything: errors that take turns, and kills from outside, for the kernel kills what takes too much memory."""
 
+# Signals that a process causes itself; all others come from outside.
 _OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
-"""Signals that a process causes itself; all others come from outside."""
 
+# Matches the log of a service whose own child process was killed from outside.
 _KILLED = re.compile(r"exit ?code: -(9|15)\b|signal (9|15)\b|SIGKILL|SIGTERM")
-"""Matches the log of a service whose own child process was killed from outside."""
 
 
 def from_outside(code: int) -> bool:
@@ -105,14 +99,11 @@ class SameDeaths:
         return self.count >= MOST_SAME or self.deaths >= MOST_DEATHS
 
 
-LAST_LINES = 15
-"""Lines of a log that are shown when a service is given up."""
+LAST_LINES = 15  # lines of a log that are shown when a service is given up
+REASON_LINES = 500  # lines of a log that are searched for the error that a service died of
 
-REASON_LINES = 500
-"""Lines of a log that are searched for the error that a service died of."""
-
+# States in which a service is at work (a rollout that waits for weights is fenced, a second buffer stands by).
 AT_WORK = ("ready", "fenced", "updating", "standby")
-"""States in which a service is at work (a rollout that waits for weights is fenced, a second buffer stands by)."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +176,8 @@ class Supervisor:
         excused: Callable[[float], bool] = lambda since: False,
         backoff: Callable[[], BackOff] = BackOff,
     ) -> None:
+        # Of each service that was started again, with the error that ended its life before; whoever publishes an event takes it out.
         self.restarted: list[ServiceEvent] = []
-        """Of each service that was started again, with the error that ended its life before; whoever publishes an event takes it out."""
         self._excused, self._logs = excused, logs
         self._services = [SupervisedService(spec, _started(spec, logs(spec.instance)), backoff()) for spec in specs]
         self._log = structlog.get_logger()

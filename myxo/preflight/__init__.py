@@ -35,9 +35,9 @@ from shared.runtime.safe_text import printable_line, say
 
 Check = Callable[[Inspection], Findings]
 
-LONGEST_NOTE = 1000
-"""Characters of a note that are shown: one may hold a whole prompt."""
+LONGEST_NOTE = 1000  # characters of a note that are shown: one may hold a whole prompt
 
+# Checks of what a config names, but for its rows of data.
 INPUT_CHECKS: tuple[Check, ...] = (
     objective_checks.check_support,
     model_checks.check_files,
@@ -68,8 +68,8 @@ INPUT_CHECKS: tuple[Check, ...] = (
     objective_checks.check_variables,
     objective_checks.check_teachers,
 )
-"""Checks of what a config names, but for its rows of data."""
 
+# Checks that are left out where the run's services start on other machines.
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     machine_checks.check_traces,
@@ -89,8 +89,8 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     run_plan.check_gpu_memory,
     machine_checks.check_limits,
 )
-"""Checks that are left out where the run's services start on other machines."""
 
+# Checks that read rows, which take longest; the last ones need what the first have read.
 DATA_CHECKS: tuple[Check, ...] = (
     data_checks.check_training_prompts,
     data_checks.check_heldout_prompts,
@@ -100,9 +100,9 @@ DATA_CHECKS: tuple[Check, ...] = (
     label_checks.check_labels,
     engine_checks.check_lengths,
 )
-"""Checks that read rows, which take longest; the last ones need what the first have read."""
 
 
+# Checks that are left out where nothing is trained (`debug_rollout_only`).
 TRAINER_CHECKS: tuple[Check, ...] = (
     machine_checks.check_profilers,
     model_checks.check_other_models,
@@ -111,8 +111,8 @@ TRAINER_CHECKS: tuple[Check, ...] = (
     model_checks.check_training,
     data_checks.check_demonstrations,
 )
-"""Checks that are left out where nothing is trained (`debug_rollout_only`)."""
 
+# Checks that are left out where nothing is generated (`load_debug_rollout_data`).
 ROLLOUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engines,
     model_checks.check_engine_flags,
@@ -125,7 +125,6 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     label_checks.check_labels,
     engine_checks.check_lengths,
 )
-"""Checks that are left out where nothing is generated (`load_debug_rollout_data`)."""
 
 
 class Source(NamedTuple):

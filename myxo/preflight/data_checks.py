@@ -41,16 +41,14 @@ from shared.runtime.errors import ConfigError
 MOST = 20_000
 SECONDS = 5.0
 
+# The most rows, and seconds, for which the texts of a file are read to be compared with those of others.
 COMPARED_ROWS, COMPARED_SECONDS = 100_000, 2.0
-"""The most rows, and seconds, for which the texts of a file are read to be compared with those of others."""
 
+# Two moments at which chats are rendered, and how many of a file.
 DATES, DATED_ROWS = (datetime(2001, 2, 3, 4, 5, 6), datetime(2022, 11, 10, 19, 18, 17)), 16
-"""Two moments at which chats are rendered, and how many of a file."""
-
 _FORMAT = 3
 
-Result = tuple[list[str], int]
-"""Notes about data that was read, and the tokens of the longest prompt."""
+Result = tuple[list[str], int]  # notes about data that was read, and the tokens of the longest prompt
 
 
 def check_files(inspection: Inspection) -> Findings:
@@ -257,18 +255,10 @@ def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> list[str]:
 
 
 TRIAL_MODULE = "services.reward.label_trial"
-MOST_LABELS = 1000
-"""Labels of each set that are looked at."""
-
-LABEL_SECONDS = 3.0
-"""Processor time for trying labels, once what verifiers need is loaded."""
-
-START_SECONDS = 30.0
-"""The time that all of it may take besides, on a machine that is busy with other things."""
-
-PROSE_WORDS = 12
-"""A label of more words is a text, not an answer."""
-
+MOST_LABELS = 1000  # labels of each set that are looked at
+LABEL_SECONDS = 3.0  # processor time for trying labels, once what verifiers need is loaded
+START_SECONDS = 30.0  # time that all of it may take besides, on a machine that is busy with other things
+PROSE_WORDS = 12  # label of more words is a text, not an answer
 _MATHEMATICAL = ("dapo", "deepscaler", "math", "math_verify")
 _MISSING = 3
 _HASH = "####"

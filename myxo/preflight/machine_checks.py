@@ -32,30 +32,17 @@ from shared.runtime.host_memory import host_memory
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.tracing.trace_settings import trace_settings
 
+# The packages, and the services that need them; importing them would take seconds.
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
-"""The packages, and the services that need them; importing them would take seconds."""
-
-IMPORT_SECONDS = 120.0
-"""The deadline for importing the user's own functions."""
-
-LONGEST_WORDS = 1000
-"""The most characters that are shown of an import's output."""
-
+IMPORT_SECONDS = 120.0  # deadline for importing the user's own functions
+LONGEST_WORDS = 1000  # most characters that are shown of an import's output
 GIB = 1 << 30
-
-LEAST_DISK = 64 << 20
-"""Bytes without which not even the servers can keep what a run's first minutes bring."""
-
+LEAST_DISK = 64 << 20  # bytes without which not even the servers can keep what a run's first minutes bring
 LITTLE_DISK = GIB
 LITTLE_SHARED_MEMORY = GIB
-FEW_FILES = 1024
-"""Open files that the servers of a run and a few hundred connections come near to."""
-
-OPTIMIZER_BYTES = 8
-"""Bytes per parameter of Adam's two moments in float32."""
-
-MASTER_BYTES = 4
-"""Bytes per parameter of the gradient in float32; where training is in bfloat16, also of a float32 copy of the weights."""
+FEW_FILES = 1024  # open files that the servers of a run and a few hundred connections come near to
+OPTIMIZER_BYTES = 8  # bytes per parameter of Adam's two moments in float32
+MASTER_BYTES = 4  # bytes per parameter of the gradient in float32; where training is in bfloat16, also of a float32 copy of the weights
 
 
 def check_traces(_: Inspection) -> Findings:

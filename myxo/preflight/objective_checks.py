@@ -42,13 +42,13 @@ def check_variables(inspection: Inspection) -> Findings:
     yield from map(Note, environment_variables.unread({**os.environ, **inspection.config.trainer.train_env_vars}))
 
 
+# Functions that may put a teacher's log-probs beside their samples.
 TEACHES = (
     "custom_generate_function_path",
     "rollout_function_path",
     "custom_convert_samples_to_train_data_path",
     "rollout_data_postprocess_path",
 )
-"""Functions that may put a teacher's log-probs beside their samples."""
 
 
 def check_teachers(inspection: Inspection) -> Findings:

@@ -26,11 +26,9 @@ from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
+# What a colocated engine that has released weights and cache still has: CUDA's context, graphs, workspaces (docs/deployment.md).
 ASLEEP_BYTES = 5_000_000_000
-"""What a colocated engine that has released weights and cache still has: CUDA's context, graphs, workspaces (docs/deployment.md)."""
-
-NEAR = 0.1
-"""How far the need may be off what it is compared with before it counts as surely too large, or surely small enough."""
+NEAR = 0.1  # how far the need may be off what it is compared with before it counts as surely too large, or surely small enough
 
 
 @dataclass(frozen=True)
@@ -160,12 +158,8 @@ def _parts(plan: StagePlan) -> dict[str, int]:
     }
 
 
-WORTH = 0.02
-"""The share of a need that a flag has to take off to be told."""
-
-LEAST_TOKENS = 1024
-"""Tokens of a micro-batch below which training only gets slow."""
-
+WORTH = 0.02  # share of a need that a flag has to take off to be told
+LEAST_TOKENS = 1024  # tokens of a micro-batch below which training only gets slow
 LOW_PRECISION = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
 
 
@@ -264,9 +258,7 @@ def _engine_flags(plan: RunPlan, rollout: RolloutSection) -> Iterator[tuple[str,
 
 
 GB = 1e9
-
 MOST_REMEDIES = 6
-
 LEGEND = "working: logits of a chunk of tokens, or what the backward pass of a layer needs for a moment, whichever is more"
 
 

@@ -30,8 +30,7 @@ from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 
-ANSWER_SECONDS = 5.0
-"""The deadline for an answer of a given NATS or Redis."""
+ANSWER_SECONDS = 5.0  # deadline for an answer of a given NATS or Redis
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,7 @@ async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
         await bus.close()
 
 
-SETTLE_SECONDS = 5.0
-"""The time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory."""
+SETTLE_SECONDS = 5.0  # time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from shared.data.data_files import paths
 from shared.runtime.atomic_files import private_directory, replace_file
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
+# The names that `--fresh` removes.
 STATE = (
     "nats",
     "valkey",
@@ -50,11 +51,8 @@ STATE = (
     "trace.json.gz",
     "servers.json",
 )
-"""The names that `--fresh` removes."""
 
-HOLD_SECONDS = 1.0
-"""The time to try for the lock: a command that only checks whether it is held has it for an instant."""
-
+HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
 
 

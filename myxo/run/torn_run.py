@@ -114,15 +114,9 @@ def repair_plan(ledger: LedgerExtent, checkpoints: Iterable[int]) -> RepairPlan:
     return RepairPlan(known[-1], ledger.cut, ahead)
 
 
-CHECKPOINTS = {"actor": "checkpoints", "critic": "critic-checkpoints"}
-"""Where the trainer's roles keep theirs, in the run's directory."""
-
-MARKER = "checkpoint.json"
-"""What a complete checkpoint has (`services.trainer.megatron.checkpoint_parts`)."""
-
-ASIDE = ".set-aside"
-"""What the name of a checkpoint that is not used any more ends with."""
-
+CHECKPOINTS = {"actor": "checkpoints", "critic": "critic-checkpoints"}  # where the trainer's roles keep theirs, in the run's directory
+MARKER = "checkpoint.json"  # What a complete checkpoint has (`services.trainer.megatron.checkpoint_parts`)
+ASIDE = ".set-aside"  # what the name of a checkpoint that is not used any more ends with
 _STEP = re.compile(r"step_(\d{8,})")
 
 

@@ -17,12 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LIFE = timedelta(days=365)
-RENEW = timedelta(days=30)
-"""A certificate is renewed when less than this remains of its validity."""
-
-SKEW = timedelta(minutes=5)
-"""A client's clock may be behind by this much."""
-
+RENEW = timedelta(days=30)  # certificate is renewed when less than this remains of its validity
+SKEW = timedelta(minutes=5)  # client's clock may be behind by this much
 _USAGES = tuple(inspect.signature(x509.KeyUsage).parameters)
 
 

@@ -31,24 +31,14 @@ from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
 
 NATS, REDIS, ROUTER = "nats", "redis", "router"
-NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"
-"""The names of a role's files."""
+NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"  # names of a role's files
+ROUTER_KEY = "router_key"  # name of the file with the key to the router's control plane
+TOKEN = "token"  # name of the file with what opens the console
+_BARE = (HEALTH, ROUTER_KEY, TOKEN)  # files that hold a password alone, not a URL
+OWNER_ONLY = 0o400  # mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)
 
-ROUTER_KEY = "router_key"
-"""The name of the file with the key to the router's control plane."""
-
-TOKEN = "token"
-"""The name of the file with what opens the console."""
-
-_BARE = (HEALTH, ROUTER_KEY, TOKEN)
-"""Files that hold a password alone, not a URL."""
-
-OWNER_ONLY = 0o400
-"""The mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)."""
-
+# The mode of the servers' files: NATS may run as root, Redis as 999. They are protected because no other container mounts the volume.
 EVERYBODY = 0o444
-"""The mode of the servers' files: NATS may run as root, Redis as 999. They are protected because no other container mounts the volume."""
-
 PASSWORD_BYTES = 32
 
 

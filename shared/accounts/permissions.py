@@ -18,23 +18,18 @@ from shared.config.bus_section import BusSection
 
 BUFFER, TRAINER, GATEWAY, CONSOLE = "buffer", "trainer", "gateway", "console"
 OPERATOR, ENVIRONMENT = "operator", "environment"
+# The accounts of a run: its services, its operators, and external environments on the bus.
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE, OPERATOR, ENVIRONMENT)
-"""The accounts of a run: its services, its operators, and external environments on the bus."""
-
-HEALTH = "health"
-"""The store's account that may only ping."""
-
-ANY, REST = "*", ">"
-"""Wildcards of a subject: one token, one or more tokens at the end."""
-
+HEALTH = "health"  # store's account that may only ping
+ANY, REST = "*", ">"  # wildcards of a subject: one token, one or more tokens at the end
 API = "$JS.API"
 
+# Seconds within which a request may be answered: the server remembers every delivered message's reply subject for as long.
 _SHORT_ANSWER, _LONG_ANSWER = 600, 3600
-"""Seconds within which a request may be answered: the server remembers every delivered message's reply subject for as long."""
 
+# Commands that every client of the store sends. CLIENT SETINFO, by which redis-py names itself, is left out: redis-py can do without, and
+# servers before 7.2 do not start with a rule that names it.
 _CONNECTION = ("ping",)
-"""Commands that every client of the store sends. CLIENT SETINFO, by which redis-py names itself, is left out: redis-py can do without, and
-servers before 7.2 do not start with a rule that names it."""
 
 
 @dataclass(frozen=True)
@@ -318,26 +313,13 @@ def _environment(names: Subjects) -> BusRights:
     return BusRights((), (f"{names.run}.environment.{REST}",), _LONG_ANSWER)
 
 
-RUN_ACCOUNT = "run"
-"""The NATS account of the streams, where whoever made the server or operates the run connects."""
-
-_STREAMED = (f"{API}.CONSUMER.MSG.NEXT.{REST}", f"{API}.DIRECT.GET.{REST}")
-"""The requests that are answered by several messages."""
-
-_PENDING = "1h"
-"""The time for which NATS remembers to whom an answer goes: longer than any request waits."""
-
-MAX_PAYLOAD = 1 << 20
-"""The largest message in bytes, headers included: NATS's own default. Payloads are in Redis."""
-
-MEMORY = "2gb"
-"""The memory of Redis, unless `myxo accounts` is told otherwise."""
-
-KEY, CERTIFICATE = "key.pem", "certificate.pem"
-"""The names of a server's own TLS files, beside its config."""
-
-TLS_SECONDS = 5
-"""The seconds that a client may take for the handshake."""
+RUN_ACCOUNT = "run"  # the NATS account of the streams, where whoever made the server or operates the run connects
+_STREAMED = (f"{API}.CONSUMER.MSG.NEXT.{REST}", f"{API}.DIRECT.GET.{REST}")  # requests that are answered by several messages
+_PENDING = "1h"  # time for which NATS remembers to whom an answer goes: longer than any request waits
+MAX_PAYLOAD = 1 << 20  # largest message in bytes, headers included: NATS's own default. Payloads are in Redis.
+MEMORY = "2gb"  # memory of Redis, unless `myxo accounts` is told otherwise
+KEY, CERTIFICATE = "key.pem", "certificate.pem"  # names of a server's own TLS files, beside its config
+TLS_SECONDS = 5  # seconds that a client may take for the handshake
 
 
 @dataclass(frozen=True)

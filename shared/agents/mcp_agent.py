@@ -41,15 +41,12 @@ class HttpServer(BaseModel):
         return {**self.headers, "Authorization": f"Bearer {key}"}
 
 
+# The URL of a server that runs, also with headers, or the command line of one that is started for each rollout and speaks on its standard
+# streams.
 Server = str | HttpServer | Sequence[str]
-"""The URL of a server that runs, also with headers, or the command line of one that is started for each rollout and speaks on its standard
-streams."""
 
-MOST_TOOLS = 512
-"""Tools of one server."""
-
-LONGEST_RESULT = 20_000
-"""The most characters of a result, by default: of a longer one the model reads the beginning and the end."""
+MOST_TOOLS = 512  # tools of one server
+LONGEST_RESULT = 20_000  # most characters of a result, by default: of a longer one the model reads the beginning and the end
 
 
 class McpServerFailed(MyxoError):
@@ -187,8 +184,7 @@ class McpOptions(BaseModel):
     characters: int = Field(default=LONGEST_RESULT, ge=100)
 
 
-RETRIES = 8
-"""Of a request to the model, with growing pauses: a gateway may be starting anew."""
+RETRIES = 8  # of a request to the model, with growing pauses: a gateway may be starting anew
 
 
 async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> None:

@@ -50,11 +50,10 @@ from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.service_base import Service
 from shared.schema.node_messages import Attempt, NodeSecret, NodeState
 
-BEAT_BYTES = 8
-"""The bytes of a question, and of its answer: the question's number."""
+BEAT_BYTES = 8  # bytes of a question, and of its answer: the question's number
 
+# The most connections at once for each node of the job: one is used, and those that were cut off are still open for a while.
 CONNECTIONS_PER_NODE = 4
-"""The most connections at once for each node of the job: one is used, and those that were cut off are still open for a while."""
 
 
 class NodeLinks:
@@ -171,12 +170,10 @@ class NodeLinks:
 
 
 POLL_SECONDS = 0.5
+# The seconds after which a link without an answer is down, in durations of a lease: a node that reaches nothing is noticed before, by its
+# lease, and gets the blame.
 SILENCE = 1.5
-"""The seconds after which a link without an answer is down, in durations of a lease: a node that reaches nothing is noticed before, by its
-lease, and gets the blame."""
-
-ANNOUNCE_SECONDS = 10.0
-"""The deadline of writing an attempt; where the bus is away for longer, it is written again in the next moment."""
+ANNOUNCE_SECONDS = 10.0  # deadline of writing an attempt; where the bus is away for longer, it is written again in the next moment
 
 
 class AttemptFailed(MyxoError):

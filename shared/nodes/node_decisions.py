@@ -176,19 +176,17 @@ class LeaveNode:
 
 NodeCommand = BeginRanks | AnnounceAttempt | StopRanks | KillRanks | TellNodes | ShowState | LeaveNode
 
-NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"
-"""Events of `TellNodes`."""
+NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"  # events of `TellNodes`
 
 
-STOP_SECONDS = 120.0
-"""The seconds that ranks have to leave in order before they are killed."""
+STOP_SECONDS = 120.0  # seconds that ranks have to leave in order before they are killed
 
+# The attempts in a row that may end with all ranks saying that others went away, and no node lost. The next one has failed.
 MOST_UNEXPLAINED = 3
-"""The attempts in a row that may end with all ranks saying that others went away, and no node lost. The next one has failed."""
 
+# The seconds of an attempt after which those before it are no reason to give up, as with a process that has lived for long
+# (`myxo.launch.supervisor`).
 HEALTHY_SECONDS = 600.0
-"""The seconds of an attempt after which those before it are no reason to give up, as with a process that has lived for long
-(`myxo.launch.supervisor`)."""
 
 
 class FirstNode:
