@@ -334,11 +334,7 @@ class Launch:
 
     async def _supervise(self, bus: Bus, specs: list[ServiceSpec]) -> int:
         """Supervises until the run is finished, cannot go on, or is to stop."""
-        supervisor = Supervisor(
-            specs,
-            self._directory.log,
-            excused=lambda since: max(self._away, self._servers.troubled) >= since,
-        )
+        supervisor = Supervisor(specs, self._directory.log, excused=lambda since: max(self._away, self._servers.troubled) >= since)
         polling = asyncio.create_task(self._poll(bus, supervisor))
         shown = Display(self._console, self._started)
         stopped: StopReason | None = None
