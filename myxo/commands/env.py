@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from myxo.commands import agent_check as agents
+from myxo.commands import agent_check
 from myxo.commands.agent_check import AgentConformance, ScriptedModel
 from myxo.commands.command_arguments import add_json, seconds
 from myxo.commands.env_skeletons import SKELETONS
@@ -163,7 +163,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     verb = verbs.add_parser("check", help="try a live environment, or an agent", description=_DESCRIPTION, allow_abbrev=False)
     what = "of an environment: http://host:port, https://… or nats:NAME; of an agent: module:function, or with --agent its URL"
     verb.add_argument("url", metavar="URL", nargs="?", help=what)
-    verb.add_argument("--agent", action="store_true", help="URL is that of an agent (shared.agents.http_agent:play)")
+    verb.add_argument("--agent", action="store_true", help="URL is that of an agent (shared.agent_check.http_agent:play)")
     verb.add_argument("--agent-command", metavar="COMMAND", help="an agent that is a command, split as a shell would")
     verb.add_argument("--agent-options", metavar="JSON", default="{}", help="rollout.agent_options, as one JSON object")
     verb.add_argument("--run", help="the run whose subjects a nats:NAME answers on; the server is that of NATS_URL")
@@ -213,12 +213,12 @@ async def _checks(parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) 
         environment = await _opened(parsed.url, parsed.run, stack)
         return environment.shown, Conformance(environment, parsed.run or "", _example(parsed), parsed.timeout).checks()
     if parsed.agent_command is not None:
-        shown, play = parsed.agent_command, agents.command_agent(_split(parsed.agent_command))
+        shown, play = parsed.agent_command, agent_check.command_agent(_split(parsed.agent_command))
     elif parsed.agent:
-        shown, play = without_credentials(parsed.url), agents.url_agent(parsed.url)
+        shown, play = without_credentials(parsed.url), agent_check.url_agent(parsed.url)
     else:
         sys.path.insert(0, os.getcwd())
-        shown, play = parsed.url, agents.function_agent(parsed.url)
+        shown, play = parsed.url, agent_check.function_agent(parsed.url)
     model = stack.enter_context(ScriptedModel())
     return shown, AgentConformance(play, model, _example(parsed), _options(parsed.agent_options), parsed.timeout or AGENT_SECONDS).checks()
 

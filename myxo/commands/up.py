@@ -17,8 +17,7 @@ from myxo.launch.launcher import Launch
 from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import Source, checked_config
-from myxo.run import config_toml
-from myxo.run import run_access as server_checks
+from myxo.run import config_toml, run_access
 from myxo.run.run_access import told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
@@ -138,13 +137,13 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
     directory = RunDirectory(config.run.root)
     if config.debug.trains_only:
         return train_on_dumps(config, directory, console, fresh=fresh)
-    given = server_checks.given_servers()
+    given = run_access.given_servers()
     if (rank := settle_node_rank(config, given, node_rank)) > 0:
         return _up_node(config, directory, given, rank, console)
     if fresh:
         directory.refuse_input_in_state(config)
         RunDirectory(config.trained).refuse_input_in_state(config)
-    asyncio.run(server_checks.check_servers(given, config.run.name))
+    asyncio.run(run_access.check_servers(given, config.run.name))
     directory.make(config)
     with directory.held():
         if fresh:
@@ -159,10 +158,10 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
                 telemetry.silence_logs()
 
 
-def _up_node(config: RunConfig, directory: RunDirectory, given: server_checks.GivenServers, rank: int, console: Console) -> int:
+def _up_node(config: RunConfig, directory: RunDirectory, given: run_access.GivenServers, rank: int, console: Console) -> int:
     """Runs a further node's part of the trainer. The run's directory, which nodes may share, is the first node's to hold."""
     assert given.nats_url is not None  # or the rank would not be settled
-    asyncio.run(server_checks.check_servers(given, config.run.name))
+    asyncio.run(run_access.check_servers(given, config.run.name))
     directory.make(config)
     directory.logs.mkdir(exist_ok=True)
     with directory.open_log(f"node-{rank}") as log:
@@ -178,7 +177,7 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     config = checked_config(Source.of(path, arguments))
     if config.debug.trains_only:
         raise ConfigError(DUMPS, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
-    given = server_checks.given_servers()
+    given = run_access.given_servers()
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
     if given.redis_url is None:
@@ -196,8 +195,8 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
 
 
 async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: int) -> None:
-    await server_checks.check_store(redis_url)
-    bus = await server_checks.connect(nats_url, config.run.name)
+    await run_access.check_store(redis_url)
+    bus = await run_access.connect(nats_url, config.run.name)
     try:
         with told_when_lost():
             await runs.create(bus, config, redis_url, vocabulary)

@@ -4,14 +4,13 @@ import http.client
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import structlog
 
-from myxo.launch.supervisor import BackOff
+from myxo.launch.supervisor import BackOff, Probe
 from shared.config.console_section import ConsoleSection
 from shared.live.run_view import ServiceError
 from shared.live.service_failures import RESTARTED
@@ -52,8 +51,7 @@ class ConsoleProcess:
         self._log = structlog.get_logger()
         self._address: HttpAddress | None = None
         self._frozen_timeout = frozen_timeout
-        self._probe, self._probe_at = threading.Thread(), 0.0
-        self._answered, self._silent_s = False, 0.0
+        self._probe = Probe(self._answers, PROBE_SECONDS)
         self._restarts, self._reason, self._last_reason = 0, "", ""
         self.restarted: list[ServiceEvent] = []
         self.url = ""
@@ -95,7 +93,7 @@ class ConsoleProcess:
         }
         environment = {**os.environ, **self._environment, **given, "PYTHONUNBUFFERED": "1"}
         self._child, self._due = ChildProcess(INSTANCE, (sys.executable, "-m", MODULE), self._log_path, environment), None
-        self._answered, self._silent_s = False, 0.0
+        self._probe.begin()
         if self._reason:
             self._restarts += 1
             detail, self._last_reason, self._reason = f"after {self._reason}", self._reason, ""
@@ -109,30 +107,27 @@ class ConsoleProcess:
         """Kills a console that has not answered for too long, once it has had time to answer at all."""
         if self._child is None or not self._frozen_timeout:
             return
-        if now >= self._probe_at and not self._probe.is_alive():
-            self._probe_at = now + PROBE_SECONDS
-            self._probe = threading.Thread(target=self._ask, daemon=True)
-            self._probe.start()
-        awaited = self._answered or now - self._child.started_s >= FIRST_ANSWER_SECONDS
-        if awaited and self._silent_s >= self._frozen_timeout:
-            self._reason = f"it was frozen, without an answer for {self._silent_s:.0f} s, and was killed"
+        self._probe.tick(now)
+        awaited = self._probe.answered or now - self._child.started_s >= FIRST_ANSWER_SECONDS
+        if awaited and self._probe.silent_s >= self._frozen_timeout:
+            self._reason = f"it was frozen, without an answer for {self._probe.silent_s:.0f} s, and was killed"
             self._log.error("console_frozen", error=self._reason)
-            self._silent_s = 0.0
+            self._probe.silent_s = 0.0
             self._child.kill()
 
-    def _ask(self) -> None:
-        """Asks the console for anything; to be refused is an answer, too. A question counts for `PROBE_SECONDS`, however long it took."""
+    def _answers(self) -> bool:
+        """Asks the console for anything; to be refused is an answer, too."""
         assert self._address is not None
         host = "127.0.0.1" if self._address.wildcard else self._address.host
         connection = http.client.HTTPConnection(host, self._address.port, timeout=ANSWER_SECONDS)
         try:
             connection.request("GET", "/")
             connection.getresponse()
-            self._answered, self._silent_s = True, 0.0
         except (OSError, http.client.HTTPException):
-            self._silent_s += PROBE_SECONDS
+            return False
         finally:
             connection.close()
+        return True
 
     @property
     def given_up(self) -> bool:

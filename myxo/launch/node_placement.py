@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from myxo.launch import service_plan as engine_filling
-from myxo.launch.service_plan import CRITIC, SERVICE_MODULES
+from myxo.launch.service_plan import CRITIC, SERVICE_MODULES, next_nodes
 from myxo.preflight import Source, checked_config
 from shared.config.run_config import RunConfig
 from shared.runtime import devices, exit_codes
@@ -96,7 +95,7 @@ def _engines(config: RunConfig, free: list[list[int]]) -> Iterator[PlacedService
     size, spans = rollout.rollout_num_gpus_per_engine, rollout.nodes_per_engine
     share = size // spans
     for index in range(replicas):
-        nodes = engine_filling.next_nodes([len(gpus) for gpus in free], spans, share)
+        nodes = next_nodes([len(gpus) for gpus in free], spans, share)
         if nodes is None:
             left = f"{index} engines of {size} GPUs fit on what the trainer leaves of {len(free)} nodes"
             raise ConfigError("rollout.rollout_replicas", replicas, f"at most {index}: {left}")

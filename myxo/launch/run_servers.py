@@ -5,15 +5,14 @@ While the disk of the run's directory is full nothing is restarted, and afterwar
 
 import asyncio
 import re
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from myxo.launch.supervisor import BackOff
+from myxo.launch.supervisor import BackOff, Probe
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
@@ -119,7 +118,8 @@ class RefusedWrites:
 
     def full(self) -> str:
         """Returns what to say of the disk while it has no room for the file; empty: it has, or nothing was refused."""
-        return "" if self.path is None else _full(self.path)
+        there = next((parent for parent in self.path.parents if parent.is_dir()), None) if self.path is not None else None
+        return full_disk(there) if there is not None else ""
 
     def refuses_still(self, now: float) -> bool:
         """Returns whether writes were refused, and there is room since a moment. ``now``: monotonic seconds."""
@@ -134,12 +134,6 @@ class RefusedWrites:
             return self._log.stat().st_size
         except OSError:
             return 0
-
-
-def _full(path: Path) -> str:
-    """Returns what to say of the disk of a file that may be gone."""
-    there = next((parent for parent in path.parents if parent.is_dir()), None)
-    return full_disk(there) if there is not None else ""
 
 
 # The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server.
@@ -158,25 +152,82 @@ class ServerLost(MyxoError):
 @dataclass
 class ManagedServer:
     """An embedded server that is kept alive. ``since``: its last start, ``due``: its next one, monotonic seconds; ``reason``: its newest
-    error; ``died_at``: seconds since the epoch; ``silent_s``: for how long it has not
-    answered although it runs."""
+    error; ``died_at``: seconds since the epoch; ``refused``: of NATS, the writes that found no room."""
 
     server: EmbeddedServer
-    backoff: BackOff
     since: float
+    backoff: BackOff = field(default_factory=lambda: BackOff(at_once=True))
     restarts: int = 0
     due: float | None = None
     reason: str = ""
     died_at: float = 0.0
-    silent_s: float = 0.0
+    refused: RefusedWrites | None = None
 
-    def probe(self) -> None:
-        """Asks the server whether it answers; each question that it does not answer counts for `PROBE_SECONDS`, however long it took: a
-        machine that was suspended makes nobody silent."""
-        if self.server.answers():
-            self.silent_s = 0.0
-        elif self.server.alive():
-            self.silent_s += PROBE_SECONDS
+    def __post_init__(self) -> None:
+        self.probe = Probe(lambda: self.server.answers() or not self.server.alive(), PROBE_SECONDS)
+
+    def start(self) -> None:
+        """Starts it, once more where it ended before it was ready: whoever killed it may have meant its memory. Raises MyxoError."""
+        try:
+            self.server.start()
+        except ProcessEnded as error:
+            self.restarts += 1
+            self.reason = self._last_error()
+            structlog.get_logger().warning("server_died", server=self.server.name, error=str(error), restart_in=0.0)
+            self.server.start()
+        self.since = time.monotonic()
+        if isinstance(self.server, EmbeddedNats):
+            self.refused = RefusedWrites(self.server.log_path)
+
+    def note_death(self, now: float, ready: bool) -> None:
+        """Sets when it is started again. Raises ServerLost where it is given up."""
+        wait = self.backoff.died(now - self.since, ready)
+        if wait is None:
+            raise ServerLost(f"{self.server.name} does not come back after {self.restarts} restarts; see {self.server.log_path}")
+        self.due, self.reason, self.died_at = now + wait, self._last_error(), time.time()
+        structlog.get_logger().warning("server_died", server=self.server.name, reason=self.reason, restart_in=wait)
+
+    def end_for(self, now: float, why: str, kill: bool = False) -> None:
+        """Ends a server that runs and does no good, and has it started again."""
+        structlog.get_logger().error("server_ended", server=self.server.name, error=why)
+        self.server.stop(*([0] if kill else []))
+        self.note_death(now, ready=True)
+        self.reason = why
+        self.probe.begin()
+
+    def restart(self) -> ServiceEvent | None:
+        """Starts it again. Returns the event that tells of it; None where it did not start."""
+        self.restarts += 1
+        self.since = time.monotonic()
+        log = structlog.get_logger().bind(server=self.server.name, restarts=self.restarts)
+        try:
+            self.server.start(deadline=RESTART_SECONDS)
+        except MyxoError as error:
+            log.warning("server_not_back", error=str(error))
+            self.note_death(time.monotonic(), ready=False)
+            return None
+        self.due = None
+        self.probe.begin()
+        if self.refused is not None:
+            self.refused.forget()
+        log.info("server_restarted", seconds=round(time.monotonic() - self.since, 3))
+        detail = f"after this: {self.reason}"
+        return ServiceEvent(service=SERVER, instance=self.server.name, what=RESTARTED, detail=detail, at=time.time())
+
+    def away(self) -> Away | None:
+        """Returns why it is not there now, as displays say it; None: it is there."""
+        if self.due is not None:
+            wait = max(0.0, self.due - time.monotonic())
+            return Away(self.died_at, self.reason, f"starts again in {wait:.0f} s, everybody reconnects by itself")
+        if self.probe.silent_s < SILENT_SECONDS:
+            return None
+        since, why = time.time() - self.probe.silent_s, "its process runs, and does not answer"
+        return Away(since, why, "killed and started again once it is taken for frozen")
+
+    def _last_error(self) -> str:
+        """Returns its last log lines where they report an error; one that was killed has none."""
+        words = self.server.last_words()
+        return words if _ERROR.search(words) else "it was killed"
 
 
 class RunServers:
@@ -189,6 +240,8 @@ class RunServers:
             server is killed and started again; 0: never.
 
     ``guest_urls``: those of NATS and the store for that account; of given servers their own. URLs are final once `start` has returned.
+    ``restarted``: an event of each server that was started again, with why; whoever publishes an event takes it out. ``troubled``: when an
+    embedded server was last found dead, in `time.monotonic` seconds.
     """
 
     def __init__(
@@ -202,17 +255,14 @@ class RunServers:
         frozen_timeout: float = 0.0,
     ) -> None:
         self.managed: list[ManagedServer] = []
-        self.restarted: list[ServiceEvent] = []  # of each server that was started again, with why; whoever publishes an event takes it out
-        self._refused: dict[str, RefusedWrites] = {}
-        self._refused_at = 0.0
-        self._frozen_timeout, self._probe_at = frozen_timeout, 0.0
-        self._probes: list[threading.Thread] = []
-        self.troubled = float("-inf")  # time when an embedded server was last found dead, in `time.monotonic` seconds
+        self.restarted: list[ServiceEvent] = []
+        self.troubled = float("-inf")
+        self._refused_at, self._frozen_timeout = 0.0, frozen_timeout
         self._nats = given.nats_url or self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
         self._valkey = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
 
     def _managed(self, server: EmbeddedServer) -> EmbeddedServer:
-        self.managed.append(ManagedServer(server, BackOff(at_once=True), time.monotonic()))
+        self.managed.append(ManagedServer(server, time.monotonic()))
         return server
 
     @property
@@ -232,120 +282,51 @@ class RunServers:
         """Starts the embedded ones. Raises MyxoError with the reason of the first that does not start."""
         try:
             for managed in self.managed:
-                self._start(managed)
-                if isinstance(managed.server, EmbeddedNats):
-                    self._refused[managed.server.name] = RefusedWrites(managed.server.log_path)
+                managed.start()
         except MyxoError:
             self.stop()
             raise
 
-    @staticmethod
-    def _start(managed: ManagedServer) -> None:
-        """Starts a server, once more where it ended before it was ready: whoever killed it may have meant its memory."""
-        try:
-            managed.server.start()
-        except ProcessEnded as error:
-            managed.restarts += 1
-            managed.reason = _reason(managed.server.last_words())
-            structlog.get_logger().warning("server_died", server=managed.server.name, error=str(error), restart_in=0.0)
-            managed.server.start()
-        managed.since = time.monotonic()
-
     def tick(self, now: float) -> None:
         """Restarts dead servers: at once, then with growing waits. Raises ServerLost where one is given up."""
-        self._probe(now)
-        self._look_for_refusals(now)
+        look, self._refused_at = now >= self._refused_at, now + LOG_SECONDS if now >= self._refused_at else self._refused_at
         for managed in self.managed:
-            if managed.silent_s >= SILENT_SECONDS:
+            refused = managed.refused
+            if managed.due is None:
+                managed.probe.tick(now)
+                if look and refused is not None:
+                    refused.look()
+                    if refused.refuses_still(now):
+                        managed.end_for(now, f"no space was left on the device for {refused.path}, and with room again it refused writes")
+            silent_s = managed.probe.silent_s
+            if silent_s >= SILENT_SECONDS:
                 self.troubled = now
-            if self._frozen_timeout and managed.silent_s >= self._frozen_timeout and managed.server.alive():
-                self._kill_frozen(managed, now)
+            if self._frozen_timeout and silent_s >= self._frozen_timeout and managed.server.alive():
+                managed.end_for(now, f"it was frozen, without an answer for {silent_s:.0f} s, and was killed", kill=True)
             if managed.server.alive():
                 continue
             self.troubled = now
             if managed.due is None:
-                self._died(managed, now, ready=True)
-            if managed.due is not None and now >= managed.due:
-                self._restart(managed)
-
-    def _probe(self, now: float) -> None:
-        """Asks every embedded server, on threads of their own, whether it answers: one that is frozen is alive and says nothing."""
-        if now < self._probe_at or any(thread.is_alive() for thread in self._probes):
-            return
-        self._probe_at = now + PROBE_SECONDS
-        self._probes = [threading.Thread(target=managed.probe, daemon=True) for managed in self.managed if managed.due is None]
-        for thread in self._probes:
-            thread.start()
+                managed.note_death(now, ready=True)
+            if managed.due is not None and now >= managed.due and (event := managed.restart()) is not None:
+                self.restarted.append(event)
 
     def write_again(self, why: str) -> None:
         """Restarts the embedded NATS server after its disk was full: a stream that could not be written refuses messages until then.
 
-        Valkey tries again by itself, every second.
-
-        Args:
-            why: what to say of it.
+        Valkey tries again by itself, every second. ``why``: what to say of it.
         """
         for managed in self.managed:
             if isinstance(managed.server, EmbeddedNats) and managed.server.alive():
-                self._end_for(managed, time.monotonic(), why)
+                managed.end_for(time.monotonic(), why)
 
     def full(self) -> str:
         """Returns what to say of a disk without room on which a server could not write; empty: there is room."""
-        return next(filter(None, (refused.full() for refused in self._refused.values())), "")
-
-    def _look_for_refusals(self, now: float) -> None:
-        """Ends an embedded NATS that refuses writes for want of room although there is some; `tick` starts it again."""
-        if now < self._refused_at:
-            return
-        self._refused_at = now + LOG_SECONDS
-        for managed in self.managed:
-            refused = self._refused.get(managed.server.name)
-            if refused is None or managed.due is not None:
-                continue
-            refused.look()
-            if refused.refuses_still(now):
-                self._end_for(managed, now, f"no space was left on the device for {refused.path}, and with room again it refused writes")
-
-    def _kill_frozen(self, managed: ManagedServer, now: float) -> None:
-        self._end_for(managed, now, f"it was frozen, without an answer for {managed.silent_s:.0f} s, and was killed", kill=True)
-
-    def _end_for(self, managed: ManagedServer, now: float, why: str, kill: bool = False) -> None:
-        """Ends a server that runs and does no good, and has it started again."""
-        structlog.get_logger().error("server_ended", server=managed.server.name, error=why)
-        if kill:
-            managed.server.stop(0)
-        else:
-            managed.server.stop()
-        self._died(managed, now, ready=True)
-        managed.reason, managed.silent_s = why, 0.0
-
-    def _restart(self, managed: ManagedServer) -> None:
-        managed.restarts += 1
-        managed.since = time.monotonic()
-        log = structlog.get_logger().bind(server=managed.server.name, restarts=managed.restarts)
-        try:
-            managed.server.start(deadline=RESTART_SECONDS)
-        except MyxoError as error:
-            log.warning("server_not_back", error=str(error))
-            self._died(managed, time.monotonic(), ready=False)
-            return
-        managed.due, managed.silent_s = None, 0.0
-        if refused := self._refused.get(managed.server.name):
-            refused.forget()
-        detail = f"after this: {managed.reason}"
-        self.restarted.append(ServiceEvent(service=SERVER, instance=managed.server.name, what=RESTARTED, detail=detail, at=time.time()))
-        log.info("server_restarted", seconds=round(time.monotonic() - managed.since, 3))
-
-    def _died(self, managed: ManagedServer, now: float, ready: bool) -> None:
-        wait = managed.backoff.died(now - managed.since, ready)
-        if wait is None:
-            raise ServerLost(f"{managed.server.name} does not come back after {managed.restarts} restarts; see {managed.server.log_path}")
-        managed.due, managed.reason, managed.died_at = now + wait, _reason(managed.server.last_words()), time.time()
-        structlog.get_logger().warning("server_died", server=managed.server.name, reason=managed.reason, restart_in=wait)
+        return next(filter(None, (managed.refused.full() for managed in self.managed if managed.refused is not None)), "")
 
     def away(self) -> dict[str, Away]:
         """Returns the embedded servers that are not there now, as displays name them."""
-        found = {_shown(managed.server): _absence(managed) for managed in self.managed}
+        found = {NATS if isinstance(managed.server, EmbeddedNats) else STORE: managed.away() for managed in self.managed}
         return {name: away for name, away in found.items() if away is not None}
 
     def restarts(self) -> list[ServiceError]:
@@ -356,20 +337,3 @@ class RunServers:
         """Stops the embedded ones; the store first, since nothing needs it once the services are gone."""
         for managed in reversed(self.managed):
             managed.server.stop()
-
-
-def _shown(server: EmbeddedServer) -> str:
-    return NATS if isinstance(server, EmbeddedNats) else STORE
-
-
-def _absence(managed: ManagedServer) -> Away | None:
-    if managed.due is None:
-        since, why = time.time() - managed.silent_s, "its process runs, and does not answer"
-        return Away(since, why, "killed and started again once it is taken for frozen") if managed.silent_s >= SILENT_SECONDS else None
-    wait = max(0.0, managed.due - time.monotonic())
-    return Away(managed.died_at, managed.reason, f"starts again in {wait:.0f} s, everybody reconnects by itself")
-
-
-def _reason(words: str) -> str:
-    """Returns a server's last log lines where they report an error; one that was killed has none."""
-    return words if _ERROR.search(words) else "it was killed"

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -286,6 +287,36 @@ class Supervisor:
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:
     return ChildProcess(spec.instance, spec.command, log_path, {**os.environ, **spec.environment}, watchdog=spec.foreign)
+
+
+class Probe:
+    """Asks a process whether it answers, on a thread of its own: one that is frozen is alive and says nothing.
+
+    ``silent_s``: for how long it has not answered. A question counts for the probe's interval, however long it took: a machine that was
+    suspended makes no process silent. ``answered``: whether it has, since its start.
+    """
+
+    def __init__(self, answers: Callable[[], bool], interval_s: float) -> None:
+        self._answers, self._interval_s = answers, interval_s
+        self._thread, self._at = threading.Thread(), 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins anew, for a process that is started again."""
+        self.silent_s, self.answered = 0.0, False
+
+    def tick(self, now: float) -> None:
+        """Asks, where it is time to, and the last question is over. ``now``: monotonic seconds."""
+        if now >= self._at and not self._thread.is_alive():
+            self._at = now + self._interval_s
+            self._thread = threading.Thread(target=self._ask, daemon=True)
+            self._thread.start()
+
+    def _ask(self) -> None:
+        if self._answers():
+            self.silent_s, self.answered = 0.0, True
+        else:
+            self.silent_s += self._interval_s
 
 
 class FrozenServices:

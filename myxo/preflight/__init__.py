@@ -13,14 +13,6 @@ from typing import NamedTuple
 
 from myxo.launch import service_plan
 from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, run_plan
-from myxo.preflight import data_checks as curriculum_checks
-from myxo.preflight import data_checks as label_checks
-from myxo.preflight import machine_checks as agent_checks
-from myxo.preflight import machine_checks as ingest_checks
-from myxo.preflight import machine_checks as reward_checks
-from myxo.preflight import model_checks as shape_checks
-from myxo.preflight import objective_checks as dump_checks
-from myxo.preflight import objective_checks as epochs
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
 from shared.config import flags, slime_rules, typed_flags
@@ -43,7 +35,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_files,
     model_checks.check_tokenizer,
     data_checks.check_files,
-    curriculum_checks.check_generators,
+    data_checks.check_generators,
     machine_checks.check_extras,
     model_checks.check_actor,
     model_checks.check_other_models,
@@ -51,7 +43,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_layout_reach,
     model_checks.check_given_checkpoints,
     model_checks.check_ranks,
-    shape_checks.check_described_shape,
+    model_checks.check_described_shape,
     model_checks.check_engines,
     model_checks.check_training,
     model_checks.check_engine_flags,
@@ -60,9 +52,9 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_context,
     machine_checks.check_functions,
     machine_checks.check_credentials,
-    dump_checks.check_dumps,
-    epochs.check_epochs,
-    epochs.check_intervals,
+    objective_checks.check_dumps,
+    objective_checks.check_epochs,
+    objective_checks.check_intervals,
     objective_checks.check_presets,
     objective_checks.check_corrections,
     objective_checks.check_variables,
@@ -73,11 +65,11 @@ INPUT_CHECKS: tuple[Check, ...] = (
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     machine_checks.check_traces,
-    reward_checks.check_rewards,
-    agent_checks.check_commands,
-    agent_checks.check_gateways,
-    ingest_checks.check_ingest,
-    reward_checks.check_sandbox,
+    machine_checks.check_rewards,
+    machine_checks.check_commands,
+    machine_checks.check_gateways,
+    machine_checks.check_ingest,
+    machine_checks.check_sandbox,
     engine_checks.check_engine_packages,
     engine_checks.check_trainer_packages,
     machine_checks.check_gpus,
@@ -97,7 +89,7 @@ DATA_CHECKS: tuple[Check, ...] = (
     data_checks.check_demonstrations,
     data_checks.check_contents,
     data_checks.check_dates,
-    label_checks.check_labels,
+    data_checks.check_labels,
     engine_checks.check_lengths,
 )
 
@@ -122,7 +114,7 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     data_checks.check_training_prompts,
     data_checks.check_heldout_prompts,
     data_checks.check_contents,
-    label_checks.check_labels,
+    data_checks.check_labels,
     engine_checks.check_lengths,
 )
 
@@ -160,7 +152,7 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
             hub = Hub.of()
             config, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)
             inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
-            rollout, steps = epochs.settled(inspection), epochs.sft_steps(inspection)
+            rollout, steps = objective_checks.settled(inspection), objective_checks.sft_steps(inspection)
             inspection.config, config = (
                 known.model_copy(update={"rollout": rollout, "sft": known.sft.model_copy(update=steps)})
                 for known in (inspection.config, config)
