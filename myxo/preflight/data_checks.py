@@ -54,10 +54,9 @@ Result = tuple[list[str], int]  # notes about data that was read, and the tokens
 def check_files(inspection: Inspection) -> Findings:
     """Yields the data files that are not there."""
     config = inspection.config
-    sets = {view.field: view.files for view in eval_views(config)}
-    fields = {"data.prompt_data": config.data.prompt_data, **sets, "sft.sft_data": config.sft.sft_data}
-    if config.debug.trains_only:
-        fields = {"sft.sft_data": config.sft.sft_data}
+    fields: dict[str, object] = {"sft.sft_data": config.sft.sft_data}
+    if not config.debug.trains_only:
+        fields = {"data.prompt_data": config.data.prompt_data, **{view.field: view.files for view in eval_views(config)}, **fields}
     expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
     for field, value in fields.items():
         for path in data_files.paths(value):
@@ -109,11 +108,9 @@ def check_demonstrations(inspection: Inspection) -> Findings:
             notes.append(f"sft.sft_data: {words}, because the chat template rewrites earlier turns; each turn is trained once")
         return notes, 0
 
-    budget = config.longest_sample
     data = config.data
-    settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens, budget]
-    notes, _ = _once(inspection, config.sft.sft_data, settings, read)
-    yield from map(Note, notes)
+    settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens]
+    yield from map(Note, _once(inspection, config.sft.sft_data, [*settings, config.longest_sample], read)[0])
 
 
 class _Contents(NamedTuple):
@@ -150,12 +147,17 @@ def _answered(field: str, prompts: PromptFile, found: _Contents) -> Findings:
 
 def _contents(file: PromptFile | DemonstrationFile) -> _Contents:
     """Reads a file for `COMPARED_SECONDS`. Text counts as a user's message; spaces, and the answer at the end, do not count."""
+
+    def words(content: Any) -> str:
+        parts = content if isinstance(content, list) else [content]
+        return " ".join(word for part in parts for word in str(part.get("text", part) if isinstance(part, dict) else part).split())
+
     found, end = _Contents([], []), time.monotonic() + COMPARED_SECONDS
     for index in spread(len(file), COMPARED_ROWS):
         with contextlib.suppress(ConfigError):  # another check reports it
             for question in file.questions(index):
                 messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
-                said = [(message.get("role"), _words(message.get("content"))) for message in messages if isinstance(message, dict)]
+                said = [(message.get("role"), words(message.get("content"))) for message in messages if isinstance(message, dict)]
                 if said and said[-1][0] == TRAINED_ROLE:
                     found.answered.append(index)
                     said.pop()
@@ -163,11 +165,6 @@ def _contents(file: PromptFile | DemonstrationFile) -> _Contents:
         if time.monotonic() > end:
             break
     return found
-
-
-def _words(content: Any) -> str:
-    parts = content if isinstance(content, list) else [content]
-    return " ".join(word for part in parts for word in str(part.get("text", part) if isinstance(part, dict) else part).split())
 
 
 def check_dates(inspection: Inspection) -> Findings:
@@ -219,8 +216,12 @@ def _check(
     metadata: dict[str, Any] | None = None,
 ) -> Findings:
     def read() -> Result:
-        unread = _unread(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
-        return unread or _left_out(field, prompts), prompts.longest
+        notes = _unread(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
+        if not notes and (count := sum(prompts.left_out.values())):
+            reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
+            words = f"{count} of {count + len(prompts)} prompts are left out ({reasons})"
+            notes = [f"{field}: {words}; the first: {prompts.first_left_out}"]
+        return notes, prompts.longest
 
     rollout, reward = config.rollout, config.reward
     limits = [rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names()]
@@ -241,17 +242,8 @@ def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[obje
 
 
 def _unread(field: str, read: int, size: int, what: str, reader: str) -> list[str]:
-    """Returns how many were read where that is not all."""
     told = f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
     return [told] if read < size else []
-
-
-def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> list[str]:
-    """Returns how many prompts are left out where some are."""
-    if not (count := sum(prompts.left_out.values())):
-        return []
-    reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
-    return [f"{field}: {count} of {count + len(prompts)} prompts are left out ({reasons}); the first: {prompts.first_left_out}"]
 
 
 TRIAL_MODULE = "services.reward.label_trial"
@@ -330,13 +322,8 @@ def ask_verifiers(labels: list[tuple[str, str]]) -> tuple[dict[tuple[str, str], 
     """Returns what the verifiers say of each label, of as many as there was time for, and why they cannot be asked, where that is so."""
     lines, failure = "".join(json.dumps(label) + "\n" for label in labels), None
     try:
-        trial = subprocess.run(
-            [sys.executable, "-m", TRIAL_MODULE, str(LABEL_SECONDS)],
-            input=lines,
-            capture_output=True,
-            text=True,
-            timeout=START_SECONDS + LABEL_SECONDS,
-        )
+        command, seconds = [sys.executable, "-m", TRIAL_MODULE, str(LABEL_SECONDS)], START_SECONDS + LABEL_SECONDS
+        trial = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=seconds)
         output = trial.stdout
         if trial.returncode:
             last = (trial.stderr.strip().splitlines() or ["no words"])[-1]
@@ -391,9 +378,7 @@ def _report(field: str, problems: list[tuple[Label, tuple[bool, str]]], tried: i
 def check_generators(inspection: Inspection) -> Findings:
     """Yields what is wrong with ``reasoning_gym``."""
     curriculum = inspection.config.curriculum
-    if not curriculum.reasoning_gym:
-        return
-    if (missing := missing_package(REASONING_GYM)) is not None:
+    if curriculum.reasoning_gym and (missing := missing_package(REASONING_GYM)) is not None:
         yield ConfigError(reasoning_gym_source.FIELD, ", ".join(curriculum.reasoning_gym), missing)
-        return
-    reasoning_gym_source.make(inspection.config)  # raises ConfigError
+    elif curriculum.reasoning_gym:
+        reasoning_gym_source.make(inspection.config)  # raises ConfigError
