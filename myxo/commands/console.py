@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_run, count
-from myxo.launch.console_process import ConsoleProcess
+from myxo.launch.run_servers import ConsoleProcess
 from myxo.run.run_access import given_servers, payload_url, reach
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
 from shared.bus import runs

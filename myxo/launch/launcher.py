@@ -16,8 +16,6 @@ from rich.console import Console
 
 from myxo.display.progress_display import Display
 from myxo.launch import exit_report
-from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
-from myxo.launch.console_process import ConsoleProcess
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
@@ -32,7 +30,7 @@ from shared.bus.registry import ENVIRONMENT, LAUNCHER, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus
-from shared.live.run_view import RunView, ServiceError, look
+from shared.live.run_view import RunView, look
 from shared.live.service_failures import WENT_ON, full_disk
 from shared.live.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, telling
 from shared.live.stall_causes import watched_stall
@@ -103,8 +101,10 @@ class WaitReport:
     def see(self, situation: RunSituation, now: float) -> Stall:
         """Takes the situation at ``now`` (seconds since the epoch), and returns what the run waits for."""
         found = watched_stall(self._watch, situation, now)
-        if self._logged is not None and self._logged.key != found.key:
-            self._went_on(self._logged, now)
+        if (wait := self._logged) is not None and wait.key != found.key:
+            self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
+            words = f"{duration(wait.lasted(now))} for {wait.awaited}"
+            self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=WENT_ON, detail=words, at=now))
             self._logged = None
         if self._logged is None and self._worth_telling(found, now):
             self._logged, self._told_still = found, found.still_since
@@ -119,24 +119,11 @@ class WaitReport:
         still = found.still(now) if found.still_since > self._told_still else 0.0
         return found.cause in TROUBLES or max(found.lasted(now), still) >= limit
 
-    def _went_on(self, wait: Stall, now: float) -> None:
-        self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
-        words = f"{duration(wait.lasted(now))} for {wait.awaited}"
-        self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=WENT_ON, detail=words, at=now))
-
     def status(self) -> ServiceStatus:
         """Returns what the registry holds of the launcher."""
-        newest = self.newest or Stall(Cause.STARTING, "services to start")
-        return ServiceStatus(
-            service=LAUNCHER,
-            instance=LAUNCHER,
-            host=own_address(),
-            pid=os.getpid(),
-            http="",
-            state=newest.cause.name,
-            doing=[telling(newest)],
-            at=time.time(),
-        )
+        newest, own = self.newest or Stall(Cause.STARTING, "services to start"), {"service": LAUNCHER, "instance": LAUNCHER, "http": ""}
+        process = {"host": own_address(), "pid": os.getpid(), "at": time.time()}
+        return ServiceStatus(**own, **process, state=newest.cause.name, doing=[telling(newest)])
 
 
 LOOK_SECONDS = 0.5  # interval at which the disk is looked at
@@ -149,9 +136,8 @@ class FinalWeights:
     def __init__(self, config: RunConfig) -> None:
         self._config, self._seconds = config, config.trainer.collective_timeout + MARGIN_SECONDS
         self._missing: list[Path] = []
-        self._look_at = 0.0
         self._since: float | None = None  # since when they are waited for, monotonic seconds
-        self._since_epoch = 0.0
+        self._look_at = self._since_epoch = 0.0
 
     def missing(self) -> list[Path]:
         """Returns what is not there and can be written: the last checkpoint lies on this machine."""
@@ -159,13 +145,10 @@ class FinalWeights:
         return missing if missing and max(checkpoints(self._config), default=-1) >= self._config.rollout.num_rollout else []
 
     def owed(self, supervisor: Supervisor, now: float) -> bool:
-        """Returns whether the finished run has to wait for them.
+        """Returns whether the finished run has to wait for them. ``now``: monotonic seconds.
 
-        It does not where they are there, where the trainer has left in order without them (its log tells why), and where they took too
-        long since its newest life began.
-
-        Args:
-            now: `time.monotonic` seconds.
+        It does not where they are there, where the trainer has left in order without them (its log says why), and where they took too long
+        since its newest life began.
         """
         if self._since is None:
             self._since, self._since_epoch = now, time.time()
@@ -199,10 +182,9 @@ class FinalWeights:
         self._missing = self.missing()
         if not self._missing:
             return code
-        say(
-            f"myxo: run {self._config.run.name} is finished, but its final weights in {self._named()} are not there; the trainer's log in "
-            f"{self._config.run.root / 'logs'} tells why; `myxo up` with the same config writes them"
-        )
+        run, logs = self._config.run.name, self._config.run.root / "logs"
+        lacking = f"myxo: run {run} is finished, but its final weights in {self._named()} are not there"
+        say(f"{lacking}; the trainer's log in {logs} tells why; `myxo up` with the same config writes them")
         return exit_codes.RUN_FAILED
 
     def _named(self) -> str:
@@ -249,7 +231,6 @@ class Launch:
         self._waits, self._frozen = WaitReport(), FrozenServices(config.bus.frozen_timeout)
         self._final = FinalWeights(config)
         self._cut_off = 0.0  # since when the launcher's own connection is broken, seconds since the epoch
-        self._browser: ConsoleProcess | None = None
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
@@ -268,10 +249,8 @@ class Launch:
         return self._interrupted()
 
     async def _with_servers(self) -> int:
-        guest, given = rights_of(CONSOLE, self._run), self._config.bus
-        self._servers = RunServers(
-            self._directory, self._given, self._config.store, guest, sync_interval=given.sync_interval, frozen_timeout=given.frozen_timeout
-        )
+        timing = {"sync_interval": self._config.bus.sync_interval, "frozen_timeout": self._config.bus.frozen_timeout}
+        self._servers = RunServers(self._directory, self._given, self._config.store, rights_of(CONSOLE, self._run), **timing)
         self._servers.start()
         self._log.info("servers_started")
         try:
@@ -308,27 +287,13 @@ class Launch:
             specs = self._final.makers(specs)
         await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
-        self._start_console()
-        url = "" if self._browser is None else self._browser.url
+        url = self._servers.start_console(config.console, run) if config.console.console else ""
+        if url:
+            self._say(f"Console: {url}")
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid(), url))
-        try:
-            self._began = await runs.trained_steps(bus, run)
-            self._supervised = True
-            return await self._supervise(bus, specs)
-        finally:
-            if self._browser is not None:
-                self._browser.stop()
-
-    def _start_console(self) -> None:
-        """Starts the console, and says where it is."""
-        if not self._config.console.console:
-            return
-        nats_url, redis_url = self._servers.guest_urls
-        environment = {"MYXO_RUN": self._run, "NATS_URL": nats_url, "REDIS_URL": redis_url, "MYXO_RUN_DIRECTORY": str(self._directory.root)}
-        log, frozen_timeout = self._directory.log(CONSOLE_INSTANCE), self._config.bus.frozen_timeout
-        self._browser = ConsoleProcess(self._config.console, log, environment, frozen_timeout)
-        if self._browser.url:
-            self._say(f"Console: {self._browser.url}")
+        self._began = await runs.trained_steps(bus, run)
+        self._supervised = True
+        return await self._supervise(bus, specs)
 
     # --- while it runs
 
@@ -355,13 +320,18 @@ class Launch:
         await self._show_troubles(bus)
         if stopped is not None:
             return self._give_up(stopped)
-        return self._interrupted() if self._signals else self._failed()
+        if self._signals:
+            return self._interrupted()
+        say(f"myxo: run {self._run} failed: {self._failure}")
+        return exit_codes.RUN_FAILED
 
     async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
         view, show_at, disk = RunView.at_start(self._config, self._began), 0.0, self._disk
         while not self._signals:
             now = time.monotonic()
-            self._tick_servers(now, disk)
+            if disk.look(now, self._servers.full()):
+                self._servers.write_again(f"no space was left on the device at {self._directory.root}")
+            self._servers.tick(now)
             held_back = any(status.held_back for status in self._statuses)
             if disk.text or held_back or not bus.connection.is_connected:
                 self._away = now
@@ -375,33 +345,16 @@ class Launch:
                 polling.result()
             if now >= show_at or done:
                 show_at = now + SHOW_SECONDS
-                view = self._seen(bus, supervisor.statuses(now), view, disk.text)
+                instances = supervisor.statuses(now)
+                wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
+                view = look(self._config, self._statuses, instances, self._servers.restarts(), view, self._began, disk.text, wait)
                 shown.show(view.finished(owed) if self._finished else view.stopped(self._failure), now)
             if done:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
 
-    def _tick_servers(self, now: float, disk: DiskWatch) -> None:
-        """Keeps embedded servers and the console alive; servers that found no room write again once there is some."""
-        if disk.look(now, self._servers.full()):
-            self._servers.write_again(f"no space was left on the device at {self._directory.root}")
-        self._servers.tick(now)
-        if self._browser is not None:
-            self._browser.tick(now)
-
-    def _seen(self, bus: Bus, instances: list[InstanceStatus], view: RunView, disk: str) -> RunView:
-        """Returns the view of the run now, behind ``view``."""
-        wait = self._waits.see(self._situation(bus, instances, disk), time.time())
-        return look(self._config, self._statuses, instances, self._restarts(), view, self._began, disk, wait)
-
-    def _restarts(self) -> list[ServiceError]:
-        """Returns the restarts of embedded servers and of the console."""
-        console = [] if self._browser is None else [self._browser.restarts()]
-        return [*self._servers.restarts(), *console]
-
     def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
-        """Returns what is known of the run now."""
         gone = {**self._gone, **self._servers.away()}
         if bus.connection.is_connected or NATS in gone:
             self._cut_off = 0.0
@@ -414,8 +367,7 @@ class Launch:
         return RunSituation.of(self._config, statuses, instances, **known)
 
     async def _poll(self, bus: Bus, supervisor: Supervisor) -> None:
-        """Reads the registry and the run's phase, tells of restarts and waits, and notes when bus or store do not answer. Runs until
-        cancelled."""
+        """Reads the registry and the run's phase, publishes restarts and waits, notes when bus or store do not answer, until cancelled."""
         registry, store, renewed = Registry(bus, self._run), Store(self._servers.redis_url), float("-inf")
         try:
             while True:
@@ -427,11 +379,8 @@ class Launch:
                     self._frozen.listen(supervisor, self._statuses)
                     phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     self._finished, self._ended = phase == runs.FINISHED, phase in runs.ENDS
-                    await self._publish(bus, supervisor.restarted)
-                    await self._publish(bus, self._servers.restarted)
-                    if self._browser is not None:
-                        await self._publish(bus, self._browser.restarted)
-                    await self._publish(bus, self._waits.events)
+                    for events in (supervisor.restarted, self._servers.restarted, self._waits.events):
+                        await self._publish(bus, events)
                     self._gone.pop(NATS, None)
                 except BUS_ERRORS as error:
                     self._frozen.look_away()
@@ -446,7 +395,6 @@ class Launch:
             await store.close()
 
     def _note_gone(self, server: str, error: BaseException) -> None:
-        """Notes that a server did not answer."""
         self._away, why = time.monotonic(), str(error) or type(error).__name__
         self._gone[server] = Away(self._gone[server].since if server in self._gone else time.time(), why)
         self._log.warning("servers_away", server=server, error=why)
@@ -491,8 +439,7 @@ class Launch:
         if len(self._signals) == signals:
             supervisor.terminate()
             await self._wait(lambda: not supervisor.running(), STOP_SECONDS)
-        killed = supervisor.kill()
-        if killed:
+        if killed := supervisor.kill():
             self._log.warning("services_killed", killed=killed)
 
     async def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
@@ -529,10 +476,6 @@ class Launch:
                 await exit_report.report_troubles(bus, self._config, self._console)
         except BUS_ERRORS as error:
             self._say(f"What went wrong cannot be summed up: {str(error) or type(error).__name__}; `myxo summary {self._run}` tries again.")
-
-    def _failed(self) -> int:
-        say(f"myxo: run {self._run} failed: {self._failure}")
-        return exit_codes.RUN_FAILED
 
     def _give_up(self, stopped: StopReason) -> int:
         if stopped.bad_input:

@@ -4,9 +4,13 @@ While the disk of the run's directory is full nothing is restarted, and afterwar
 """
 
 import asyncio
+import http.client
+import os
 import re
+import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,13 +20,17 @@ from myxo.launch.supervisor import BackOff, Probe
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
+from shared.config.console_section import ConsoleSection
 from shared.config.store_section import StoreSection
 from shared.live.run_view import ServiceError
 from shared.live.service_failures import RESTARTED, full_disk
 from shared.live.stall import NATS, STORE, Away
-from shared.runtime.child_process import ProcessEnded
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.runtime.child_process import ChildProcess, ProcessEnded, cause
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey, free_port
 from shared.runtime.errors import MyxoError
+from shared.runtime.http_address import LAST_PORT, HttpAddress
+from shared.runtime.safe_text import say
+from shared.runtime.server_urls import CONSOLE_TOKEN, new_console_token
 from shared.schema.service_messages import ServiceEvent
 
 POLL_SECONDS = 0.2
@@ -230,8 +238,143 @@ class ManagedServer:
         return words if _ERROR.search(words) else "it was killed"
 
 
+CONSOLE_MODULE = "services.console"
+CONSOLE_INSTANCE = "console"  # name of its log
+PORTS_TRIED = 20  # how many ports from the wanted one on are tried before any free one is taken
+WELL_SECONDS = 10.0  # uptime after which a console counts as one that works
+CONSOLE_STOP_SECONDS = 2.0
+FIRST_ANSWER_SECONDS = 60.0  # uptime after which a console that has never answered counts as one that does not
+CONSOLE_PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0  # interval at which it is asked whether it answers, and the time that it has for that
+
+
+class ConsoleProcess:
+    """The console of one run: started, kept alive, ended. Whatever becomes of it, the run continues.
+
+    Args:
+        section: where it listens. log: the file of its output. environment: what tells it of its run, see `services.console`.
+        frozen_timeout: the seconds without an answer after which it is killed, and started again; 0: never.
+
+    ``url``: its address, token included; empty where it cannot listen anywhere. ``restarted``: an event of each time that it was started
+    again, with why.
+    """
+
+    def __init__(self, section: ConsoleSection, log: Path, environment: Mapping[str, str], frozen_timeout: float = 0.0) -> None:
+        self._section, self._log_path, self._environment, self._frozen_timeout = section, log, environment, frozen_timeout
+        self._token, self._backoff, self._log = new_console_token(), BackOff(), structlog.get_logger()
+        self._child: ChildProcess | None = None
+        self._due: float | None = 0.0
+        self._address: HttpAddress | None = None
+        self._probe = Probe(self._answers, CONSOLE_PROBE_SECONDS)
+        self._restarts, self._reason, self._last_reason, self.url = 0, "", "", ""
+        self.restarted: list[ServiceEvent] = []
+        self.tick(time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """Starts it where it is not running and its time has come. Raises nothing."""
+        if self._child is not None and self._frozen_timeout:
+            self._kill_frozen(self._child, now)
+        if self._child is not None and (code := self._child.exit_code()) is not None:
+            lived = now - self._child.started_s
+            self._reason = self._reason or cause(code)
+            self._child, wait = None, self._backoff.died(lived, ready=lived >= WELL_SECONDS)
+            self._due = None if wait is None else now + wait
+            self._log.warning("console_died", reason=cause(code), lived=round(lived, 1), restart_in=wait)
+            if wait is None:
+                say(f"The console is given up after {self._backoff.most} deaths, the run goes on; {self._log_path} says why.")
+        if self._child is None and self._due is not None and now >= self._due:
+            try:
+                self._start()
+            except (MyxoError, OSError) as error:
+                self._due = None
+                self._log.warning("console_not_started", error=str(error))
+                say(f"There is no console, the run goes on: {error}")
+
+    def _start(self) -> None:
+        if self._address is None or not _free(self._address):
+            before, self._address = self._address, next(filter(_free, _addresses(self._section)), None)
+            if self._address is None:
+                wanted = HttpAddress(self._section.console_host, self._section.console_port)
+                raise MyxoError(f"console.console_host, console_port = {wanted}: nothing there can be listened at")
+            self.url = f"http://{self._reached(self._address)}/?token={self._token}"
+            if before is not None:
+                say(f"The console has moved, since {before} is taken: {self.url}")
+        hosts = ",".join(self._section.console_hosts)
+        own = {CONSOLE_TOKEN: self._token, "MYXO_CONSOLE": str(self._address), "MYXO_CONSOLE_HOSTS": hosts, "PYTHONUNBUFFERED": "1"}
+        command = (sys.executable, "-m", CONSOLE_MODULE)
+        self._child = ChildProcess(CONSOLE_INSTANCE, command, self._log_path, {**os.environ, **self._environment, **own})
+        self._due = None
+        self._probe.begin()
+        if self._reason:
+            self._restarts += 1
+            named, detail, self._last_reason, self._reason = CONSOLE_INSTANCE, f"after {self._reason}", self._reason, ""
+            self.restarted.append(ServiceEvent(service=named, instance=named, what=RESTARTED, detail=detail, at=time.time()))
+
+    def restarts(self) -> ServiceError:
+        """Returns how often it was started again, and why the last time."""
+        return ServiceError(CONSOLE_INSTANCE, self._restarts, self._last_reason)
+
+    def _kill_frozen(self, child: ChildProcess, now: float) -> None:
+        """Kills a console that has not answered for too long, once it has had time to answer at all."""
+        self._probe.tick(now)
+        awaited = self._probe.answered or now - child.started_s >= FIRST_ANSWER_SECONDS
+        if awaited and self._probe.silent_s >= self._frozen_timeout:
+            self._reason = f"it was frozen, without an answer for {self._probe.silent_s:.0f} s, and was killed"
+            self._log.error("console_frozen", error=self._reason)
+            self._probe.silent_s = 0.0
+            child.kill()
+
+    @staticmethod
+    def _reached(address: HttpAddress) -> HttpAddress:
+        return HttpAddress("127.0.0.1", address.port) if address.wildcard else address
+
+    def _answers(self) -> bool:
+        """Asks the console for anything; to be refused is an answer, too."""
+        assert self._address is not None
+        connection = http.client.HTTPConnection(*self._reached(self._address), timeout=ANSWER_SECONDS)
+        try:
+            connection.request("GET", "/")
+            connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        return True
+
+    @property
+    def given_up(self) -> bool:
+        """Returns whether it neither runs nor will be started again."""
+        return self._child is None and self._due is None
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._due = None
+        if self._child is not None:
+            try:
+                self._child.stop(CONSOLE_STOP_SECONDS)
+            except MyxoError as error:
+                self._log.warning("console_not_stopped", error=str(error))
+
+
+def _addresses(section: ConsoleSection) -> Iterator[HttpAddress]:
+    """Yields where a console may listen, the wanted address first."""
+    if section.console_port:
+        last = min(section.console_port + PORTS_TRIED - 1, LAST_PORT)
+        yield from (HttpAddress(section.console_host, port) for port in range(section.console_port, last + 1))
+    for _ in range(PORTS_TRIED):
+        yield HttpAddress(section.console_host, free_port())
+
+
+def _free(address: HttpAddress) -> bool:
+    """Returns whether the address can be listened at now."""
+    try:
+        socket.create_server(address, family=socket.AF_INET6 if ":" in address.host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
+
+
 class RunServers:
-    """Bus and store for a launched run.
+    """Bus and store for a launched run, and the console beside it.
 
     Args:
         given: servers from the environment; what is absent there is embedded, with its files in ``directory``.
@@ -258,6 +401,8 @@ class RunServers:
         self.restarted: list[ServiceEvent] = []
         self.troubled = float("-inf")
         self._refused_at, self._frozen_timeout = 0.0, frozen_timeout
+        self._directory = directory
+        self._console: ConsoleProcess | None = None
         self._nats = given.nats_url or self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
         self._valkey = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
 
@@ -287,8 +432,19 @@ class RunServers:
             self.stop()
             raise
 
+    def start_console(self, section: ConsoleSection, run: str) -> str:
+        """Starts the run's console, which is kept alive like the servers. Returns its URL, empty where it cannot listen anywhere."""
+        nats_url, redis_url = self.guest_urls
+        root = str(self._directory.root)
+        environment = {"MYXO_RUN": run, "NATS_URL": nats_url, "REDIS_URL": redis_url, "MYXO_RUN_DIRECTORY": root}
+        self._console = ConsoleProcess(section, self._directory.log(CONSOLE_INSTANCE), environment, self._frozen_timeout)
+        self._console.restarted = self.restarted
+        return self._console.url
+
     def tick(self, now: float) -> None:
         """Restarts dead servers: at once, then with growing waits. Raises ServerLost where one is given up."""
+        if self._console is not None:
+            self._console.tick(now)
         look, self._refused_at = now >= self._refused_at, now + LOG_SECONDS if now >= self._refused_at else self._refused_at
         for managed in self.managed:
             refused = managed.refused
@@ -330,10 +486,13 @@ class RunServers:
         return {name: away for name, away in found.items() if away is not None}
 
     def restarts(self) -> list[ServiceError]:
-        """Returns how often each embedded server was restarted, and its newest error."""
-        return [ServiceError(managed.server.name, managed.restarts, managed.reason) for managed in self.managed]
+        """Returns how often each embedded server and the console were restarted, and the newest error of each."""
+        console = [] if self._console is None else [self._console.restarts()]
+        return [*(ServiceError(managed.server.name, managed.restarts, managed.reason) for managed in self.managed), *console]
 
     def stop(self) -> None:
-        """Stops the embedded ones; the store first, since nothing needs it once the services are gone."""
+        """Stops console and embedded servers; the store before the bus, since nothing needs it once the services are gone."""
+        if self._console is not None:
+            self._console.stop()
         for managed in reversed(self.managed):
             managed.server.stop()

@@ -34,23 +34,8 @@ from shared.runtime.atomic_files import private_directory, replace_file
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
 # The names that `--fresh` removes.
-STATE = (
-    "nats",
-    "valkey",
-    "logs",
-    "checkpoints",
-    "tensorboard",
-    "reference",
-    "hf",
-    "profile",
-    "prompts",
-    "rollouts",
-    runs.FROZEN,
-    "summary.json",
-    "reward.png",
-    "trace.json.gz",
-    "servers.json",
-)
+STATE = ("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "profile", "prompts", "rollouts")
+STATE += (runs.FROZEN, "summary.json", "reward.png", "trace.json.gz", "servers.json")
 
 HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")

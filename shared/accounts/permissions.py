@@ -72,16 +72,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     Args:
         run: the run's id, matching `RUN_ID`.
     """
-    bus = {
-        BUFFER: _buffer,
-        ROLLOUT: _rollout,
-        REWARD: _reward,
-        TRAINER: _trainer,
-        GATEWAY: _gateway,
-        CONSOLE: _console,
-        OPERATOR: _operator,
-        ENVIRONMENT: _environment,
-    }
+    bus = dict(zip(ROLES, (_buffer, _rollout, _reward, _trainer, _gateway, _console, _operator, _environment), strict=True))
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
     sessions, ingested = (names.session_keys,), (names.ingest_keys,)
