@@ -19,14 +19,7 @@ from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAdd
 _HELD: list[socket.socket] = []
 
 # The module that `python -m` runs for each service.
-SERVICE_MODULES = {
-    "buffer": "services.buffer",
-    "reward": "services.reward",
-    "rollout": "services.rollout",
-    "gateway": "services.gateway",
-    "trainer": "services.trainer",
-}
-
+SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "gateway", "trainer")}
 AGENTS = "agents"  # server of the user's that agents speak to (`rollout.agent_service`)
 TRAINERS = ("trainer", "critic")  # services that hold the training state: they are stopped before those that they need
 CRITIC = ("services.trainer", "critic")  # module and argument that it runs for the critic, the trainer's second role
@@ -44,6 +37,17 @@ class ServiceSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     foreign: bool = False
+
+
+def run_service(config: RunConfig, nats_url: str, role: str, instance: str, more: Mapping[str, str], **named: str) -> ServiceSpec:
+    """Returns what starts an instance of a role: a service, or the critic.
+
+    ``more``: of its environment. ``named``: ``service`` and ``instance`` as the supervisor has them, where these are others.
+    """
+    module = CRITIC if role == "critic" else (SERVICE_MODULES[role],)
+    environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1", **more}
+    names = {"service": role, "instance": instance, **named}
+    return ServiceSpec(command=(sys.executable, "-m", *module), environment=environment, **names)
 
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
@@ -69,17 +73,14 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     for service, count in counts.items():
         for index in range(count):
             instance = f"{service}-{index}"
-            environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
-            if instance in shares:
-                environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
+            environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
             if http:
                 environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
             if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
                 # each of its lives listens there: clients that repeat a request know no other address
                 _HELD.append(held := hold_port())
                 environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, held.getsockname()[1]))
-            module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
-            specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
+            specs.append(run_service(config, nats_url, service, instance, environment))
     if config.rollout.agent_service:
         specs.append(ServiceSpec(AGENTS, f"{AGENTS}-0", tuple(config.rollout.agent_service), {"PYTHONUNBUFFERED": "1"}, foreign=True))
     return specs
