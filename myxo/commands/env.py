@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
@@ -41,15 +42,8 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.untrusted_files import parse_json
 
 # The maps of the protocol that have a JSON schema.
-SCHEMAS: dict[str, type] = {
-    "describe.answer": Description,
-    "score.request": ScoreRequest,
-    "reset.request": ResetRequest,
-    "reset.answer": ResetAnswer,
-    "step.request": StepRequest,
-    "step.answer": StepAnswer,
-    "close.request": CloseRequest,
-}
+SCHEMAS: dict[str, type[BaseModel]] = {"describe.answer": Description, "score.request": ScoreRequest, "reset.request": ResetRequest}
+SCHEMAS |= {"reset.answer": ResetAnswer, "step.request": StepRequest, "step.answer": StepAnswer, "close.request": CloseRequest}
 
 
 def declare_new(verb: argparse.ArgumentParser) -> None:
@@ -58,7 +52,6 @@ def declare_new(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("name", metavar="NAME", help="of its class, such as GuessingGame; the file is called guessing_game.py")
     verb.add_argument("--kind", choices=tuple(SKELETONS), default="environment", help=f"{kinds} (default environment)")
     verb.add_argument("--directory", type=Path, default=Path(), help="where the file goes (default: here)")
-    verb.set_defaults(run_command=new)
 
 
 def new(parsed: argparse.Namespace, console: Console) -> int:
@@ -86,7 +79,6 @@ def declare_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--run", help="with --nats: the run whose subjects it answers on")
     verb.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds that one call may need, as it is described (30)")
     verb.add_argument("--session-ttl", type=seconds, default=SESSION_TTL, metavar="S", help="seconds until a session is forgotten (3600)")
-    verb.set_defaults(run_command=lambda parsed, console: asyncio.run(run(parsed, console)))
 
 
 async def run(parsed: argparse.Namespace, console: Console) -> int:
@@ -124,25 +116,26 @@ def _made(path: str) -> Any:
 async def _on_bus(served: ServedEnvironment, parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) -> str:
     if not environment_url.NAME.match(parsed.nats):
         raise ConfigError("--nats", parsed.nats, "use 1 to 63 letters, digits, '-' and '_'")
-    if not parsed.run or not RUN_ID.match(parsed.run):
-        raise ConfigError("--run", parsed.run, "required with --nats: the run's id")
-    url = server_urls.nats_url()
-    if not url:
-        raise ConfigError("NATS_URL", url, "required in the environment with --nats: nats://[user:password@]host:port")
-    bus = await connect(url, parsed.run, "give nats://[user:password@]host:port of the run's server")
-    stack.push_async_callback(bus.close)
+    bus = await _bus(parsed.run, stack, "with --nats", "the run's id")
     await serve_on_bus(served, bus.connection, parsed.run, parsed.nats)
     return f"nats:{parsed.nats}"
 
 
-def declare_schemas(verb: argparse.ArgumentParser) -> None:
-    """Declares ``schemas``."""
-    verb.set_defaults(run_command=schemas)
+async def _bus(run: str | None, stack: contextlib.AsyncExitStack, reason: str, expected: str) -> Bus:
+    """Returns the run's bus, which is closed with the stack. ``reason``: what it is required for."""
+    if not run or not RUN_ID.match(run):
+        raise ConfigError("--run", run, f"required {reason}: {expected}")
+    url = server_urls.nats_url()
+    if not url:
+        raise ConfigError("NATS_URL", url, f"required in the environment {reason}: nats://[user:password@]host:port")
+    bus = await connect(url, run, "give nats://[user:password@]host:port of the run's server")
+    stack.push_async_callback(bus.close)
+    return bus
 
 
 def schemas(parsed: argparse.Namespace, console: Console) -> int:
     """Prints the JSON schemas of the protocol's maps, by name."""
-    found = {name: model.model_json_schema() for name, model in SCHEMAS.items()}  # type: ignore[attr-defined]
+    found = {name: model.model_json_schema() for name, model in SCHEMAS.items()}
     console.file.write(json.dumps(found, indent=2) + "\n")
     return exit_codes.DONE
 
@@ -163,7 +156,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     verb = verbs.add_parser("check", help="try a live environment, or an agent", description=_DESCRIPTION, allow_abbrev=False)
     what = "of an environment: http://host:port, https://… or nats:NAME; of an agent: module:function, or with --agent its URL"
     verb.add_argument("url", metavar="URL", nargs="?", help=what)
-    verb.add_argument("--agent", action="store_true", help="URL is that of an agent (shared.agent_check.http_agent:play)")
+    verb.add_argument("--agent", action="store_true", help="URL is that of an agent (shared.agents.http_agent:play)")
     verb.add_argument("--agent-command", metavar="COMMAND", help="an agent that is a command, split as a shell would")
     verb.add_argument("--agent-options", metavar="JSON", default="{}", help="rollout.agent_options, as one JSON object")
     verb.add_argument("--run", help="the run whose subjects a nats:NAME answers on; the server is that of NATS_URL")
@@ -173,12 +166,14 @@ def declare(command: argparse.ArgumentParser) -> None:
     verb.add_argument("--response", action="append", metavar="R", help="a response to it; may be given several times")
     add_json(verb)
     verb.set_defaults(run_command=lambda parsed, console: asyncio.run(check(parsed, console)))
-    for name, text, own in (
-        ("new", "write the skeleton of an environment that scores and steps", declare_new),
-        ("run", "serve a class of yours as an environment", declare_run),
-        ("schemas", "print the JSON schemas of what is asked and answered", declare_schemas),
+    for name, text, run_command, own in (
+        ("new", "write the skeleton of an environment that scores and steps", new, declare_new),
+        ("run", "serve a class of yours as an environment", lambda parsed, console: asyncio.run(run(parsed, console)), declare_run),
+        ("schemas", "print the JSON schemas of what is asked and answered", schemas, lambda verb: None),
     ):
-        own(verbs.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False))
+        verb = verbs.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
+        verb.set_defaults(run_command=run_command)
+        own(verb)
 
 
 async def check(parsed: argparse.Namespace, console: Console) -> int:
@@ -265,17 +260,7 @@ async def _opened(url: str, run: str | None, stack: contextlib.AsyncExitStack) -
         raise ConfigError("URL", url.rpartition("@")[2], str(error)) from None
     bus = None
     if found.responder:
-        bus = await _bus(run)
-        stack.push_async_callback(bus.close)
+        bus = await _bus(run, stack, "for nats:NAME", "the run's id, lower-case letters, digits, '-' and '_'")
     environment = open_environment("under check", url, bus, run or "")
     stack.push_async_callback(environment.close)
     return environment
-
-
-async def _bus(run: str | None) -> Bus:
-    if not run or not RUN_ID.match(run):
-        raise ConfigError("--run", run, "required for nats:NAME: the run's id, lower-case letters, digits, '-' and '_'")
-    url = server_urls.nats_url()
-    if not url:
-        raise ConfigError("NATS_URL", url, "required in the environment for nats:NAME: nats://[user:password@]host:port")
-    return await connect(url, run, "give nats://[user:password@]host:port of the run's server")

@@ -101,16 +101,9 @@ class EngineFilling:
 
     def told(self, size: int) -> str:
         """Returns the line that tells a user, for engines of ``size`` GPUs."""
-        line = (
-            f"rollout_replicas = {self.engines}, of {size} GPU{'s' * (size > 1)} each: they fill the {self.gpus} that there are for engines"
-        )
+        each = f"of {size} GPU{'s' * (size > 1)} each"
+        line = f"rollout_replicas = {self.engines}, {each}: they fill the {self.gpus} that there are for engines"
         return f"{line}, but for {self.idle}, which {'is' if self.idle == 1 else 'are'} idle" if self.idle else line
-
-
-def is_open(config: RunConfig) -> bool:
-    """Returns whether the config leaves the number of engines to the machine."""
-    rollout = config.rollout
-    return "rollout_replicas" not in rollout.model_fields_set and rollout.rollout_num_gpus is None and not config.debug.trains_only
 
 
 def shares_trainer(config: RunConfig) -> bool:
@@ -164,7 +157,8 @@ def filled(config: RunConfig, nodes: int, gpus_per_node: int, *, trains: bool) -
         trains: whether trainer and critic compute on GPUs.
     """
     rollout = config.rollout
-    if not is_open(config) or not (nodes or shares_trainer(config)):
+    given = "rollout_replicas" in rollout.model_fields_set or rollout.rollout_num_gpus is not None
+    if given or config.debug.trains_only or not (nodes or shares_trainer(config)):
         return config, ""
     found = filling(config, left_gpus(config, nodes, gpus_per_node, on_gpus=trains))
     update = {"rollout": rollout.model_copy(update={"rollout_replicas": found.engines})}
