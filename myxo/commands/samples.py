@@ -81,7 +81,11 @@ def samples(parsed: argparse.Namespace, console: Console) -> int:
     if not console.is_terminal:
         console.width = WIDE
     if parsed.group is not None:
-        _refuse_list_options(parsed)
+        values = {**vars(parsed), "group": parsed.only}
+        given = [option for option in _LIST_OPTIONS if values[option.removeprefix("--").replace("-", "_")] is not None]
+        given += [f"--{name}" for name in ("eval", "responses") if values[name]]
+        if given:
+            raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
         return asyncio.run(_show(parsed, console, *target(parsed.group)))
     only = None if parsed.only is None else group_named(parsed.only)
     evaluation = parsed.eval or parsed.dataset is not None or parsed.status in (EVALUATED, FAILED) or (only or "").startswith("eval.")
@@ -89,14 +93,6 @@ def samples(parsed: argparse.Namespace, console: Console) -> int:
     wanted = WantedGroups(parsed.status, parsed.step, *bounds, only, parsed.version, evaluation, parsed.dataset)
     listing = SampleList(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
     return asyncio.run(_browse(parsed, console, listing, with_texts=parsed.responses or parsed.step is not None or evaluation))
-
-
-def _refuse_list_options(parsed: argparse.Namespace) -> None:
-    values = {**vars(parsed), "group": parsed.only}
-    given = [option for option in _LIST_OPTIONS if values[option.removeprefix("--").replace("-", "_")] is not None]
-    given += [f"--{name}" for name in ("eval", "responses") if values[name]]
-    if given:
-        raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
 
 
 def target(text: str) -> tuple[str, int | None]:
@@ -143,7 +139,9 @@ async def _show(parsed: argparse.Namespace, console: Console, group: str, index:
         await run.read_into(life, group)
         if life.record is None:
             raise run.no_such_group(group, life.history.admitted)
-        _check_index(life, life.record, index)
+        size = len(life.record.rewards)
+        if index is not None and index >= size and (size or life.history.gone(life.record) is None):
+            raise ConfigError("GROUP", f"{group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
         unreachable = await run.ask_store([life.record], life.history)
         run.read_files([life.record])
         if unreachable is not None and group not in run.samples:
@@ -154,12 +152,6 @@ async def _show(parsed: argparse.Namespace, console: Console, group: str, index:
     else:
         console.print(page(shown, index, console.width, pieces))
     return exit_codes.DONE
-
-
-def _check_index(life: GroupProvenance, group: GroupRecord, index: int | None) -> None:
-    size = len(group.rewards)
-    if index is not None and index >= size and (size or life.history.gone(group) is None):
-        raise ConfigError("GROUP", f"{life.group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
 
 
 @dataclass
@@ -264,20 +256,10 @@ class _OpenRun:
 
 @contextlib.asynccontextmanager
 async def _opened(run: str, directory: Path) -> AsyncIterator[_OpenRun]:
-    """Opens the named run: its bus, or the rollout files where nothing else is left."""
-    only_files = _only_rollouts(run, directory)
-    if only_files is not None:
-        yield _OpenRun(only_files)
+    """Opens the named run: its bus, or the rollout files where nothing else is left on this machine."""
+    there = find(run, directory)[1] if given_servers().nats_url is None else None
+    if there is not None and there.at_rest_without_streams() and files(there.root / DIRECTORY):
+        yield _OpenRun(there)
         return
     async with reach(run, directory) as access:
         yield _OpenRun(access.directory, access)
-
-
-def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
-    """Returns the directory of a run of which only the rollout files are left on this machine; None where there is more, or nothing."""
-    if given_servers().nats_url is not None:
-        return None
-    _, there = find(run, directory)
-    if there is None or there.is_held() or (there.nats / "jetstream").is_dir() or not files(there.root / DIRECTORY):
-        return None
-    return there

@@ -129,6 +129,10 @@ class RunDirectory:
         with self._lock.open("a+") as file:
             return not _locked(file, fcntl.LOCK_SH)
 
+    def at_rest_without_streams(self) -> bool:
+        """Returns whether nothing but files is left of the run here: no streams on disk, and no process that serves some."""
+        return not self.is_held() and not (self.nats / "jetstream").is_dir()
+
     # --- state
 
     def refuse_input_in_state(self, config: RunConfig) -> None:
