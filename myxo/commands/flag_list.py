@@ -35,10 +35,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 def flag_list(pattern: str | None, console: Console, as_json: bool = False) -> int:
     """Prints one line a flag: spellings, kind, default, meaning. Returns the exit code.
 
-    Args:
-        pattern: part of a name, with dashes or underscores; None: every flag of Megatron's that is taken.
-
-    Raises ConfigError where no flag's name holds the pattern.
+    ``pattern``: part of a name, with dashes or underscores; None: every flag of Megatron's that is taken. Raises ConfigError where no
+    flag's name holds the pattern.
     """
     lines = lines_of(pattern)
     if not lines:

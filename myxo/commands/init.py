@@ -47,8 +47,7 @@ class Columns:
 def guessed(rows: Sequence[Mapping[str, Any]], where: str, rm_type: str | None = None) -> Columns:
     """Returns what rows hold. Raises ConfigError where no key can be the prompt, or no reward is known.
 
-    Args:
-        where: the file, for errors. rm_type: the reward, if somebody knows it.
+    ``where``: the file, for errors. ``rm_type``: the reward, if somebody knows it.
     """
     keys = [key for key in rows[0] if all(key in row for row in rows)]
     input_key = next((key for key in USUAL_PROMPTS if key in keys and all(_is_prompt(row[key]) for row in rows)), None)

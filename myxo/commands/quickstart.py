@@ -118,10 +118,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh: bool = False) -> int:
     """Makes the directory where it is missing, and runs the run in it. Returns the exit code of `up`.
 
-    Args:
-        arguments: flags over the config's values.
-
-    Raises ConfigError for a directory that cannot be used or packages that are missing, NotPrepared for what cannot be made.
+    ``arguments``: flags over the config's values. Raises ConfigError for a directory that cannot be used or packages that are missing,
+    NotPrepared for what cannot be made.
     """
     missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
     if missing:

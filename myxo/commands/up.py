@@ -145,11 +145,9 @@ def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
 def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool = False, node_rank: int | None = None) -> int:
     """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
 
-    Args:
-        source: where the config comes from. fresh: forget what the run has done. dry_run: show the resolved config only. node_rank: which
-            of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts.
-
-    Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
+    ``source``: where the config comes from. ``fresh``: forget what the run has done. ``dry_run``: show the resolved config only.
+    ``node_rank``: which of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts. Raises
+    ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
     further = node_rank or os.environ.get(NODE_RANK, "0") != "0"  # not all services start there
     config = checked_config(source, starts=not further, fresh=fresh)

@@ -52,8 +52,7 @@ class Pace:
 class Display:
     """Shows one view after another: on a terminal in a panel that is drawn over again, elsewhere by a plain line where something changed.
 
-    Args:
-        started: monotonic seconds.
+    ``started``: monotonic seconds.
     """
 
     def __init__(self, console: Console, started: float) -> None:

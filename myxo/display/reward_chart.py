@@ -30,8 +30,7 @@ def available() -> bool:
 def draw(summary: Summary, rewards: Sequence[float], warm_start: WarmStartEnded | None, path: Path) -> None:
     """Writes the picture as PNG.
 
-    Args:
-        rewards: mean reward of each trained step, in order, NaN where it is not known; at least one. warm_start: None: there was none.
+    ``rewards``: mean reward of each trained step, in order, NaN where it is not known; at least one. ``warm_start``: None: there was none.
     """
     import matplotlib
 
@@ -139,10 +138,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"  # cell that is filled by so many eighths
 def text_chart(values: Sequence[float], *, width: int, height: int) -> list[str]:
     """Returns ``height`` lines and an axis. The columns stand on 0, or on the lowest value where it is below.
 
-    Args:
-        values: one a step; a column is the mean of those in its part of the steps. What is no number is left out; a column without any
-            number stays empty, and without any at all there are no lines.
-        width: columns at most. height: lines.
+    ``values``: one a step; a column is the mean of those in its part of the steps. What is no number is left out; a column without any
+    number stays empty, and without any at all there are no lines. ``width``: columns at most. ``height``: lines.
     """
     columns = [_mean(part) for part in _parts(values, width)]
     numbers = [value for value in columns if math.isfinite(value)]

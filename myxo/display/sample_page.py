@@ -68,8 +68,7 @@ class WantedGroups:
 class SampleList:
     """Reads the ledger and returns the last ``limit`` wanted groups in order (0: all). Keeps no more of those that have ended.
 
-    Args:
-        order: a key of `ORDERS`.
+    ``order``: a key of `ORDERS`.
     """
 
     wanted: WantedGroups
@@ -168,8 +167,7 @@ class ShownGroup:
 def page(shown: ShownGroup, index: int | None, width: int, pieces: Pieces | None = None) -> RenderableType:
     """Returns a group: all its samples in a line each, or the one of ``index`` in full.
 
-    Args:
-        width: of the terminal, in characters. pieces: None without a tokenizer.
+    ``width``: of the terminal, in characters. ``pieces``: None without a tokenizer.
     """
     group, samples = shown.group, shown.samples
     parts: list[RenderableType] = [_heading(shown.run, group, index)]

@@ -211,8 +211,7 @@ class RunsElsewhere(MyxoError):
 class Launch:
     """One launch.
 
-    Args:
-        directory: held by this process. given: servers from the environment. fresh: forget what the run has done so far.
+    ``directory``: held by this process. ``given``: servers from the environment. ``fresh``: forget what the run has done so far.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, given: GivenServers, console: Console, *, fresh: bool) -> None:

@@ -37,10 +37,7 @@ def most_nodes(config: RunConfig) -> int:
 def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -> int:
     """Returns the rank of the node that this machine is, and puts it into the environment of the services to start.
 
-    Args:
-        rank: that of ``--node-rank``; None: the environment names it, where the trainer has several nodes.
-
-    Raises ConfigError.
+    ``rank``: that of ``--node-rank``; None: the environment names it, where the trainer has several nodes. Raises ConfigError.
     """
     nodes = most_nodes(config)
     if nodes == 1:
@@ -104,11 +101,7 @@ def with_engines_of(config: RunConfig, frozen: RunConfig) -> RunConfig:
 
 
 class NodeLaunch:
-    """One launch on one node.
-
-    Args:
-        nats_url: of the bus that the run is on, or will be.
-    """
+    """One launch on one node. ``nats_url``: of the bus that the run is on, or will be."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, nats_url: str, rank: int, console: Console) -> None:
         self._config, self._directory, self._nats_url, self._rank, self._console = config, directory, nats_url, rank, console

@@ -43,8 +43,7 @@ class DiskFull(MyxoError):
 class DiskWatch:
     """The disk of ``root``.
 
-    Args:
-        patience_s: the seconds that the disk may be full before the run stops.
+    ``patience_s``: the seconds that the disk may be full before the run stops.
 
     ``text``: what to say of it, empty while it has room.
     """
@@ -57,8 +56,7 @@ class DiskWatch:
     def look(self, now: float, elsewhere: str = "") -> bool:
         """Looks at the disk. Returns whether it has room again that it had not. Raises DiskFull.
 
-        Args:
-            now: monotonic seconds. elsewhere: what to say of another disk without room that the run writes to.
+        ``now``: monotonic seconds. ``elsewhere``: what to say of another disk without room that the run writes to.
         """
         full, had_none = full_disk(self._root) or elsewhere, bool(self.text)
         if not full:
@@ -97,8 +95,7 @@ class RefusedWrites:
     """Finds in a server's log that it had no room to write: nats-server refuses all messages of such a stream until it is restarted, though
     there be room again, and says so each time.
 
-    Args:
-        log: its log. What stands in it already does not count.
+    ``log``: its log. What stands in it already does not count.
 
     ``path``: the file that could not be written; None where none was refused.
     """
@@ -250,9 +247,8 @@ CONSOLE_PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0  # interval at which it is aske
 class ConsoleProcess:
     """The console of one run: started, kept alive, ended. Whatever becomes of it, the run continues.
 
-    Args:
-        section: where it listens. log: the file of its output. environment: what tells it of its run, see `services.console`.
-        frozen_timeout: the seconds without an answer after which it is killed, and started again; 0: never.
+    ``section``: where it listens. ``log``: the file of its output. ``environment``: what tells it of its run, see `services.console`.
+    ``frozen_timeout``: the seconds without an answer after which it is killed, and started again; 0: never.
 
     ``url``: its address, token included; empty where it cannot listen anywhere. ``restarted``: an event of each time that it was started
     again, with why.
@@ -376,11 +372,10 @@ def _free(address: HttpAddress) -> bool:
 class RunServers:
     """Bus and store for a launched run, and the console beside it.
 
-    Args:
-        given: servers from the environment; what is absent there is embedded, with its files in ``directory``.
-        store: durability and memory of the embedded Valkey. guest: an account that embedded servers have besides their own.
-        sync_interval: seconds between two syncs of the embedded NATS. frozen_timeout: seconds without an answer after which an embedded
-            server is killed and started again; 0: never.
+    ``given``: servers from the environment; what is absent there is embedded, with its files in ``directory``. ``store``: durability and
+    memory of the embedded Valkey. ``guest``: an account that embedded servers have besides their own. ``sync_interval``: seconds between
+    two syncs of the embedded NATS. ``frozen_timeout``: seconds without an answer after which an embedded server is killed and started
+    again; 0: never.
 
     ``guest_urls``: those of NATS and the store for that account; of given servers their own. URLs are final once `start` has returned.
     ``restarted``: an event of each server that was started again, with why; whoever publishes an event takes it out. ``troubled``: when an

@@ -51,16 +51,13 @@ def run_service(config: RunConfig, nats_url: str, role: str, instance: str, more
 
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
-    """Returns one trainer, its critic where there is one, as many buffers, reward and rollout services and gateways as the config asks
-    for, and the agents' server, where there is one.
+    """Returns one trainer, its critic where there is one, as many buffers, reward and rollout services and gateways as the config asks for,
+    and the agents' server, where there is one.
 
     Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU.
 
-    Args:
-        http: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
-            Empty, or port 0: any free ports.
-
-    Raises ConfigError where it is no such address.
+    ``http``: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
+    Empty, or port 0: any free ports. Raises ConfigError where it is no such address.
     """
     rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
     if config.trainer.colocate and not config.debug.debug_rollout_only:
@@ -90,9 +87,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
 class EngineFilling:
     """The engines that fill GPUs.
 
-    Args:
-        engines: how many, at least one: too few GPUs for it are what other checks refuse. idle: GPUs that nobody computes on.
-        gpus: those that there are for engines.
+    ``engines``: how many, at least one: too few GPUs for it are what other checks refuse. ``idle``: GPUs that nobody computes on. ``gpus``:
+    those that there are for engines.
     """
 
     engines: int
@@ -127,8 +123,7 @@ def left_gpus(config: RunConfig, nodes: int, gpus_per_node: int, *, on_gpus: boo
 def next_nodes(left: Sequence[int], spans: int, share: int) -> tuple[int, ...] | None:
     """Returns the nodes of the next engine: the first that has room; of one over several nodes, those with the most. None: no room is left.
 
-    Args:
-        left: GPUs that are left on each node. spans: nodes of an engine. share: its GPUs on each.
+    ``left``: GPUs that are left on each node. ``spans``: nodes of an engine. ``share``: its GPUs on each.
     """
     order = sorted(range(len(left)), key=lambda node: -left[node]) if spans > 1 else range(len(left))
     found = [node for node in order if left[node] >= share][:spans]
@@ -152,9 +147,8 @@ def filling(config: RunConfig, left: Sequence[int]) -> EngineFilling:
 def filled(config: RunConfig, nodes: int, gpus_per_node: int, *, trains: bool) -> tuple[RunConfig, str]:
     """Returns the config with the engines that fill GPUs, and the line that tells so; as it is, and nothing, where it says how many.
 
-    Args:
-        nodes, gpus_per_node: what there is for trainer and engines; no nodes: that is not known, and colocated engines alone are counted.
-        trains: whether trainer and critic compute on GPUs.
+    ``nodes``, ``gpus_per_node``: what there is for trainer and engines; no nodes: that is not known, and colocated engines alone are counted.
+    ``trains``: whether trainer and critic compute on GPUs.
     """
     rollout = config.rollout
     given = "rollout_replicas" in rollout.model_fields_set or rollout.rollout_num_gpus is not None

@@ -86,8 +86,7 @@ class SameDeaths:
     def died(self, code: int, reason: str, steps: int) -> bool:
         """Notes a death; returns whether the service should be given up.
 
-        Args:
-            code: its exit code, negative for a signal. reason: its last error. steps: training steps finished until now.
+        ``code``: its exit code, negative for a signal. ``reason``: its last error. ``steps``: training steps finished until now.
         """
         if steps > self.steps:
             self.steps, self.deaths = steps, 0
@@ -162,11 +161,9 @@ class SupervisedService:
 class Supervisor:
     """The services of one run.
 
-    Args:
-        logs: instance → its log file.
-        excused: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit with code 2 is then a
-            death like any other, for an unreachable server is bad input only where it never answered.
-        backoff: makes each service's back-off.
+    ``logs``: instance → its log file. ``excused``: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit
+    with code 2 is then a death like any other, for an unreachable server is bad input only where it never answered. ``backoff``: makes each
+    service's back-off.
     """
 
     def __init__(
@@ -188,9 +185,8 @@ class Supervisor:
     def tick(self, now: float, steps: int = 0, hold: bool = False, finished: bool = False) -> StopReason | None:
         """Checks all services once. Returns the reason where the run has to stop.
 
-        Args:
-            steps: training steps finished until now. hold: start none again now. finished: a trainer that ends in order has nothing more to
-                do, and is not started again.
+        ``steps``: training steps finished until now. ``hold``: start none again now. ``finished``: a trainer that ends in order has nothing
+        more to do, and is not started again.
         """
         for service in self._services:
             if finished and service.left:
@@ -244,8 +240,7 @@ class Supervisor:
     def kill_frozen(self, instance: str, reason: str) -> None:
         """Kills a service that no longer lives although its process does, with all that it started; `tick` starts it again.
 
-        Args:
-            reason: why, as its last error.
+        ``reason``: why, as its last error.
         """
         for service in self._services:
             if service.spec.instance == instance and service.due is None and service.child.running():
@@ -322,8 +317,7 @@ class Probe:
 class FrozenServices:
     """The heartbeats of the services that one supervisor has started.
 
-    Args:
-        timeout_s: the seconds after which a frozen one is killed, and started again; 0: never.
+    ``timeout_s``: the seconds after which a frozen one is killed, and started again; 0: never.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -135,11 +135,9 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
     """Returns the config with its flags (of `shared.config.flags`) laid over it, after all checks; its names on the hub are pinned, and
     their files on this machine.
 
-    Args:
-        source: where it comes from. starts: whether this is the machine that all services start on. fresh: whether what the run has done so
-            far is to be removed. cluster: nodes, and GPUs of each, that the run has to itself; default: this machine where it starts here.
-
-    Raises ConfigError, or Problems of several.
+    ``source``: where it comes from. ``starts``: whether this is the machine that all services start on. ``fresh``: whether what the run has
+    done so far is to be removed. ``cluster``: nodes, and GPUs of each, that the run has to itself; default: this machine where it starts
+    here. Raises ConfigError, or Problems of several.
     """
     path, given = source
     problems = list(given.problems)

@@ -35,10 +35,9 @@ NEAR = 0.1  # how far the need may be off what it is compared with before it cou
 class MemoryNeed:
     """The need of one GPU of a kind of process.
 
-    Args:
-        of: the kind, for people. role: actor, critic or engine. ranks: how many GPUs are of this kind. parts: bytes by name; together they
-            are the need. available: bytes that there are for it. field: of the config, that an error names. host: bytes of host memory
-            beside.
+    ``of``: the kind, for people. ``role``: actor, critic or engine. ``ranks``: how many GPUs are of this kind. ``parts``: bytes by name;
+    together they are the need. ``available``: bytes that there are for it. ``field``: of the config, that an error names. ``host``: bytes
+    of host memory beside.
     """
 
     of: str
@@ -67,9 +66,8 @@ class MemoryNeed:
 class RunPlan:
     """The plan of a run.
 
-    Args:
-        config: of the run. architecture: of its policy. gpu_bytes: of each GPU. critic: the architecture of the critic, where it has one of
-            its own.
+    ``config``: of the run. ``architecture``: of its policy. ``gpu_bytes``: of each GPU. ``critic``: the architecture of the critic, where
+    it has one of its own.
     """
 
     config: RunConfig

@@ -136,10 +136,8 @@ def told_when_lost() -> Iterator[None]:
 async def reach(run: str, directory: Path) -> AsyncIterator[Access]:
     """Opens the named run for as long as the body runs.
 
-    Args:
-        run: its id or directory. directory: where runs lie.
-
-    Raises ConfigError where there is no such run, RunHeld where its servers are just coming or going.
+    ``run``: its id or directory. ``directory``: where runs lie. Raises ConfigError where there is no such run, RunHeld where its servers
+    are just coming or going.
     """
     with told_when_lost():
         async with contextlib.AsyncExitStack() as stack:
@@ -225,9 +223,8 @@ async def payload_url(access: Access) -> AsyncIterator[str]:
     """Yields the URL of the store of the run's payloads, which answers as long as the body runs.
 
     It is that of ``REDIS_URL``, the live run's own, the one that its creator named, or that of what an embedded one left on disk, served
-    for the moment.
-
-    Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or going.
+    for the moment. Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or
+    going.
     """
     url = given_servers().redis_url
     if url is not None:

@@ -57,11 +57,7 @@ class ServerUrls:
 
 
 class RunDirectory:
-    """The files of one run.
-
-    Args:
-        root: its directory; need not exist yet.
-    """
+    """The files of one run. ``root``: its directory; need not exist yet."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -41,8 +41,7 @@ class Chain:
 def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Chain:
     """Returns a new authority and one certificate for each server.
 
-    Args:
-        hosts: server → the names and IP addresses at which clients reach it.
+    ``hosts``: server → the names and IP addresses at which clients reach it.
     """
     start = now or datetime.now(UTC)
     key = ec.generate_private_key(ec.SECP256R1())

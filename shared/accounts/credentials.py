@@ -57,10 +57,9 @@ class ServerAddress:
 class Deployment:
     """The servers and the run that accounts are made for.
 
-    Args:
-        run: the run's id. nats, redis: the addresses at which services reach them. tls: whether both are encrypted.
-        nats_settings, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses.
-        mounted: the path at which a server sees its own directory; empty: where it is made.
+    ``run``: the run's id. ``nats``, redis: the addresses at which services reach them. ``tls``: whether both are encrypted.
+    ``nats_settings``, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses. ``mounted``: the
+    path at which a server sees its own directory; empty: where it is made.
     """
 
     run: str

@@ -67,11 +67,7 @@ def user_name(role: str, run: str) -> str:
 
 
 def rights(run: str) -> tuple[Rights, ...]:
-    """Returns the rights of every role in the order of `ROLES`.
-
-    Args:
-        run: the run's id, matching `RUN_ID`.
-    """
+    """Returns the rights of every role in the order of `ROLES`. ``run``: the run's id, matching `RUN_ID`."""
     bus = dict(zip(ROLES, (_buffer, _rollout, _reward, _trainer, _gateway, _console, _operator, _environment), strict=True))
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
@@ -317,9 +313,8 @@ TLS_SECONDS = 5  # seconds that a client may take for the handshake
 class NatsSettings:
     """The addresses on which the server listens and the paths of its files, as the server sees them.
 
-    Args:
-        tls: the directory of `KEY` and `CERTIFICATE`; None for plain connections. monitor: HTTP address for health checks
-            inside the container. sync: the time between two syncs of its files to disk, as long as Redis's ``everysec``.
+    ``tls``: the directory of `KEY` and `CERTIFICATE`; None for plain connections. ``monitor``: HTTP address for health checks inside the
+    container. ``sync``: the time between two syncs of its files to disk, as long as Redis's ``everysec``.
     """
 
     listen: str = "0.0.0.0:4222"
@@ -345,11 +340,7 @@ class RedisSettings:
 
 
 def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: NatsSettings) -> str:
-    """Returns nats.conf, whose values are JSON.
-
-    Args:
-        passwords: by role.
-    """
+    """Returns nats.conf, whose values are JSON. ``passwords``: by role."""
     config: dict[str, Any] = {
         "listen": settings.listen,
         "http": settings.monitor,
@@ -370,8 +361,7 @@ def nats_accounts(owners: list[dict[str, Any]], users: Iterable[tuple[Rights, di
     NATS checks the subject of a request and not the reply subject that it names, to which the server then publishes. In an account of its
     own a role has its answers nowhere but in that account: no reply subject reaches a stream, or a subject that another role listens on.
 
-    Args:
-        owners: the users of `RUN_ACCOUNT`. users: the other roles with their entries; operators, who are among the owners, are skipped.
+    ``owners``: the users of `RUN_ACCOUNT`. ``users``: the other roles with their entries; operators, who are among the owners, are skipped.
     """
     served: dict[str, list[dict[str, Any]]] = {RUN_ACCOUNT: [{"service": subject, "response_type": "stream"} for subject in _STREAMED]}
     accounts: dict[str, Any] = {RUN_ACCOUNT: {"jetstream": "enabled", "users": owners, "exports": served[RUN_ACCOUNT]}}
@@ -416,11 +406,7 @@ def _allowed(subjects: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: RedisSettings) -> str:
-    """Returns redis.conf, for Redis from 7.0 and Valkey.
-
-    Args:
-        passwords: by role, and that of `HEALTH`.
-    """
+    """Returns redis.conf, for Redis from 7.0 and Valkey. ``passwords``: by role, and that of `HEALTH`."""
     lines = [
         f"bind {settings.bind}",
         f"unixsocket {_quoted(settings.socket)}",

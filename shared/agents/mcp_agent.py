@@ -58,11 +58,7 @@ class McpServerFailed(MyxoError):
 
 
 class McpTools:
-    """The tools of some servers, connected for one rollout; see `open_tools`.
-
-    Attributes:
-        offered: the tools as ``tools`` of a chat request.
-    """
+    """The tools of some servers, connected for one rollout; see `open_tools`. ``offered``: the tools as ``tools`` of a chat request."""
 
     def __init__(self, seconds: float, characters: int) -> None:
         self._seconds, self._characters = seconds, characters
@@ -81,10 +77,8 @@ class McpTools:
     async def call(self, name: str, arguments: str) -> str:
         """Returns what a tool answers, as text for the model, which is told there what it did wrong: a name, arguments, a tool's error.
 
-        Args:
-            arguments: JSON of an object, as the model wrote it.
-
-        Raises McpServerFailed where the server is gone or does not answer in time: the model is not to blame.
+        ``arguments``: JSON of an object, as the model wrote it. Raises McpServerFailed where the server is gone or does not answer in time:
+        the model is not to blame.
         """
         if name not in self._owners:
             return f"error: there is no tool {name}; the tools are {', '.join(self._owners)}"
@@ -110,9 +104,7 @@ class McpTools:
 async def open_tools(servers: Mapping[str, Server], seconds: float, characters: int = LONGEST_RESULT) -> AsyncIterator[McpTools]:
     """Connects to servers, and ends those that were started for it afterwards.
 
-    Args:
-        servers: by name. seconds: for a server to connect and list its tools, and for each call. characters: the most of a result.
-
+    ``servers``: by name. ``seconds``: for a server to connect and list its tools, and for each call. ``characters``: the most of a result.
     Raises McpServerFailed, and ConfigError for a key that is not there.
     """
     tools = McpTools(seconds, characters)

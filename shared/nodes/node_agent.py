@@ -59,8 +59,7 @@ CONNECTIONS_PER_NODE = 4
 class NodeLinks:
     """One node's ends of its links. Everything runs in the event loop that calls it.
 
-    Args:
-        nodes: how many the job has. silence_s: seconds without an answer after which a link counts as down.
+    ``nodes``: how many the job has. ``silence_s``: seconds without an answer after which a link counts as down.
     """
 
     def __init__(self, nodes: int, silence_s: float) -> None:
@@ -201,16 +200,14 @@ class RanksOfNode(Protocol):
 class NodeAgent:
     """One node of a job.
 
-    Args:
-        job: the name in KV that the job's nodes share (`shared.bus.subjects`). rank, nodes: this node's, and how many there are.
-        patience: seconds that missing nodes are waited for. ranks: what runs here. leave_seconds: that ranks which are to leave have,
-            before they are killed. stopping: set once this node is asked to stop; default: the service's.
-        door: returns the port of the way to this node's ranks, for the first node's service; see `NodeState`. secret: this node's
-            (`NodeSecret`), for an engine's other nodes; empty: it has none.
-        show: shows state and reason; default: as the service's own. healthy: of an attempt, see `FirstNode`.
+    ``job``: the name in KV that the job's nodes share (`shared.bus.subjects`). ``rank``, nodes: this node's, and how many there are.
+    ``patience``: seconds that missing nodes are waited for. ``ranks``: what runs here. ``leave_seconds``: that ranks which are to leave
+    have, before they are killed. ``stopping``: set once this node is asked to stop; default: the service's. ``door``: returns the port of
+    the way to this node's ranks, for the first node's service; see `NodeState`. ``secret``: this node's (`NodeSecret`), for an engine's
+    other nodes; empty: it has none. ``show``: shows state and reason; default: as the service's own. ``healthy``: of an attempt, see
+    `FirstNode`.
 
-    Attributes:
-        seen: the nodes that it watches, by rank, as they were seen last.
+    ``seen``: the nodes that it watches, by rank, as they were seen last.
     """
 
     def __init__(

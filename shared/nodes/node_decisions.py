@@ -70,8 +70,7 @@ class NodeObserver:
     A lease that was found when watching began may be that of a dead agent: the node counts as alive once the lease was renewed, or taken,
     before the eyes of this process.
 
-    Args:
-        duration: of the lease in seconds.
+    ``duration``: of the lease in seconds.
     """
 
     def __init__(self, rank: int, duration: float) -> None:
@@ -192,10 +191,9 @@ HEALTHY_SECONDS = 600.0
 class FirstNode:
     """The state machine of node 0.
 
-    Args:
-        nodes: how many there are. patience: seconds that missing nodes are waited for. known: number of the newest attempt so far.
-        healthy: seconds of an attempt after which earlier ones that ended without a reason no longer count; longer than ranks may take to
-            start, or those that never come up would be started for ever.
+    ``nodes``: how many there are. ``patience``: seconds that missing nodes are waited for. ``known``: number of the newest attempt so far.
+    ``healthy``: seconds of an attempt after which earlier ones that ended without a reason no longer count; longer than ranks may take to
+    start, or those that never come up would be started for ever.
     """
 
     def __init__(self, nodes: int, patience: float, known: int = 0, healthy: float = HEALTHY_SECONDS) -> None:
@@ -393,9 +391,8 @@ def replace_over(attempt: Attempt, over: Over, code: int, reason: str) -> Attemp
 class FurtherNode:
     """The state machine of a node of rank 1 or higher.
 
-    Args:
-        nodes: how many there are. patience: seconds that the first node's next attempt is waited for. leave_seconds: that ranks which were
-            told to leave have, before they are killed.
+    ``nodes``: how many there are. ``patience``: seconds that the first node's next attempt is waited for. ``leave_seconds``: that ranks
+    which were told to leave have, before they are killed.
     """
 
     def __init__(self, rank: int, nodes: int, patience: float, leave_seconds: float = STOP_SECONDS) -> None:
