@@ -186,8 +186,6 @@ def _event(data: Mapping[str, Any], *, named: bool = True) -> str:
 
 
 class _Chat:
-    """OpenAI's chat completions."""
-
     def answer(self, said: Said) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": said.text}
         if said.tool is not None:
@@ -209,8 +207,6 @@ class _Chat:
 
 
 class _Responses:
-    """OpenAI's responses."""
-
     def answer(self, said: Said) -> dict[str, Any]:
         part = {"type": "output_text", "text": said.text, "annotations": []}
         item: dict[str, Any] = {"id": "msg_1", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
@@ -243,8 +239,6 @@ class _Responses:
 
 
 class _Messages:
-    """Anthropic's messages."""
-
     def answer(self, said: Said) -> dict[str, Any]:
         block: dict[str, Any] = {"type": "text", "text": said.text}
         if said.tool is not None:

@@ -51,7 +51,6 @@ def _commands(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def _add_flags(command: argparse.ArgumentParser) -> None:
-    """Adds the config's flags to a command that lacks them."""
     known = {option for action in command._actions for option in action.option_strings}
     for line in flags.help_lines():
         option, _, text = line.strip().partition(" ")

@@ -281,7 +281,6 @@ def examine_store(_: Path) -> Iterator[Diagnosis]:
 
 
 def _embedded(subject: str, name: str, find: Callable[[], Path]) -> Diagnosis:
-    """Returns whether a server's binary is there and runs on this machine."""
     try:
         binary = find()
     except ServerMissing as error:

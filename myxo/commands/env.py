@@ -201,7 +201,6 @@ async def check(parsed: argparse.Namespace, console: Console) -> int:
 
 
 async def _checks(parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) -> tuple[str, AsyncIterator[Check]]:
-    """Returns what is tried, as it is shown, and its checks. Raises ConfigError."""
     if not _is_agent(parsed):
         if parsed.url is None:
             raise ConfigError("URL", None, "expected an environment's URL, an agent as module:function, or --agent-command")
@@ -253,7 +252,6 @@ def _example(parsed: argparse.Namespace) -> Example:
 
 
 async def _opened(url: str, run: str | None, stack: contextlib.AsyncExitStack) -> Environment:
-    """Returns the environment, which is closed with the stack, and so is the bus that it may answer on."""
     try:
         found = environment_url.parse(url)
     except ValueError as error:

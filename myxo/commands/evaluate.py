@@ -74,7 +74,6 @@ def _initial(config: RunConfig) -> list[VersionOnDisk]:
 
 
 def _exports(config: RunConfig) -> list[VersionOnDisk]:
-    """Returns the exports of ``save_hf``, and the run's last."""
     found = []
     for steps in range(1, config.rollout.num_rollout + 1):
         paths = [Path(str(config.trainer.save_hf).replace(STEP, str(steps - 1)))] if config.trainer.save_hf is not None else []
@@ -202,7 +201,6 @@ _SETS = ("eval_prompt_data", "eval_config", "sets")
 
 
 def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> dict[str, dict[str, Any]]:
-    """Returns a run's frozen values with flags over them. Raises ConfigError where there is no such run."""
     try:
         _, run = run_directory.find(name, directory)
         if run is None or (frozen := runs.frozen(run.root)) is None:
@@ -230,7 +228,7 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
 
 
 def _figures(own: RunConfig, version: int) -> dict[str, Any]:
-    """Returns the figures of the evaluation, under the version's number in its run: in the run of its own that is version 0."""
+    # in the run of its own the version is number 0
     summary = json.loads(RunDirectory(own.run.root).summary.read_text())
     evaluations = [{**found, "version": version, "newest": version} for found in summary["evaluations"]]
     return {"version": version, "evaluations": evaluations}

@@ -46,7 +46,6 @@ def flag_list(pattern: str | None, console: Console, as_json: bool = False) -> i
 
 
 def _plain(line: str) -> dict[str, object]:
-    """Returns a line as spellings and what is said of them."""
     spellings, _, text = line.strip().partition("  ")
     return {"flags": [word for word in spellings.replace(",", " ").split() if word.startswith("-")], "text": text.strip()}
 

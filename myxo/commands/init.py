@@ -73,7 +73,6 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _reward_of(labels: Sequence[Any]) -> tuple[str, str] | None:
-    """Returns the verifier that compares answers like these, and why."""
     if all(_is_tests(label) for label in labels):
         return "unit_tests", "the answers are tests of programs"
     texts = [str(label).strip() for label in labels if isinstance(label, str | int | float) and not isinstance(label, bool)]
@@ -133,7 +132,6 @@ def proposed(architecture: Architecture, parameters: int, gpus: int, gpu_bytes: 
 
 
 def _fitting(architecture: Architecture, parameters: int, train: int, gpu_bytes: float) -> int | None:
-    """Returns the least tensor-parallel size with which a rank's state fits."""
     for tensor in _tensors(architecture, train):
         state = parameters / tensor * (WEIGHT + GRADIENT) + parameters / train * OPTIMIZER
         if train % tensor == 0 and state <= TRAINING_SHARE * gpu_bytes:
@@ -142,7 +140,6 @@ def _fitting(architecture: Architecture, parameters: int, train: int, gpu_bytes:
 
 
 def _tensors(architecture: Architecture, most: int) -> Iterator[int]:
-    """Yields the sizes that divide the model's heads."""
     yield from (size for size in (1, 2, 4, 8) if size <= most and architecture.num_key_value_heads % size == 0)
 
 
@@ -200,13 +197,11 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _name_of(model: str) -> str:
-    """Returns a run's name from the last part of a model's."""
     last = model.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
     return re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:63] or "run"
 
 
 def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
-    """Reads model and data. Raises ConfigError, or Problems of several."""
     rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 1}
     sections: dict[str, dict[str, Any]] = {
         "run": {"name": name},
@@ -247,7 +242,6 @@ def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
 
 
 def _lines(name: str, model: str, data: str, found: _Found, own: str | None) -> Iterator[str]:
-    """Yields the config's lines."""
     columns, held = found.columns, min(int(found.rows * HELD_OUT), MOST_HELD_OUT)
     held = held if held >= LEAST_HELD_OUT else 0
     trained = found.rows - held

@@ -53,7 +53,6 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
 
 
 def _refuse_without_room(source: Path, target: Path) -> None:
-    """Raises ConfigError where the files do not fit."""
     needed = sum(path.lstat().st_size for path in source.rglob("*"))
     there = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.is_dir())
     if (free := shutil.disk_usage(there).free) < needed:

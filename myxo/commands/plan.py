@@ -73,7 +73,6 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
 
 
 def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
-    """Returns the config, and the values that its file and flags give."""
     layers = Layers(known_fields)
     if source.path is not None:
         layers.read(source.path)

@@ -82,7 +82,6 @@ def _installed(names: tuple[str, ...], target: Path) -> Path:
 
 
 def _installer(wanted: list[str]) -> list[str]:
-    """Returns the beginning of a command that installs packages for this Python. Raises NotPrepared."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if (uv := shutil.which("uv")) is not None:
@@ -138,7 +137,6 @@ def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh
 
 
 def _prepare() -> None:
-    """Makes model and problems, where an earlier call has not. Raises NotPrepared."""
     command = [sys.executable, str(bundled(ARITHMETIC) / "prepare.py"), DATA, "--if-missing"]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=PREPARE_SECONDS)

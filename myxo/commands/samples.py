@@ -114,7 +114,6 @@ def group_named(text: str) -> str:
 
 
 async def _browse(parsed: argparse.Namespace, console: Console, listing: SampleList, with_texts: bool) -> int:
-    """Prints the groups that a listing asks for, newest (best, longest) last; ``with_texts``: their prompts and responses, too."""
     async with _opened(parsed.run, parsed.dir) as run:
         await run.read_into(listing)
         rows, of = listing.rows()
@@ -213,7 +212,6 @@ class _OpenRun:
         return None
 
     async def _take(self, store: Store, group: GroupRecord) -> None:
-        """Takes the samples that the store has of a group, or notes why there are none."""
         if group.payload is None or not group.payload.keys:
             self.absent[group.group] = "the ledger names no payload"
             return
@@ -256,7 +254,6 @@ class _OpenRun:
 
 @contextlib.asynccontextmanager
 async def _opened(run: str, directory: Path) -> AsyncIterator[_OpenRun]:
-    """Opens the named run: its bus, or the rollout files where nothing else is left on this machine."""
     there = find(run, directory)[1] if given_servers().nats_url is None else None
     if there is not None and there.at_rest_without_streams() and files(there.root / DIRECTORY):
         yield _OpenRun(there)

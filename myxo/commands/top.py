@@ -162,7 +162,6 @@ class RunWaits:
 
 
 async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:
-    """Returns the pipeline and the alarms now. ``away``: why the bus is not there, which leaves what is known. Raises `BUS_ERRORS`."""
     statuses: Sequence[ServiceStatus] = ()
     if not away:
         statuses = await Registry(access.bus, access.run).alive() if access.live else ()

@@ -265,7 +265,6 @@ def newest_run(directory: Path) -> Path | None:
 
 
 def _frozen(given: CommandLine) -> dict[str, Any]:
-    """Returns the values of the run that the flags only name, as it was frozen. Raises ConfigError where there is none."""
     run = given.overrides["run"]
     directory = Path(run.get("dir", "runs"))
     if (config := runs.frozen(directory / run["name"])) is None:

@@ -125,7 +125,6 @@ def panel(view: RunView, elapsed: float | None = None, remaining: float | None =
 
 
 def _figures(view: RunView) -> Table:
-    """Returns the figures of the run, two in a row."""
     staleness = "–" if view.staleness_max is None else f"{_mean_staleness(view)} mean, {number(view.staleness_max)} max of {view.bound}"
     computing = "" if view.computed_per_s is None else f", {_tokens(view.computed_per_s)} computing"
     cells = [
@@ -147,7 +146,6 @@ def _figures(view: RunView) -> Table:
 
 
 def _services(view: RunView) -> Table:
-    """Returns one line a service."""
     table = Table.grid(padding=(0, 2))
     for line in view.services:
         restarts = f"restarted {line.restarts}×" if line.restarts else ""

@@ -85,7 +85,6 @@ def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
 
 
 def _held_out(axes: Any, evaluations: Sequence[EvaluationSummary], color: str, marker: str) -> None:
-    """Draws a held-out set's mean rewards, the first and the last with their numbers."""
     at = [evaluation.step for evaluation in evaluations]
     means = [evaluation.mean_reward for evaluation in evaluations]
     line = "--" if len(at) > 2 else "none"  # two points show no trend
@@ -169,6 +168,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _axis(steps: int, columns: int) -> str:
-    """Returns the first and the last step, each under its column where there is room."""
     first, last = "step 1", str(steps)
     return first if steps == 1 else f"{first}{last:>{max(columns - len(first), len(last) + 1)}}"

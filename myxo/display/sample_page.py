@@ -321,14 +321,12 @@ def _overview(group: GroupRecord, samples: Sequence[Sample]) -> Table:
 
 
 def _length(group: GroupRecord, index: int, sample: Sample | None) -> int:
-    """Returns the tokens of a response; 0 where they are not known."""
     if index < len(group.tokens):
         return group.tokens[index]
     return sample.segments[-1][1] if sample is not None and sample.segments else 0
 
 
 def _has_ids(sample: Sample) -> bool:
-    """Returns whether the sample has its arrays, not only its text."""
     return bool(len(sample.prompt)) or not sample.segments
 
 
@@ -376,6 +374,5 @@ def _named(name: str, text: str) -> list[RenderableType]:
 
 
 def _cell(text: str) -> str:
-    """Returns a token's text in one column: white space visible, the rest cut."""
     shown = printable(text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "␣"))
     return shown if len(shown) < CELL else shown[: CELL - 2] + "…"

@@ -143,7 +143,6 @@ def table(summary: Summary) -> Table:
 
 
 def _evaluations(summary: Summary) -> list[tuple[str, str]]:
-    """Returns a line for each held-out set: mean reward under the first and under the last version that was evaluated."""
     lines = []
     for name in dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations):
         found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]

@@ -297,7 +297,6 @@ class Launch:
     # --- while it runs
 
     async def _supervise(self, bus: Bus, specs: list[ServiceSpec]) -> int:
-        """Supervises until the run is finished, cannot go on, or is to stop."""
         supervisor = Supervisor(specs, self._directory.log, excused=lambda since: max(self._away, self._servers.troubled) >= since)
         polling = asyncio.create_task(self._poll(bus, supervisor))
         shown = Display(self._console, self._started)
@@ -442,7 +441,6 @@ class Launch:
             self._log.warning("services_killed", killed=killed)
 
     async def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
-        """Waits until ``condition`` holds, for ``deadline`` seconds at most, or until there is one more signal."""
         signals, end = len(self._signals), time.monotonic() + deadline
         while not condition() and time.monotonic() < end and len(self._signals) == signals:
             await asyncio.sleep(TICK_SECONDS)
@@ -458,14 +456,12 @@ class Launch:
             await cancelled([work])
 
     async def _fail(self, bus: Bus, reason: str) -> None:
-        """Records that the run has failed, for `myxo status` and for services that were started elsewhere."""
         try:
             await runs.set_phase(bus, self._run, runs.FAILED, reason)
         except BUS_ERRORS as error:
             self._log.warning("failure_not_written_down", error=str(error) or type(error).__name__)
 
     async def _show_troubles(self, bus: Bus) -> None:
-        """Prints the part of the summary that lists failures, for a run that ends before it is finished."""
         if full := full_disk(self._directory.root):
             self._say(full)
         if self._waits.newest is not None:

@@ -81,7 +81,7 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
         engine, share, own = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine, {}
         if devices.resolve(rollout.rollout_device) == "cuda":
             own[devices.VISIBLE] = _next_gpus(free, share, "rollout.rollout_num_gpus_per_engine", rank)
-        specs.append(run_service(config, nats_url, "rollout", engine, own, service=ENGINE_NODE, instance=f"{engine}-node-{rank}"))
+        specs.append(run_service(config, nats_url, "rollout", engine, own, service=ENGINE_NODE, name=f"{engine}-node-{rank}"))
     return specs
 
 
@@ -182,7 +182,6 @@ class NodeLaunch:
             return runs.RUNNING, 0
 
     async def _wait(self, supervisor: Supervisor, seconds: float) -> None:
-        """Waits until all services have ended, for so many seconds at most."""
         end = time.monotonic() + seconds
         while supervisor.running() and time.monotonic() < end:
             await asyncio.sleep(TICK_SECONDS)

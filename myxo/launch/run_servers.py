@@ -352,7 +352,6 @@ class ConsoleProcess:
 
 
 def _addresses(section: ConsoleSection) -> Iterator[HttpAddress]:
-    """Yields where a console may listen, the wanted address first."""
     if section.console_port:
         last = min(section.console_port + PORTS_TRIED - 1, LAST_PORT)
         yield from (HttpAddress(section.console_host, port) for port in range(section.console_port, last + 1))
@@ -361,7 +360,6 @@ def _addresses(section: ConsoleSection) -> Iterator[HttpAddress]:
 
 
 def _free(address: HttpAddress) -> bool:
-    """Returns whether the address can be listened at now."""
     try:
         socket.create_server(address, family=socket.AF_INET6 if ":" in address.host else socket.AF_INET).close()
     except OSError:

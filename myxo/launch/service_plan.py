@@ -39,15 +39,16 @@ class ServiceSpec:
     foreign: bool = False
 
 
-def run_service(config: RunConfig, nats_url: str, role: str, instance: str, more: Mapping[str, str], **named: str) -> ServiceSpec:
+def run_service(
+    config: RunConfig, nats_url: str, role: str, instance: str, more: Mapping[str, str], service: str = "", name: str = ""
+) -> ServiceSpec:
     """Returns what starts an instance of a role: a service, or the critic.
 
-    ``more``: of its environment. ``named``: ``service`` and ``instance`` as the supervisor has them, where these are others.
+    ``more``: of its environment. ``service``, ``name``: its kind and its id to the supervisor, where these are others.
     """
     module = CRITIC if role == "critic" else (SERVICE_MODULES[role],)
     environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1", **more}
-    names = {"service": role, "instance": instance, **named}
-    return ServiceSpec(command=(sys.executable, "-m", *module), environment=environment, **names)
+    return ServiceSpec(service or role, name or instance, (sys.executable, "-m", *module), environment)
 
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
@@ -147,8 +148,8 @@ def filling(config: RunConfig, left: Sequence[int]) -> EngineFilling:
 def filled(config: RunConfig, nodes: int, gpus_per_node: int, *, trains: bool) -> tuple[RunConfig, str]:
     """Returns the config with the engines that fill GPUs, and the line that tells so; as it is, and nothing, where it says how many.
 
-    ``nodes``, ``gpus_per_node``: what there is for trainer and engines; no nodes: that is not known, and colocated engines alone are counted.
-    ``trains``: whether trainer and critic compute on GPUs.
+    ``nodes``, ``gpus_per_node``: what there is for trainer and engines; no nodes: that is not known, and colocated engines alone are
+    counted. ``trains``: whether trainer and critic compute on GPUs.
     """
     rollout = config.rollout
     given = "rollout_replicas" in rollout.model_fields_set or rollout.rollout_num_gpus is not None

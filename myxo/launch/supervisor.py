@@ -356,7 +356,6 @@ class FrozenServices:
         supervisor.kill_frozen(instance, f"it was frozen, {how} for {self._timeout_s:g} s, and was killed")
 
     def _stopped(self, pids: set[int], now: float) -> set[int]:
-        """Returns the processes that a signal has stopped for too long."""
         there = {process.pid for process in process_watch.seen(pids) if process.state == STOPPED_STATE}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in there}
         return {pid for pid, since in self._stopped_since.items() if now - since >= self._timeout_s}

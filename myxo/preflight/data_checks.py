@@ -67,7 +67,6 @@ def check_files(inspection: Inspection) -> Findings:
 
 
 def _suggestion(directory: Path, name: str) -> str:
-    """Returns a hint at the data files in ``directory``: the one that is called almost like ``name``, or any."""
     try:
         there = sorted(path.name for path in directory.iterdir() if path.suffix in (".jsonl", ".parquet", ".json"))
     except OSError:
@@ -361,7 +360,6 @@ def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) 
 
 
 def _report(field: str, problems: list[tuple[Label, tuple[bool, str]]], tried: int) -> Findings:
-    """Yields the refusal, or one note of the labels that can surely not be matched and one of the others."""
     for sure, what in ((True, "can never be matched"), (False, "can hardly be matched")):
         some = [(label, why) for label, (certain, why) in problems if certain == sure]
         if not some:

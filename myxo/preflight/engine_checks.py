@@ -66,7 +66,6 @@ def _quantized(inspection: Inspection, field: str, value: Any) -> Findings:
 
 
 def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str, draft: Any) -> Findings:
-    """Yields an algorithm that nothing drafts for, and a draft that is named by a path and no checkpoint."""
     name, path = str(algorithm).upper(), Path(str(draft or ""))
     if name not in ALGORITHMS:
         yield ConfigError(field, algorithm, f"one of {', '.join(ALGORITHMS)}; {nearest(name, list(ALGORITHMS))}")
@@ -85,7 +84,6 @@ def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str,
 
 
 def _without_layers(inspection: Inspection) -> str | None:
-    """Returns why the model drafts nothing by itself; None where it does, or its files cannot be read."""
     model, names = inspection.model_config, inspection.weight_headers
     if model is None or any("mtp" in name or "nextn" in name for name in names):
         return None
@@ -221,7 +219,6 @@ def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> 
 
 
 def _engine_limit(inspection: Inspection) -> Limit | None:
-    """Returns the most that the engine takes; None where the model does not say."""
     config, model = inspection.config, inspection.model_config
     flags = {plain_name(key): value for key, value in config.rollout.sglang.items()}
     known = context_length(model) if model is not None else None

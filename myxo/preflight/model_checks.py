@@ -62,7 +62,6 @@ def check_tokenizer(inspection: Inspection) -> Findings:
 
 
 def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]) -> Iterator[Note]:
-    """Yields the variables of a config that no chat template has."""
     words = set(re.findall(r"\w+", " ".join([*tokenizer.templates.values(), str(given.get("chat_template"))])))
     for name in given:
         if name == "messages" or (name != "chat_template" and name not in words):
@@ -70,7 +69,6 @@ def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]
 
 
 def _around_text(tokenizer: Tokenizer, added: bool) -> Iterator[Note]:
-    """Yields what the tokenizer puts around a text, and whether text prompts get it."""
     prefix, suffix = (", ".join(map(tokenizer.shown, ids)) for ids in (tokenizer.text_prefix, tokenizer.text_suffix))
     if prefix:
         begin, why = ("begin", "= false leaves it out") if added else ("do not begin", "is false")

@@ -173,7 +173,6 @@ def remedies(plan: RunPlan, need: MemoryNeed) -> list[Remedy]:
 
 
 def _trainer_flags(trainer: TrainerSection, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields flags with the fields that they change."""
     megatron = trainer.megatron
     if not trainer.recomputes_layers:
         yield "--recompute", {"recompute": True, "recompute_granularity": None, "recompute_modules": []}
@@ -193,7 +192,6 @@ def _trainer_flags(trainer: TrainerSection, role: str) -> Iterator[tuple[str, di
 
 
 def _more_ranks(trainer: TrainerSection, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields layouts that divide the model further."""
     tensor, per_node = trainer.tensor_model_parallel_size * 2, trainer.ranks_per_node(role)
     sequence = "" if trainer.sequence_parallel else " --sequence-parallel"
     if tensor <= per_node:

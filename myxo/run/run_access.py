@@ -188,7 +188,6 @@ async def _config(bus: Bus, run: str, files: RunDirectory | None) -> RunConfig:
 
 
 def _served(server: EmbeddedNats | EmbeddedValkey, stack: contextlib.AsyncExitStack) -> tuple[str, str]:
-    """Runs an embedded server until the stack is left; returns its URL, and that of its guest."""
     stack.callback(server.stop)
     server.start()
     return server.url, server.guest_url

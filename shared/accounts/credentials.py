@@ -115,7 +115,6 @@ def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, s
 
 
 def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], passwords: dict[Path, str]) -> dict[Path, str]:
-    """Returns the content of every file with a password in it: the roles' URLs and the servers' configs."""
     bus_scheme, store_scheme = ("tls", "rediss") if deployment.tls else ("nats", "redis")
     texts, bus, store = {}, {}, {HEALTH: passwords[directory / REDIS / HEALTH]}
     for role in roles:
@@ -137,7 +136,6 @@ def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], p
 
 
 def _password(path: Path) -> str | None:
-    """Returns the password in a file; None where there is none yet."""
     try:
         text = path.read_text().strip()
         password = text if path.name in _BARE else urlsplit(text).password

@@ -113,12 +113,10 @@ def _stream_info(stream: str) -> str:
 
 
 def _read(bucket: str) -> tuple[str, str]:
-    """Returns the subjects for opening a KV bucket, listing its keys and reading one."""
     return _stream_info(f"KV_{bucket}"), f"{API}.STREAM.MSG.GET.KV_{bucket}"
 
 
 def _take(stream: str, consumer: str) -> tuple[str, str]:
-    """Returns the subjects for fetching work from a queue, and for acking, returning or extending it."""
     return f"{API}.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"$JS.ACK.{stream}.{consumer}.{REST}"
 
 
@@ -438,7 +436,6 @@ def redis_user(name: str, password: str, store: StoreRights) -> str:
 
 
 def _granted(store: StoreRights) -> str:
-    """Returns the rules that grant rights to a user, or to a selector of a user."""
     access = {keys: ("R" if keys in store.read else "") + ("W" if keys in store.write else "") for keys in (*store.read, *store.write)}
     return " ".join([*(f"%{letters}~{keys}" for keys, letters in access.items()), "-@all", *(f"+{command}" for command in store.commands)])
 

@@ -44,7 +44,6 @@ class AgentDoor:
             writer.close()
 
     async def _connected(self) -> "Stream":
-        """Returns a connection to the agent. Raises OSError, TimeoutError."""
         if self._open > CONNECTIONS:
             raise ConnectionRefusedError(f"{CONNECTIONS} connections are open")
         async with asyncio.timeout(CONNECT_SECONDS):

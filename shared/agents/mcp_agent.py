@@ -158,7 +158,6 @@ async def _listed(client: Client) -> list[Tool]:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Returns an error; of a group of errors the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -128,7 +128,6 @@ class NodeLinks:
             await asyncio.sleep(self._interval_s)
 
     async def _ask_until_silent(self, point: str) -> None:
-        """Asks over one connection. Raises OSError, EOFError or TimeoutError when there is no answer."""
         address, _, port = point.rpartition(":")
         async with asyncio.timeout(self._answer_s):
             reader, writer = await asyncio.open_connection(address, int(port))
@@ -420,7 +419,6 @@ class NodeAgent:
         )
 
     def _say(self) -> None:
-        """Has the lease say at once what has changed."""
         if (state := self._state()) != self._told:
             self._told = state
             self._lease.renew_soon()

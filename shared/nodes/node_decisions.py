@@ -308,13 +308,11 @@ class FirstNode:
         return {(lower, rank): f"the link between {names[lower]} and {names[rank]}" for lower, rank in down}
 
     def _failed(self, now: NodeSituation) -> list[int]:
-        """Returns the nodes whose ranks have failed, as far as is known."""
         ends = [(0, now.ranks.ended, now.ranks.code)]
         ends += [(rank, node.state.ended, node.state.code) for rank, node in (now.nodes or {}).items() if node.state is not None]
         return [rank for rank, ended, code in ends if ended == self._number and code]
 
     def _stop(self, now: NodeSituation) -> list[NodeCommand]:
-        """Returns the commands where this node or another was asked to stop."""
         leaving = [str(node) for node in (now.nodes or {}).values() if node.state is not None and node.state.stopping]
         if not (now.stopping or leaving):
             return []
