@@ -256,26 +256,20 @@ class _Messages:
         yield _event({"type": "content_block_start", "index": 0, "content_block": empty})
         yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
         yield _event({"type": "content_block_stop", "index": 0})
-        yield _event(
-            {"type": "message_delta", "delta": {"stop_reason": answer["stop_reason"], "stop_sequence": None}, "usage": answer["usage"]}
-        )
+        ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+        yield _event({"type": "message_delta", "delta": ended, "usage": answer["usage"]})
         yield _event({"type": "message_stop"})
 
 
 def _object(arguments: str) -> Any:
     """Returns the arguments of a call as an object; Anthropic's format has no other."""
-    try:
+    with contextlib.suppress(ValueError):
         read = json.loads(arguments)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+        return read if isinstance(read, dict) else {}
+    return {}
 
 
-FORMS: dict[str, _Chat | _Responses | _Messages] = {
-    "/v1/chat/completions": _Chat(),
-    "/v1/responses": _Responses(),
-    "/v1/messages": _Messages(),
-}
+FORMS = {"/v1/chat/completions": _Chat(), "/v1/responses": _Responses(), "/v1/messages": _Messages()}
 
 
 AT_ONCE = 8
@@ -295,11 +289,7 @@ BLOCKED_SECONDS = 5.0  # how long beyond its time an agent may keep its thread t
 
 
 class AgentConformance:
-    """The checks of one agent.
-
-    Args:
-        play: calls it. example: prompt, label and answers of the model. options: its ``agent_options``. seconds: for one rollout.
-    """
+    """The checks of one agent, which ``play`` calls. ``options``: its ``agent_options``. ``seconds``: for one rollout."""
 
     def __init__(self, play: Played, model: ScriptedModel, example: Example, options: dict[str, Any], seconds: float) -> None:
         self._play, self._model, self._example, self._options, self._seconds = play, model, example, options, seconds
@@ -330,41 +320,35 @@ class AgentConformance:
         return f"{script.asked} requests, {shown_reward(result)}"
 
     async def _nonsense(self, said: Said) -> str:
-        try:
+        with _warns("it raised {}: each such rollout is begun anew and then lost; catch it and give a reward"):
             return shown_reward((await self._rollout(said, Said(self._example.responses[0])))[0])
-        except Exception as error:
-            raise _Warned(f"it raised {_words(error)}: each such rollout is begun anew and then lost; catch it and give a reward") from None
 
     async def _refused(self, status: int) -> str:
-        try:
+        with _warns("it gave up ({}): gateways say so when they are full or start anew; max_retries=8"):
             _, script = await self._rollout(*(Said(status=status) for _ in range(3)), Said(self._example.responses[0]))
-        except Exception as error:
-            raise _Warned(f"it gave up ({_words(error)}): gateways say so when they are full or start anew; max_retries=8") from None
         return f"asked {script.asked} times"
 
     async def _ended(self) -> str:
-        script = self._script(Said(status=410))
+        key, script = self._script(Said(status=410))
         try:
-            await asyncio.wait_for(self._played(script[0], self._data()), self._seconds)
+            await asyncio.wait_for(self._played(key, self._data()), self._seconds)
         except TimeoutError:
-            raise _Failed(f"it went on for {self._seconds:g} s and {script[1].asked} requests after its session had ended") from None
+            raise _Failed(f"it went on for {self._seconds:g} s and {script.asked} requests after its session had ended") from None
         except Exception as error:
-            return f"ended after {script[1].asked} requests: {_words(error)}"
-        return f"ended after {script[1].asked} requests"
+            return f"ended after {script.asked} requests: {_words(error)}"
+        return f"ended after {script.asked} requests"
 
     async def _no_label(self) -> str:
-        try:
+        with _warns("it raised {}; prompts need not have one"):
             result, _ = await self._rollout(Said(self._example.responses[0]), label=None)
-        except Exception as error:
-            raise _Warned(f"it raised {_words(error)}; prompts need not have one") from None
         return shown_reward(result)
 
     async def _together(self) -> str:
-        alone = await self._seconds_of(1)
-        together = await self._seconds_of(AT_ONCE)
+        alone, together = await self._seconds_of(1), await self._seconds_of(AT_ONCE)
+        measured = f"{together:.1f} s, one alone takes {alone:.1f} s"
         if together > AT_ONCE / 2 * alone + 1:
-            raise _Warned(f"{together:.1f} s, one alone takes {alone:.1f} s: they wait for one another; do not block in an async function")
-        return f"{together:.1f} s, one alone takes {alone:.1f} s"
+            raise _Warned(f"{measured}: they wait for one another; do not block in an async function")
+        return measured
 
     async def _seconds_of(self, count: int) -> float:
         begun = time.monotonic()
@@ -390,19 +374,9 @@ class AgentConformance:
         return key, self._model.script(key, *answers)
 
     def _data(self) -> dict[str, Any]:
-        prompt = self._example.prompt
-        return {
-            "messages": [{"role": "user", "content": prompt}],
-            "prompt": prompt,
-            "label": self._example.label,
-            "metadata": {},
-            "model": MODEL,
-            "roles": {},
-            "group": "g00000000",
-            "rollout": 0,
-            "evaluation": False,
-            "options": self._options,
-        }
+        asked, place = self._example.prompt, {"group": "g00000000", "rollout": 0, "evaluation": False}
+        row = {"messages": [{"role": "user", "content": asked}], "prompt": asked, "label": self._example.label, "metadata": {}}
+        return {**row, "model": MODEL, "roles": {}, **place, "options": self._options}
 
     async def _timed(self, name: str, check: Callable[..., Awaitable[str]], *given: object) -> Check:
         begun = time.monotonic()
@@ -421,6 +395,15 @@ class _Failed(Exception):
 
 class _Warned(Exception):
     """What is seen is allowed, and costs something."""
+
+
+@contextlib.contextmanager
+def _warns(words: str) -> Iterator[None]:
+    """Makes an error of the agent's a warning. ``words``: with a place for the error."""
+    try:
+        yield
+    except Exception as error:
+        raise _Warned(words.format(_words(error))) from None
 
 
 def _words(error: BaseException) -> str:
