@@ -54,18 +54,13 @@ def guessed(rows: Sequence[Mapping[str, Any]], where: str, rm_type: str | None =
     if input_key is None:
         raise ConfigError("DATA", where, f"no key of its rows ({', '.join(keys)}) is a usual name of a prompt: {', '.join(USUAL_PROMPTS)}")
     label_key = next((key for key in USUAL_LABELS if key in keys and key != input_key), None)
-    found = (rm_type, "as it was said") if rm_type is not None else _reward(rows, label_key)
+    found = (rm_type, "as it was said") if rm_type is not None else None
+    if found is None and label_key is not None:
+        found = _reward_of([row[label_key] for row in rows])
+    if found is None:
+        told = "there is no key of answers" if label_key is None else f"the answers under {label_key!r} are of no known kind"
+        raise ConfigError("--rm-type", None, f"{told}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
     return Columns(input_key, label_key, isinstance(rows[0][input_key], list), *found)
-
-
-def _reward(rows: Sequence[Mapping[str, Any]], label_key: str | None) -> tuple[str, str]:
-    """Returns the reward that fits the rows' answers, and why. Raises ConfigError."""
-    told = "there is no key of answers"
-    if label_key is not None:
-        if (found := _reward_of([row[label_key] for row in rows])) is not None:
-            return found
-        told = f"the answers under {label_key!r} are of no known kind"
-    raise ConfigError("--rm-type", None, f"{told}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
 
 
 def _is_prompt(value: Any) -> bool:
@@ -179,7 +174,8 @@ class _Found:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    name = parsed.name or _name_of(parsed.model)
+    last = parsed.model.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
+    name = parsed.name or re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:63] or "run"
     path = parsed.output or Path(f"{name}.toml")
     if path.exists() and not parsed.force:
         raise ConfigError("--output", str(path), "a file that is not there yet, or --force")
@@ -194,11 +190,6 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     checked_config(Source.of(path, []), starts=True)
     console.print(f"Nothing is wrong with it. Start it: myxo up {path}", soft_wrap=True)
     return exit_codes.DONE
-
-
-def _name_of(model: str) -> str:
-    last = model.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
-    return re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:63] or "run"
 
 
 def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
@@ -231,9 +222,8 @@ def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
         memory = min(gpu.total for gpu in gpus) * (1 << 20)
         layout = proposed(architecture, size.parameters, len(gpus), memory)
         if layout is None:
-            state = (
-                f"{size.parameters / 1e9:.1f} billion parameters do not fit {len(gpus)} x {memory / (1 << 30):.0f} GiB with Adam's moments"
-            )
+            room = f"{len(gpus)} x {memory / (1 << 30):.0f} GiB with Adam's moments"
+            state = f"{size.parameters / 1e9:.1f} billion parameters do not fit {room}"
             raise ConfigError("MODEL", model, f"{state}; take a smaller model, more GPUs, or trainer.lora_rank (docs/layouts.md)")
     return _Found(columns, len(rows), architecture.max_positions, tokenizer.has_chat_template, layout)
 
@@ -249,12 +239,12 @@ def _lines(name: str, model: str, data: str, found: _Found, own: str | None) -> 
     yield from _section("run", name=name)
     yield from _section("model", hf_checkpoint=model)
     yield from _section("data", prompt_data=f"{data}@[:{trained}]" if held else data, input_key=columns.input_key)
-    yield f"label_key = {_toml(columns.label_key or '')}"
+    yield f"label_key = {json_text(columns.label_key or '')}"
     yield "rollout_shuffle = true"
     if found.template and not columns.chat:
         yield "apply_chat_template = true # the model has a template, and the prompts are plain text"
     yield "\n[reward]"
-    yield f"custom_rm_path = {_toml(own)}" if own else f"rm_type = {_toml(columns.rm_type)} # {columns.reason}"
+    yield f"custom_rm_path = {json_text(own)}" if own else f"rm_type = {json_text(columns.rm_type)} # {columns.reason}"
     if held:
         yield from _section("eval", eval_prompt_data=f"{data}@[{trained}:]", eval_interval=20)
     yield from _rollout(found, trained)
@@ -262,12 +252,11 @@ def _lines(name: str, model: str, data: str, found: _Found, own: str | None) -> 
 
 
 def _rollout(found: _Found, prompts: int) -> Iterator[str]:
+    layout = found.layout
     yield from _section("rollout", num_rollout=200, rollout_batch_size=min(PROMPTS, prompts), n_samples_per_prompt=SAMPLES)
     yield f"rollout_max_response_len = {min(RESPONSE, found.context // 2)} # of a context of {found.context} tokens"
-    layout = found.layout
     if layout is not None:
-        yield f"rollout_replicas = {layout.engines}"
-        yield f"rollout_num_gpus_per_engine = {layout.engine_gpus}"
+        yield f"rollout_replicas = {layout.engines}\nrollout_num_gpus_per_engine = {layout.engine_gpus}"
     yield f"max_staleness = {0 if layout is not None and layout.colocate else 2} # versions; 0 is synchronous"
 
 
@@ -290,9 +279,4 @@ def _trainer(layout: GpuLayout | None) -> Iterator[str]:
 
 def _section(section: str, **fields: object) -> Iterator[str]:
     yield f"\n[{section}]"
-    yield from (f"{field} = {_toml(value)}" for field, value in fields.items())
-
-
-def _toml(value: object) -> str:
-    """Returns a text or a number as TOML, whose escapes JSON's are."""
-    return json_text(value)
+    yield from (f"{field} = {json_text(value)}" for field, value in fields.items())

