@@ -14,6 +14,8 @@ from shared import __version__
 from shared.runtime import exit_codes, telemetry
 from shared.runtime.command_line import Parser, complain, ended
 
+# Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help. Only the module of the command
+# that is run is imported: `myxo --help` answers at once.
 COMMANDS = {
     "quickstart": ("quickstart:declare", "train a tiny model on this machine's CPU, in a directory of its own"),
     "init": ("init:declare", "write a first config for a model and a file of prompts"),
@@ -42,13 +44,8 @@ COMMANDS = {
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
     "completion": ("completion:declare", "a script that completes commands, flags and runs in your shell"),
 }
-"""Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help.
 
-Only the module of the command that is run is imported: `myxo --help` answers at once.
-"""
-
-_EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}
-"""A package that a command may lack → the extra that brings it."""
+_EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}  # package that a command may lack → the extra that brings it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,9 +14,7 @@ from shared.bus.subjects import RUN_ID
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
-_SIZE = re.compile(r"[1-9]\d{0,14}([kmg]b?)?")
-"""A size as Redis reads it."""
-
+_SIZE = re.compile(r"[1-9]\d{0,14}([kmg]b?)?")  # size as Redis reads it
 _DESCRIPTION = """Make the accounts of a run on NATS and Redis: passwords (kept where there are some already), the servers' configs and,
 with --tls, certificates. DIR/nats and DIR/redis are for the servers, DIR/buffer, rollout, reward, trainer, operator and environment each
 hold the nats_url and redis_url of one account. docs/accounts.md tells who may do what."""

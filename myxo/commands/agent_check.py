@@ -26,8 +26,8 @@ from shared.hooks.loading import load_agent
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.untrusted_files import parse_json
 
+# Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward.
 Played = Callable[[Mapping[str, Any], str, str], Awaitable[object]]
-"""Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward."""
 
 
 class AgentFailed(MyxoError):
@@ -186,8 +186,6 @@ def _event(data: Mapping[str, Any], *, named: bool = True) -> str:
 
 
 class _Chat:
-    """OpenAI's chat completions."""
-
     def answer(self, said: Said) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": said.text}
         if said.tool is not None:
@@ -209,8 +207,6 @@ class _Chat:
 
 
 class _Responses:
-    """OpenAI's responses."""
-
     def answer(self, said: Said) -> dict[str, Any]:
         part = {"type": "output_text", "text": said.text, "annotations": []}
         item: dict[str, Any] = {"id": "msg_1", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
@@ -243,8 +239,6 @@ class _Responses:
 
 
 class _Messages:
-    """Anthropic's messages."""
-
     def answer(self, said: Said) -> dict[str, Any]:
         block: dict[str, Any] = {"type": "text", "text": said.text}
         if said.tool is not None:
@@ -262,32 +256,26 @@ class _Messages:
         yield _event({"type": "content_block_start", "index": 0, "content_block": empty})
         yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
         yield _event({"type": "content_block_stop", "index": 0})
-        yield _event(
-            {"type": "message_delta", "delta": {"stop_reason": answer["stop_reason"], "stop_sequence": None}, "usage": answer["usage"]}
-        )
+        ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+        yield _event({"type": "message_delta", "delta": ended, "usage": answer["usage"]})
         yield _event({"type": "message_stop"})
 
 
 def _object(arguments: str) -> Any:
     """Returns the arguments of a call as an object; Anthropic's format has no other."""
-    try:
+    with contextlib.suppress(ValueError):
         read = json.loads(arguments)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
+        return read if isinstance(read, dict) else {}
+    return {}
 
 
-FORMS: dict[str, _Chat | _Responses | _Messages] = {
-    "/v1/chat/completions": _Chat(),
-    "/v1/responses": _Responses(),
-    "/v1/messages": _Messages(),
-}
+FORMS = {"/v1/chat/completions": _Chat(), "/v1/responses": _Responses(), "/v1/messages": _Messages()}
 
 
 AT_ONCE = 8
-SLOW_SECONDS = 0.3
-"""How long an answer takes where several rollouts run at once."""
+SLOW_SECONDS = 0.3  # how long an answer takes where several rollouts run at once
 
+# What models draw before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them.
 NONSENSE = (
     Said(""),
     Said("答えは\U0001f9ee \u202e24 \x00"),
@@ -295,19 +283,13 @@ NONSENSE = (
     Said(tool=("calculator", "{}")),
     Said(tool=("calculator", '{"expression": [1, 2]}')),
 )
-"""What models draw before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them."""
 
 
-BLOCKED_SECONDS = 5.0
-"""How long beyond its time an agent may keep its thread to itself, before it is interrupted."""
+BLOCKED_SECONDS = 5.0  # how long beyond its time an agent may keep its thread to itself, before it is interrupted
 
 
 class AgentConformance:
-    """The checks of one agent.
-
-    Args:
-        play: calls it. example: prompt, label and answers of the model. options: its ``agent_options``. seconds: for one rollout.
-    """
+    """The checks of one agent, which ``play`` calls. ``options``: its ``agent_options``. ``seconds``: for one rollout."""
 
     def __init__(self, play: Played, model: ScriptedModel, example: Example, options: dict[str, Any], seconds: float) -> None:
         self._play, self._model, self._example, self._options, self._seconds = play, model, example, options, seconds
@@ -338,41 +320,35 @@ class AgentConformance:
         return f"{script.asked} requests, {shown_reward(result)}"
 
     async def _nonsense(self, said: Said) -> str:
-        try:
+        with _warns("it raised {}: each such rollout is begun anew and then lost; catch it and give a reward"):
             return shown_reward((await self._rollout(said, Said(self._example.responses[0])))[0])
-        except Exception as error:
-            raise _Warned(f"it raised {_words(error)}: each such rollout is begun anew and then lost; catch it and give a reward") from None
 
     async def _refused(self, status: int) -> str:
-        try:
+        with _warns("it gave up ({}): gateways say so when they are full or start anew; max_retries=8"):
             _, script = await self._rollout(*(Said(status=status) for _ in range(3)), Said(self._example.responses[0]))
-        except Exception as error:
-            raise _Warned(f"it gave up ({_words(error)}): gateways say so when they are full or start anew; max_retries=8") from None
         return f"asked {script.asked} times"
 
     async def _ended(self) -> str:
-        script = self._script(Said(status=410))
+        key, script = self._script(Said(status=410))
         try:
-            await asyncio.wait_for(self._played(script[0], self._data()), self._seconds)
+            await asyncio.wait_for(self._played(key, self._data()), self._seconds)
         except TimeoutError:
-            raise _Failed(f"it went on for {self._seconds:g} s and {script[1].asked} requests after its session had ended") from None
+            raise _Failed(f"it went on for {self._seconds:g} s and {script.asked} requests after its session had ended") from None
         except Exception as error:
-            return f"ended after {script[1].asked} requests: {_words(error)}"
-        return f"ended after {script[1].asked} requests"
+            return f"ended after {script.asked} requests: {_words(error)}"
+        return f"ended after {script.asked} requests"
 
     async def _no_label(self) -> str:
-        try:
+        with _warns("it raised {}; prompts need not have one"):
             result, _ = await self._rollout(Said(self._example.responses[0]), label=None)
-        except Exception as error:
-            raise _Warned(f"it raised {_words(error)}; prompts need not have one") from None
         return shown_reward(result)
 
     async def _together(self) -> str:
-        alone = await self._seconds_of(1)
-        together = await self._seconds_of(AT_ONCE)
+        alone, together = await self._seconds_of(1), await self._seconds_of(AT_ONCE)
+        measured = f"{together:.1f} s, one alone takes {alone:.1f} s"
         if together > AT_ONCE / 2 * alone + 1:
-            raise _Warned(f"{together:.1f} s, one alone takes {alone:.1f} s: they wait for one another; do not block in an async function")
-        return f"{together:.1f} s, one alone takes {alone:.1f} s"
+            raise _Warned(f"{measured}: they wait for one another; do not block in an async function")
+        return measured
 
     async def _seconds_of(self, count: int) -> float:
         begun = time.monotonic()
@@ -398,19 +374,9 @@ class AgentConformance:
         return key, self._model.script(key, *answers)
 
     def _data(self) -> dict[str, Any]:
-        prompt = self._example.prompt
-        return {
-            "messages": [{"role": "user", "content": prompt}],
-            "prompt": prompt,
-            "label": self._example.label,
-            "metadata": {},
-            "model": MODEL,
-            "roles": {},
-            "group": "g00000000",
-            "rollout": 0,
-            "evaluation": False,
-            "options": self._options,
-        }
+        asked, place = self._example.prompt, {"group": "g00000000", "rollout": 0, "evaluation": False}
+        row = {"messages": [{"role": "user", "content": asked}], "prompt": asked, "label": self._example.label, "metadata": {}}
+        return {**row, "model": MODEL, "roles": {}, **place, "options": self._options}
 
     async def _timed(self, name: str, check: Callable[..., Awaitable[str]], *given: object) -> Check:
         begun = time.monotonic()
@@ -429,6 +395,15 @@ class _Failed(Exception):
 
 class _Warned(Exception):
     """What is seen is allowed, and costs something."""
+
+
+@contextlib.contextmanager
+def _warns(words: str) -> Iterator[None]:
+    """Makes an error of the agent's a warning. ``words``: with a place for the error."""
+    try:
+        yield
+    except Exception as error:
+        raise _Warned(words.format(_words(error))) from None
 
 
 def _words(error: BaseException) -> str:

@@ -19,8 +19,8 @@ from shared.runtime import exit_codes
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
 
+# Names of a report's figures in JSON, where they are others.
 JSON_NAMES = {"max_staleness": "max_staleness_seen", "masked": "masked_samples", "removed": "removed_samples", "amended": "amended_groups"}
-"""Names of a report's figures in JSON, where they are others."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:

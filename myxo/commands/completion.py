@@ -10,7 +10,6 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-
 _ABOUT = """Print a script that completes commands, flags, files and runs.
 
   bash:  myxo completion bash > ~/.local/share/bash-completion/completions/myxo
@@ -18,8 +17,7 @@ _ABOUT = """Print a script that completes commands, flags, files and runs.
   fish:  myxo completion fish > ~/.config/fish/completions/myxo.fish
   tcsh:  myxo completion tcsh > ~/.myxo.tcsh, and `source ~/.myxo.tcsh` in ~/.tcshrc"""
 
-WITH_FLAGS = ("up", "train", "submit", "eval", "doctor")
-"""The commands that take the config's flags, which argparse does not know."""
+WITH_FLAGS = ("up", "train", "submit", "eval", "doctor")  # commands that take the config's flags, which argparse does not know
 
 
 def declare(command: argparse.ArgumentParser) -> None:
@@ -53,7 +51,6 @@ def _commands(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def _add_flags(command: argparse.ArgumentParser) -> None:
-    """Adds the config's flags to a command that lacks them."""
     known = {option for action in command._actions for option in action.option_strings}
     for line in flags.help_lines():
         option, _, text = line.strip().partition(" ")

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_run, count
-from myxo.launch.console_process import ConsoleProcess
+from myxo.launch.run_servers import ConsoleProcess
 from myxo.run.run_access import given_servers, payload_url, reach
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
 from shared.bus import runs
@@ -22,9 +22,7 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
 TICK_SECONDS = 0.2
-
-LOG = "console"
-"""The name of the log in a run's directory."""
+LOG = "console"  # name of the log in a run's directory
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,10 @@ def _section(section: ConsoleSection, host: str | None, port: int | None) -> Con
 @contextlib.asynccontextmanager
 async def _origin(run: str, directory: Path) -> AsyncIterator[ConsoleOrigin]:
     """Finds the run: on its bus, live or served from its directory for the moment; else its directory alone."""
-    files = _only_directory(run, directory)
-    if files is not None:
+    files = None
+    if given_servers().nats_url is None and (files := find(run, directory)[1]) is None:
+        raise no_such_run(run, directory)
+    if files is not None and files.at_rest_without_streams():
         config = runs.frozen(files.root)
         environment = {"MYXO_RUN": files.root.name, "MYXO_RUN_DIRECTORY": str(files.root)}
         yield ConsoleOrigin(ConsoleSection() if config is None else config.console, files, environment)
@@ -101,20 +101,9 @@ async def _origin(run: str, directory: Path) -> AsyncIterator[ConsoleOrigin]:
         environment = {"MYXO_RUN": access.run, "NATS_URL": access.guest_url, "MYXO_RUN_DIRECTORY": str(access.directory.root)}
         with contextlib.suppress(ConfigError):  # without the store its payloads are missing, and nothing else is
             environment["REDIS_URL"] = await stack.enter_async_context(payload_url(access))
-        serves = None
+        serves, url = None, "" if servers is None else servers.console
         if not access.live:
             environment["MYXO_RUN_AT_REST"] = "1"
-        if not access.live and "REDIS_URL" in environment:
-            serves = ServerUrls(access.bus.url, environment["REDIS_URL"], os.getpid())
-        url = "" if servers is None else servers.console
+            if "REDIS_URL" in environment:
+                serves = ServerUrls(access.bus.url, environment["REDIS_URL"], os.getpid())
         yield ConsoleOrigin(access.config.console, access.directory, environment, url, serves)
-
-
-def _only_directory(run: str, directory: Path) -> RunDirectory | None:
-    """Returns the directory of a run that has no streams any more; None where there are some. Raises ConfigError where there is nothing."""
-    if given_servers().nats_url is not None:
-        return None
-    _, files = find(run, directory)
-    if files is None:
-        raise no_such_run(run, directory)
-    return None if files.is_held() or (files.nats / "jetstream").is_dir() else files

@@ -45,8 +45,7 @@ from shared.store.payload_store import Store
 
 State = Literal["ok", "note", "fault"]
 
-COMMAND_SECONDS = 15.0
-"""The deadline of a program that is asked."""
+COMMAND_SECONDS = 15.0  # deadline of a program that is asked
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,11 @@ def told_by(command: Sequence[str]) -> tuple[str, str]:
     return done.stdout, ""
 
 
-OLDEST, NEWEST = (3, 11), (3, 13)
-"""Versions of Python that Myxo is tested with."""
+OLDEST, NEWEST = (3, 11), (3, 13)  # versions of Python that Myxo is tested with
 
+# The extras without which `myxo up` starts nothing, and whom they are for.
 NEEDED = {"": "every service", "embedded": "servers of a run on this machine", "trainer": "the trainer", "rollout": "engines"}
-"""The extras without which `myxo up` starts nothing, and whom they are for."""
-
-OWN_PACKAGES = ("sglang", "xgrammar")
-"""Packages that no extra can bring: they are installed without what they ask for (see the Makefile)."""
+OWN_PACKAGES = ("sglang", "xgrammar")  # packages that no extra can bring: they are installed without what they ask for (see the Makefile)
 
 
 def examine_python(_: Path) -> Iterator[Diagnosis]:
@@ -106,7 +102,8 @@ def examine_packages(_: Path) -> Iterator[Diagnosis]:
         wanted = [one for one in requirements if _of_extra(one, extra)]
         for problem in filter(None, map(_problem, wanted)):
             faults += 1
-            yield Diagnosis("packages", "fault", f"{problem}; it is for {whom}", _install(extra))
+            mend = f"pip install 'myxo[{extra}]'" if extra else "pip install myxo"
+            yield Diagnosis("packages", "fault", f"{problem}; it is for {whom}", mend)
     for package in OWN_PACKAGES:
         if importlib.util.find_spec(package) is None:
             faults += 1
@@ -152,18 +149,10 @@ def _problem(requirement: Requirement) -> str:
     return "" if fits else f"{requirement.name} {version} is installed, {requirement.specifier} is needed"
 
 
-def _install(extra: str) -> str:
-    return f"pip install 'myxo[{extra}]'" if extra else "pip install myxo"
-
-
+# Major version of CUDA → the oldest driver of Linux that its programs run on (NVIDIA's compatibility guide).
 OLDEST_DRIVER = {12: 525, 13: 580}
-"""Major version of CUDA → the oldest driver of Linux that its programs run on (NVIDIA's compatibility guide)."""
-
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
-
-BUSY_SHARE = 0.1
-"""The share of a GPU's memory from which on somebody else's use of it is told."""
-
+BUSY_SHARE = 0.1  # share of a GPU's memory from which on somebody else's use of it is told
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -185,7 +174,8 @@ def examine_gpus(_: Path) -> Iterator[Diagnosis]:
     shown = devices.gpus()
     if not shown:
         found = "none: trainer and engines compute on this machine's CPUs, which is for small models"
-        yield Diagnosis("gpus", "note" if shutil.which("nvidia-smi") else "ok", found, _hidden() if shutil.which("nvidia-smi") else "")
+        hidden = "nvidia-smi is here and /dev shows no GPU: in a container run it with --gpus all; else look at `dmesg | grep -i nvrm`"
+        yield Diagnosis("gpus", "note", found, hidden) if shutil.which("nvidia-smi") else Diagnosis("gpus", "ok", found)
         return
     gpus, failure = read_gpus()
     if failure:
@@ -200,7 +190,8 @@ def examine_gpus(_: Path) -> Iterator[Diagnosis]:
 def read_gpus() -> tuple[list[Gpu], str]:
     """Returns the GPUs as nvidia-smi tells of them, and why it tells nothing, where that is so."""
     text, failure = told_by(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
-    return [_gpu(line) for line in text.splitlines() if line.count(",") == len(QUERY) - 1], failure
+    lines = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.count(",") == len(QUERY) - 1]
+    return [Gpu(*names, _figure(total), _figure(used), int(_figure(errors))) for *names, total, used, errors in lines], failure
 
 
 def examine_nccl(_: Path) -> Iterator[Diagnosis]:
@@ -220,9 +211,8 @@ def examine_nccl(_: Path) -> Iterator[Diagnosis]:
 def examine_shared_memory(_: Path) -> Iterator[Diagnosis]:
     """Yields how much shared memory there is."""
     if not SHARED_MEMORY.is_dir():
-        yield Diagnosis(
-            "shared memory", "fault", f"{SHARED_MEMORY} is not there: ranks share tensors by it", f"mount -t tmpfs tmpfs {SHARED_MEMORY}"
-        )
+        found = f"{SHARED_MEMORY} is not there: ranks share tensors by it"
+        yield Diagnosis("shared memory", "fault", found, f"mount -t tmpfs tmpfs {SHARED_MEMORY}")
         return
     size = shutil.disk_usage(SHARED_MEMORY).total
     if size < LITTLE_SHARED_MEMORY:
@@ -230,15 +220,6 @@ def examine_shared_memory(_: Path) -> Iterator[Diagnosis]:
         yield Diagnosis("shared memory", "fault", found, f"mount -o remount,size=8g {SHARED_MEMORY}; in a container: --shm-size 8g")
     else:
         yield Diagnosis("shared memory", "ok", f"{SHARED_MEMORY} has {size >> 30} GiB")
-
-
-def _hidden() -> str:
-    return "nvidia-smi is here and /dev shows no GPU: in a container run it with --gpus all; else look at `dmesg | grep -i nvrm`"
-
-
-def _gpu(line: str) -> Gpu:
-    index, name, driver, total, used, errors = (part.strip() for part in line.split(","))
-    return Gpu(index, name, driver, _figure(total), _figure(used), int(_figure(errors)))
 
 
 def _figure(text: str) -> float:
@@ -300,7 +281,6 @@ def examine_store(_: Path) -> Iterator[Diagnosis]:
 
 
 def _embedded(subject: str, name: str, find: Callable[[], Path]) -> Diagnosis:
-    """Returns whether a server's binary is there and runs on this machine."""
     try:
         binary = find()
     except ServerMissing as error:
@@ -347,11 +327,10 @@ async def _store(url: str) -> list[Diagnosis]:
     return found
 
 
-LEAST_MEMORY = 4 * GIB
-"""Bytes that the quick start's services take together."""
+LEAST_MEMORY = 4 * GIB  # bytes that the quick start's services take together
 
+# Bytes without which a run cannot begin, and those that even small models' checkpoints soon fill.
 LEAST_DISK, LITTLE_DISK = 256 << 20, 5 * GIB
-"""Bytes without which a run cannot begin, and those that even small models' checkpoints soon fill."""
 
 
 def examine_memory(_: Path) -> Iterator[Diagnosis]:
@@ -416,24 +395,10 @@ def examine_sandbox(_: Path) -> Iterator[Diagnosis]:
         yield Diagnosis("sandbox", "ok", "programs run apart from this machine")
 
 
-EXAMINATIONS: tuple[Examination, ...] = (
-    examine_python,
-    examine_packages,
-    examine_torch,
-    examine_gpus,
-    examine_nccl,
-    examine_shared_memory,
-    examine_nats,
-    examine_store,
-    examine_memory,
-    examine_directory,
-    examine_cache,
-    examine_limits,
-    examine_sandbox,
-)
+EXAMINATIONS: tuple[Examination, ...] = (examine_python, examine_packages, examine_torch, examine_gpus, examine_nccl, examine_shared_memory)
+EXAMINATIONS += (examine_nats, examine_store, examine_memory, examine_directory, examine_cache, examine_limits, examine_sandbox)
 
 MARKS = {"ok": ("ok   ", "green"), "note": ("note ", "yellow"), "fault": ("FAULT", "bold red")}
-
 _ABOUT = """Look at this machine: packages, GPUs and their driver, shared memory, NATS, Redis, disk, limits, the sandbox.
 
 Each fault is told with the command that mends it. With a CONFIG (and flags over it) everything that `myxo up` checks before it starts is
@@ -457,7 +422,10 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     for diagnosis in diagnoses(parsed.dir, parsed.config, parsed.flags):
         found.append(diagnosis)
         if not parsed.json:
-            _show(diagnosis, console)
+            mark, style = MARKS[diagnosis.state]
+            console.print(Text.assemble((mark, style), f"  {diagnosis.subject:14}{diagnosis.found}"), soft_wrap=True)
+            if diagnosis.mend:
+                console.print(Text(f"{'':21}→ {diagnosis.mend}", style="cyan"), soft_wrap=True)
     faults = sum(diagnosis.state == "fault" for diagnosis in found)
     if parsed.json:
         console.file.write(json_text([asdict(diagnosis) for diagnosis in found]) + "\n")
@@ -474,11 +442,8 @@ def diagnoses(directory: Path, config: Path | None, flags: list[str]) -> Iterato
         except Exception as error:
             subject = examine.__name__.removeprefix("examine_").replace("_", " ")
             yield Diagnosis(subject, "note", f"it could not be looked at: {type(error).__name__}: {error}")
-    if config is not None:
-        yield from _of_config(config, flags)
-
-
-def _of_config(config: Path, flags: list[str]) -> Iterator[Diagnosis]:
+    if config is None:
+        return
     try:
         checked_config(Source.of(config, flags), starts=True)
     except BadInput as error:
@@ -487,10 +452,3 @@ def _of_config(config: Path, flags: list[str]) -> Iterator[Diagnosis]:
             yield Diagnosis("config", "fault", str(problem).removesuffix(f": {mend}") if mend else str(problem), mend)
     else:
         yield Diagnosis("config", "ok", f"{config} can be run")
-
-
-def _show(diagnosis: Diagnosis, console: Console) -> None:
-    mark, style = MARKS[diagnosis.state]
-    console.print(Text.assemble((mark, style), f"  {diagnosis.subject:14}{diagnosis.found}"), soft_wrap=True)
-    if diagnosis.mend:
-        console.print(Text(f"{'':21}→ {diagnosis.mend}", style="cyan"), soft_wrap=True)

@@ -14,10 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
-from myxo.commands import agent_check as agents
+from myxo.commands import agent_check
 from myxo.commands.agent_check import AgentConformance, ScriptedModel
 from myxo.commands.command_arguments import add_json, seconds
 from myxo.commands.env_skeletons import SKELETONS
@@ -46,16 +47,9 @@ from shared.runtime.command_line import Parser
 from shared.runtime.errors import ConfigError
 from shared.runtime.untrusted_files import parse_json
 
-SCHEMAS: dict[str, type] = {
-    "describe.answer": Description,
-    "score.request": ScoreRequest,
-    "reset.request": ResetRequest,
-    "reset.answer": ResetAnswer,
-    "step.request": StepRequest,
-    "step.answer": StepAnswer,
-    "close.request": CloseRequest,
-}
-"""The maps of the protocol that have a JSON schema."""
+# The maps of the protocol that have a JSON schema.
+SCHEMAS: dict[str, type[BaseModel]] = {"describe.answer": Description, "score.request": ScoreRequest, "reset.request": ResetRequest}
+SCHEMAS |= {"reset.answer": ResetAnswer, "step.request": StepRequest, "step.answer": StepAnswer, "close.request": CloseRequest}
 
 
 def declare_new(verb: argparse.ArgumentParser) -> None:
@@ -64,7 +58,6 @@ def declare_new(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("name", metavar="NAME", help="of its class, such as GuessingGame; the file is called guessing_game.py")
     verb.add_argument("--kind", choices=tuple(SKELETONS), default="environment", help=f"{kinds} (default environment)")
     verb.add_argument("--directory", type=Path, default=Path(), help="where the file goes (default: here)")
-    verb.set_defaults(run_command=new)
 
 
 def new(parsed: argparse.Namespace, console: Console) -> int:
@@ -92,7 +85,6 @@ def declare_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--run", help="with --nats: the run whose subjects it answers on")
     verb.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds that one call may need, as it is described (30)")
     verb.add_argument("--session-ttl", type=seconds, default=SESSION_TTL, metavar="S", help="seconds until a session is forgotten (3600)")
-    verb.set_defaults(run_command=lambda parsed, console: asyncio.run(run(parsed, console)))
 
 
 async def run(parsed: argparse.Namespace, console: Console) -> int:
@@ -130,36 +122,33 @@ def _made(path: str) -> Any:
 async def _on_bus(served: ServedEnvironment, parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) -> str:
     if not environment_url.NAME.match(parsed.nats):
         raise ConfigError("--nats", parsed.nats, "use 1 to 63 letters, digits, '-' and '_'")
-    if not parsed.run or not RUN_ID.match(parsed.run):
-        raise ConfigError("--run", parsed.run, "required with --nats: the run's id")
-    url = server_urls.nats_url()
-    if not url:
-        raise ConfigError("NATS_URL", url, "required in the environment with --nats: nats://[user:password@]host:port")
-    bus = await connect(url, parsed.run, "give nats://[user:password@]host:port of the run's server")
-    stack.push_async_callback(bus.close)
+    bus = await _bus(parsed.run, stack, "with --nats", "the run's id")
     await serve_on_bus(served, bus.connection, parsed.run, parsed.nats)
     return f"nats:{parsed.nats}"
 
 
-def declare_schemas(verb: argparse.ArgumentParser) -> None:
-    """Declares ``schemas``."""
-    verb.set_defaults(run_command=schemas)
+async def _bus(run: str | None, stack: contextlib.AsyncExitStack, reason: str, expected: str) -> Bus:
+    """Returns the run's bus, which is closed with the stack. ``reason``: what it is required for."""
+    if not run or not RUN_ID.match(run):
+        raise ConfigError("--run", run, f"required {reason}: {expected}")
+    url = server_urls.nats_url()
+    if not url:
+        raise ConfigError("NATS_URL", url, f"required in the environment {reason}: nats://[user:password@]host:port")
+    bus = await connect(url, run, "give nats://[user:password@]host:port of the run's server")
+    stack.push_async_callback(bus.close)
+    return bus
 
 
 def schemas(parsed: argparse.Namespace, console: Console) -> int:
     """Prints the JSON schemas of the protocol's maps, by name."""
-    found = {name: model.model_json_schema() for name, model in SCHEMAS.items()}  # type: ignore[attr-defined]
+    found = {name: model.model_json_schema() for name, model in SCHEMAS.items()}
     console.file.write(json.dumps(found, indent=2) + "\n")
     return exit_codes.DONE
 
 
-AGENT_SECONDS = 60.0
-"""The deadline of one rollout of an agent under check."""
-
+AGENT_SECONDS = 60.0  # deadline of one rollout of an agent under check
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
-
 _STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}
-
 _DESCRIPTION = """Ask a live environment all that the protocol promises: its description, scores of one sample and of groups, of empty, odd
 and long responses, of eight requests at once; and, where it steps, sessions, turns, repeats and ends. Or have an agent (module:function, a
 service's URL with --agent, or --agent-command) play rollouts against a model that follows a script: its reward, nonsense, refusals, an
@@ -183,12 +172,14 @@ def declare(command: argparse.ArgumentParser) -> None:
     verb.add_argument("--response", action="append", metavar="R", help="a response to it; may be given several times")
     add_json(verb)
     verb.set_defaults(run_command=lambda parsed, console: asyncio.run(check(parsed, console)))
-    for name, text, own in (
-        ("new", "write the skeleton of an environment that scores and steps", declare_new),
-        ("run", "serve a class of yours as an environment", declare_run),
-        ("schemas", "print the JSON schemas of what is asked and answered", declare_schemas),
+    for name, text, run_command, own in (
+        ("new", "write the skeleton of an environment that scores and steps", new, declare_new),
+        ("run", "serve a class of yours as an environment", lambda parsed, console: asyncio.run(run(parsed, console)), declare_run),
+        ("schemas", "print the JSON schemas of what is asked and answered", schemas, lambda verb: None),
     ):
-        own(verbs.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False))
+        verb = verbs.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
+        verb.set_defaults(run_command=run_command)
+        own(verb)
 
 
 async def check(parsed: argparse.Namespace, console: Console) -> int:
@@ -216,19 +207,18 @@ async def check(parsed: argparse.Namespace, console: Console) -> int:
 
 
 async def _checks(parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) -> tuple[str, AsyncIterator[Check]]:
-    """Returns what is tried, as it is shown, and its checks. Raises ConfigError."""
     if not _is_agent(parsed):
         if parsed.url is None:
             raise ConfigError("URL", None, "expected an environment's URL, an agent as module:function, or --agent-command")
         environment = await _opened(parsed.url, parsed.run, stack)
         return environment.shown, Conformance(environment, parsed.run or "", _example(parsed), parsed.timeout).checks()
     if parsed.agent_command is not None:
-        shown, play = parsed.agent_command, agents.command_agent(_split(parsed.agent_command))
+        shown, play = parsed.agent_command, agent_check.command_agent(_split(parsed.agent_command))
     elif parsed.agent:
-        shown, play = without_credentials(parsed.url), agents.url_agent(parsed.url)
+        shown, play = without_credentials(parsed.url), agent_check.url_agent(parsed.url)
     else:
         sys.path.insert(0, os.getcwd())
-        shown, play = parsed.url, agents.function_agent(parsed.url)
+        shown, play = parsed.url, agent_check.function_agent(parsed.url)
     model = stack.enter_context(ScriptedModel())
     return shown, AgentConformance(play, model, _example(parsed), _options(parsed.agent_options), parsed.timeout or AGENT_SECONDS).checks()
 
@@ -268,24 +258,13 @@ def _example(parsed: argparse.Namespace) -> Example:
 
 
 async def _opened(url: str, run: str | None, stack: contextlib.AsyncExitStack) -> Environment:
-    """Returns the environment, which is closed with the stack, and so is the bus that it may answer on."""
     try:
         found = environment_url.parse(url)
     except ValueError as error:
         raise ConfigError("URL", url.rpartition("@")[2], str(error)) from None
     bus = None
     if found.responder:
-        bus = await _bus(run)
-        stack.push_async_callback(bus.close)
+        bus = await _bus(run, stack, "for nats:NAME", "the run's id, lower-case letters, digits, '-' and '_'")
     environment = open_environment("under check", url, bus, run or "")
     stack.push_async_callback(environment.close)
     return environment
-
-
-async def _bus(run: str | None) -> Bus:
-    if not run or not RUN_ID.match(run):
-        raise ConfigError("--run", run, "required for nats:NAME: the run's id, lower-case letters, digits, '-' and '_'")
-    url = server_urls.nats_url()
-    if not url:
-        raise ConfigError("NATS_URL", url, "required in the environment for nats:NAME: nats://[user:password@]host:port")
-    return await connect(url, run, "give nats://[user:password@]host:port of the run's server")

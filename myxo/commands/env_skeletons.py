@@ -165,5 +165,5 @@ if __name__ == "__main__":
     ),
 )
 
+# By the names that the command line has.
 SKELETONS = {"environment": ENVIRONMENT, "agent": AGENT, "command": COMMAND, "service": SERVICE, "tools": TOOLS}
-"""By the names that the command line has."""

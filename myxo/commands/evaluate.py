@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,24 @@ class VersionOnDisk:
 
 def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
     """Returns the versions of a run that can be had, by their number, each from where it costs least."""
-    found = [*_checkpoints(config), *_snapshots(config), *_exports(config), *_initial(config)]
+    snapshots, root, trained = WeightCheckpoints.of_run(config), config.trained / "checkpoints", config.trained / "hf"
+    steps = [int(match[1]) for path in (root.iterdir() if root.is_dir() else ()) if (match := _CHECKPOINT.match(path.name))]
+    found = [
+        VersionOnDisk(version, f"the checkpoint of step {step}", partial(_converted, config, root, step))
+        for step in steps
+        if (version := _version(config, step)) is not None
+    ]
+    for snapshot in snapshots.readable():
+        copy = partial(_copied, snapshots, snapshot.version)
+        found.append(VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", copy))
+    for done in range(1, config.rollout.num_rollout + 1):
+        paths = [Path(str(config.trainer.save_hf).replace(STEP, str(done - 1)))] if config.trainer.save_hf is not None else []
+        paths += [trained] if done == config.rollout.num_rollout else []
+        for path in paths:
+            if (version := _version(config, done)) is not None and (path / "config.json").is_file():
+                found.append(VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path)))
+    if config.sft.sft_data is None:
+        found.append(VersionOnDisk(0, "the initial model", partial(_as_it_is, config.model.hf_checkpoint)))
     return {item.version: item for item in sorted(found, key=lambda item: item.version)}
 
 
@@ -68,58 +86,26 @@ def chosen_version(config: RunConfig, version: int | None) -> VersionOnDisk:
     return there[max(there) if version is None else version]
 
 
-def _initial(config: RunConfig) -> list[VersionOnDisk]:
-    path = config.model.hf_checkpoint
-    return [] if config.sft.sft_data is not None else [VersionOnDisk(0, "the initial model", lambda _: path)]
+def _as_it_is(path: Path, _: Path) -> Path:
+    return path
 
 
-def _exports(config: RunConfig) -> list[VersionOnDisk]:
-    """Returns the exports of ``save_hf``, and the run's last."""
-    found = []
-    for steps in range(1, config.rollout.num_rollout + 1):
-        paths = [Path(str(config.trainer.save_hf).replace(STEP, str(steps - 1)))] if config.trainer.save_hf is not None else []
-        paths += [config.trained / "hf"] if steps == config.rollout.num_rollout else []
-        for path in paths:
-            if (version := _version(config, steps)) is not None and (path / "config.json").is_file():
-                found.append(VersionOnDisk(version, f"the export {path}", lambda _, path=path: path))  # type: ignore[misc]
-    return found
+def _copied(source: WeightCheckpoints, version: int, target: Path) -> Path:
+    local, chain = LocalCheckpoint(target), source.chain(version)
+    held = local.follow(source, version)
+    if len(chain) == 1:  # it is the run's own, which may remove it
+        local.copy_from(held)
+        held = local.held() or held
+    return held.path
 
 
-def _snapshots(config: RunConfig) -> list[VersionOnDisk]:
-    source = WeightCheckpoints.of_run(config)
-
-    def make(version: int) -> Callable[[Path], Path]:
-        def copy(target: Path) -> Path:
-            local, chain = LocalCheckpoint(target), source.chain(version)
-            held = local.follow(source, version)
-            if len(chain) == 1:  # it is the run's own, which may remove it
-                local.copy_from(held)
-                held = local.held() or held
-            return held.path
-
-        return copy
-
-    return [VersionOnDisk(found.version, f"the snapshot {found.path}", make(found.version)) for found in source.readable()]
-
-
-def _checkpoints(config: RunConfig) -> list[VersionOnDisk]:
-    root = config.trained / "checkpoints"
-    steps = [int(match[1]) for path in (root.iterdir() if root.is_dir() else ()) if (match := _CHECKPOINT.match(path.name))]
-
-    def make(step: int) -> Callable[[Path], Path]:
-        def convert(target: Path) -> Path:
-            words = [sys.executable, "-m", CONVERT, str(root), str(target), "--step", str(step), "--hf", str(config.model.hf_checkpoint)]
-            done = subprocess.run(words, capture_output=True, text=True)
-            if done.returncode:
-                raise MyxoError(
-                    f"the checkpoint of step {step} in {root} was not converted: {(done.stderr.strip().splitlines() or [''])[-1]}"
-                )
-            return target
-
-        return convert
-
-    numbered = [(step, _version(config, step)) for step in steps]
-    return [VersionOnDisk(version, f"the checkpoint of step {step}", make(step)) for step, version in numbered if version is not None]
+def _converted(config: RunConfig, root: Path, step: int, target: Path) -> Path:
+    words = [sys.executable, "-m", CONVERT, str(root), str(target), "--step", str(step), "--hf", str(config.model.hf_checkpoint)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [""])[-1]
+        raise MyxoError(f"the checkpoint of step {step} in {root} was not converted: {why}")
+    return target
 
 
 def _version(config: RunConfig, steps: int) -> int | None:
@@ -159,9 +145,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 def _run(parsed: argparse.Namespace, console: Console) -> int:
     config = config_of(parsed.run, parsed.dir, flags.read(parsed.flags))
     if not config.eval.named:
-        raise ConfigError(
-            "eval.eval_prompt_data", None, "sets to evaluate on: --eval-prompt-data NAME PATH, --eval-config or [[eval.sets]]"
-        )
+        expected = "sets to evaluate on: --eval-prompt-data NAME PATH, --eval-config or [[eval.sets]]"
+        raise ConfigError("eval.eval_prompt_data", None, expected)
     item = chosen_version(config, parsed.version)
     directory = config.run.root / "evaluations"
     told = SafeConsole(stderr=True) if parsed.json else console
@@ -197,12 +182,11 @@ def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
 
 
+# The fields that name sets of held-out prompts: a flag for one takes the place of all that the run has.
 _SETS = ("eval_prompt_data", "eval_config", "sets")
-"""The fields that name sets of held-out prompts: a flag for one takes the place of all that the run has."""
 
 
 def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> dict[str, dict[str, Any]]:
-    """Returns a run's frozen values with flags over them. Raises ConfigError where there is no such run."""
     try:
         _, run = run_directory.find(name, directory)
         if run is None or (frozen := runs.frozen(run.root)) is None:
@@ -230,7 +214,7 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
 
 
 def _figures(own: RunConfig, version: int) -> dict[str, Any]:
-    """Returns the figures of the evaluation, under the version's number in its run: in the run of its own that is version 0."""
+    # in the run of its own the version is number 0
     summary = json.loads(RunDirectory(own.run.root).summary.read_text())
     evaluations = [{**found, "version": version, "newest": version} for found in summary["evaluations"]]
     return {"version": version, "evaluations": evaluations}

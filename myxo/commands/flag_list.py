@@ -16,13 +16,13 @@ from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
+# The files in which Megatron explains its fields, in the string behind each.
 SOURCES = (
     "core/model_parallel_config.py",
     "core/transformer/transformer_config.py",
     "core/optimizer/optimizer_config.py",
     "core/distributed/distributed_data_parallel_config.py",
 )
-"""The files in which Megatron explains its fields, in the string behind each."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:
@@ -35,10 +35,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 def flag_list(pattern: str | None, console: Console, as_json: bool = False) -> int:
     """Prints one line a flag: spellings, kind, default, meaning. Returns the exit code.
 
-    Args:
-        pattern: part of a name, with dashes or underscores; None: every flag of Megatron's that is taken.
-
-    Raises ConfigError where no flag's name holds the pattern.
+    ``pattern``: part of a name, with dashes or underscores; None: every flag of Megatron's that is taken. Raises ConfigError where no
+    flag's name holds the pattern.
     """
     lines = lines_of(pattern)
     if not lines:
@@ -48,7 +46,6 @@ def flag_list(pattern: str | None, console: Console, as_json: bool = False) -> i
 
 
 def _plain(line: str) -> dict[str, object]:
-    """Returns a line as spellings and what is said of them."""
     spellings, _, text = line.strip().partition("  ")
     return {"flags": [word for word in spellings.replace(",", " ").split() if word.startswith("-")], "text": text.strip()}
 

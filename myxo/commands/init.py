@@ -30,9 +30,7 @@ from shared.runtime.safe_text import say
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")  # but commands of LaTeX
 _CHOICE = re.compile(r"\(?[A-J]\)?\Z")
 _TESTS = ("assert ", "def check(")
-
-SHORT_ANSWER = 64
-"""Characters up to which text without numbers counts as an answer to be compared as it is."""
+SHORT_ANSWER = 64  # characters up to which text without numbers counts as an answer to be compared as it is
 
 
 @dataclass(frozen=True)
@@ -49,26 +47,20 @@ class Columns:
 def guessed(rows: Sequence[Mapping[str, Any]], where: str, rm_type: str | None = None) -> Columns:
     """Returns what rows hold. Raises ConfigError where no key can be the prompt, or no reward is known.
 
-    Args:
-        where: the file, for errors. rm_type: the reward, if somebody knows it.
+    ``where``: the file, for errors. ``rm_type``: the reward, if somebody knows it.
     """
     keys = [key for key in rows[0] if all(key in row for row in rows)]
     input_key = next((key for key in USUAL_PROMPTS if key in keys and all(_is_prompt(row[key]) for row in rows)), None)
     if input_key is None:
         raise ConfigError("DATA", where, f"no key of its rows ({', '.join(keys)}) is a usual name of a prompt: {', '.join(USUAL_PROMPTS)}")
     label_key = next((key for key in USUAL_LABELS if key in keys and key != input_key), None)
-    found = (rm_type, "as it was said") if rm_type is not None else _reward(rows, label_key)
+    found = (rm_type, "as it was said") if rm_type is not None else None
+    if found is None and label_key is not None:
+        found = _reward_of([row[label_key] for row in rows])
+    if found is None:
+        told = "there is no key of answers" if label_key is None else f"the answers under {label_key!r} are of no known kind"
+        raise ConfigError("--rm-type", None, f"{told}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
     return Columns(input_key, label_key, isinstance(rows[0][input_key], list), *found)
-
-
-def _reward(rows: Sequence[Mapping[str, Any]], label_key: str | None) -> tuple[str, str]:
-    """Returns the reward that fits the rows' answers, and why. Raises ConfigError."""
-    told = "there is no key of answers"
-    if label_key is not None:
-        if (found := _reward_of([row[label_key] for row in rows])) is not None:
-            return found
-        told = f"the answers under {label_key!r} are of no known kind"
-    raise ConfigError("--rm-type", None, f"{told}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
 
 
 def _is_prompt(value: Any) -> bool:
@@ -76,7 +68,6 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _reward_of(labels: Sequence[Any]) -> tuple[str, str] | None:
-    """Returns the verifier that compares answers like these, and why."""
     if all(_is_tests(label) for label in labels):
         return "unit_tests", "the answers are tests of programs"
     texts = [str(label).strip() for label in labels if isinstance(label, str | int | float) and not isinstance(label, bool)]
@@ -102,9 +93,8 @@ def _is_tests(label: Any) -> bool:
 
 WEIGHT, GRADIENT, OPTIMIZER = 2, 4, 12
 
+# Shares of a GPU's memory that the state may take in training, and the weights in serving; activations and the KV cache have the rest.
 TRAINING_SHARE, SERVING_SHARE = 0.7, 0.6
-"""Shares of a GPU's memory that the state may take in training, and the weights in serving; activations and the KV cache have the rest."""
-
 MOST_PER_MACHINE = 8
 
 
@@ -137,7 +127,6 @@ def proposed(architecture: Architecture, parameters: int, gpus: int, gpu_bytes: 
 
 
 def _fitting(architecture: Architecture, parameters: int, train: int, gpu_bytes: float) -> int | None:
-    """Returns the least tensor-parallel size with which a rank's state fits."""
     for tensor in _tensors(architecture, train):
         state = parameters / tensor * (WEIGHT + GRADIENT) + parameters / train * OPTIMIZER
         if train % tensor == 0 and state <= TRAINING_SHARE * gpu_bytes:
@@ -146,22 +135,15 @@ def _fitting(architecture: Architecture, parameters: int, train: int, gpu_bytes:
 
 
 def _tensors(architecture: Architecture, most: int) -> Iterator[int]:
-    """Yields the sizes that divide the model's heads."""
     yield from (size for size in (1, 2, 4, 8) if size <= most and architecture.num_key_value_heads % size == 0)
 
 
-ROWS = 64
-"""The rows that are looked at."""
+ROWS = 64  # rows that are looked at
+HELD_OUT, MOST_HELD_OUT = 0.1, 200  # share of the rows that is kept apart for evaluation, and how many at most
+LEAST_HELD_OUT = 20  # with fewer nothing is kept apart
 
-HELD_OUT, MOST_HELD_OUT = 0.1, 200
-"""The share of the rows that is kept apart for evaluation, and how many at most."""
-
-LEAST_HELD_OUT = 20
-"""With fewer nothing is kept apart."""
-
+# Prompts of a batch, samples of a prompt, and tokens of a response, where data and context have as many.
 PROMPTS, SAMPLES, RESPONSE = 32, 8, 1024
-"""Prompts of a batch, samples of a prompt, and tokens of a response, where data and context have as many."""
-
 _ABOUT = """Write a first config: which keys of DATA are prompts and answers, which reward compares them, a held-out part, and a layout that
 fits this machine's GPUs. MODEL is a directory or a name on the Hugging Face hub, DATA a JSONL or Parquet file, or hf:ORG/NAME:SPLIT. Every
 guess stands in the file with its reason; the config is then checked as `myxo up` checks it."""
@@ -192,7 +174,8 @@ class _Found:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    name = parsed.name or _name_of(parsed.model)
+    last = parsed.model.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
+    name = parsed.name or re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:63] or "run"
     path = parsed.output or Path(f"{name}.toml")
     if path.exists() and not parsed.force:
         raise ConfigError("--output", str(path), "a file that is not there yet, or --force")
@@ -209,14 +192,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return exit_codes.DONE
 
 
-def _name_of(model: str) -> str:
-    """Returns a run's name from the last part of a model's."""
-    last = model.rstrip("/").rpartition("/")[2].partition("@")[0].lower()
-    return re.sub(r"[^a-z0-9_-]+", "-", last).strip("-_")[:63] or "run"
-
-
 def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
-    """Reads model and data. Raises ConfigError, or Problems of several."""
     rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 1}
     sections: dict[str, dict[str, Any]] = {
         "run": {"name": name},
@@ -246,9 +222,8 @@ def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
         memory = min(gpu.total for gpu in gpus) * (1 << 20)
         layout = proposed(architecture, size.parameters, len(gpus), memory)
         if layout is None:
-            state = (
-                f"{size.parameters / 1e9:.1f} billion parameters do not fit {len(gpus)} x {memory / (1 << 30):.0f} GiB with Adam's moments"
-            )
+            room = f"{len(gpus)} x {memory / (1 << 30):.0f} GiB with Adam's moments"
+            state = f"{size.parameters / 1e9:.1f} billion parameters do not fit {room}"
             raise ConfigError("MODEL", model, f"{state}; take a smaller model, more GPUs, or trainer.lora_rank (docs/layouts.md)")
     return _Found(columns, len(rows), architecture.max_positions, tokenizer.has_chat_template, layout)
 
@@ -257,7 +232,6 @@ def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
 
 
 def _lines(name: str, model: str, data: str, found: _Found, own: str | None) -> Iterator[str]:
-    """Yields the config's lines."""
     columns, held = found.columns, min(int(found.rows * HELD_OUT), MOST_HELD_OUT)
     held = held if held >= LEAST_HELD_OUT else 0
     trained = found.rows - held
@@ -265,12 +239,12 @@ def _lines(name: str, model: str, data: str, found: _Found, own: str | None) -> 
     yield from _section("run", name=name)
     yield from _section("model", hf_checkpoint=model)
     yield from _section("data", prompt_data=f"{data}@[:{trained}]" if held else data, input_key=columns.input_key)
-    yield f"label_key = {_toml(columns.label_key or '')}"
+    yield f"label_key = {json_text(columns.label_key or '')}"
     yield "rollout_shuffle = true"
     if found.template and not columns.chat:
         yield "apply_chat_template = true # the model has a template, and the prompts are plain text"
     yield "\n[reward]"
-    yield f"custom_rm_path = {_toml(own)}" if own else f"rm_type = {_toml(columns.rm_type)} # {columns.reason}"
+    yield f"custom_rm_path = {json_text(own)}" if own else f"rm_type = {json_text(columns.rm_type)} # {columns.reason}"
     if held:
         yield from _section("eval", eval_prompt_data=f"{data}@[{trained}:]", eval_interval=20)
     yield from _rollout(found, trained)
@@ -278,12 +252,11 @@ def _lines(name: str, model: str, data: str, found: _Found, own: str | None) -> 
 
 
 def _rollout(found: _Found, prompts: int) -> Iterator[str]:
+    layout = found.layout
     yield from _section("rollout", num_rollout=200, rollout_batch_size=min(PROMPTS, prompts), n_samples_per_prompt=SAMPLES)
     yield f"rollout_max_response_len = {min(RESPONSE, found.context // 2)} # of a context of {found.context} tokens"
-    layout = found.layout
     if layout is not None:
-        yield f"rollout_replicas = {layout.engines}"
-        yield f"rollout_num_gpus_per_engine = {layout.engine_gpus}"
+        yield f"rollout_replicas = {layout.engines}\nrollout_num_gpus_per_engine = {layout.engine_gpus}"
     yield f"max_staleness = {0 if layout is not None and layout.colocate else 2} # versions; 0 is synchronous"
 
 
@@ -306,9 +279,4 @@ def _trainer(layout: GpuLayout | None) -> Iterator[str]:
 
 def _section(section: str, **fields: object) -> Iterator[str]:
     yield f"\n[{section}]"
-    yield from (f"{field} = {_toml(value)}" for field, value in fields.items())
-
-
-def _toml(value: object) -> str:
-    """Returns a text or a number as TOML, whose escapes JSON's are."""
-    return json_text(value)
+    yield from (f"{field} = {json_text(value)}" for field, value in fields.items())

@@ -24,9 +24,7 @@ from shared.runtime.errors import ConfigError, nearest
 LEVELS = ("debug", "info", "warning", "error", "critical")
 _STYLES = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 _IDS = ("run", "service", "instance", "level", "timestamp", "event", "exception")
-
 _LOCAL_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
-
 FOLLOW_SECONDS = 0.3
 
 

@@ -13,8 +13,7 @@ from shared.bus import runs
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError
 
-LEFT_BEHIND = ("lock", "servers.json")
-"""What belongs to the place, and not to the run."""
+LEFT_BEHIND = ("lock", "servers.json")  # what belongs to the place, and not to the run
 
 
 class MoveFailed(MyxoError):
@@ -54,7 +53,6 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
 
 
 def _refuse_without_room(source: Path, target: Path) -> None:
-    """Raises ConfigError where the files do not fit."""
     needed = sum(path.lstat().st_size for path in source.rglob("*"))
     there = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.is_dir())
     if (free := shutil.disk_usage(there).free) < needed:

@@ -32,13 +32,13 @@ from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.runtime import devices, exit_codes
 from shared.runtime.errors import ConfigError, raise_problems
 
+# What a run needs and a plan does not: a config without it is planned all the same. The batch divides over any usual number of ranks.
 STANDINS: dict[str, dict[str, Any]] = {
     "run": {"name": "plan"},
     "model": {"hf_checkpoint": "model"},
     "data": {"prompt_data": "prompts.jsonl"},
     "rollout": {"num_rollout": 1, "rollout_batch_size": 20160, "n_samples_per_prompt": 8},
 }
-"""What a run needs and a plan does not: a config without it is planned all the same. The batch divides over any usual number of ranks."""
 
 
 @dataclass
@@ -73,7 +73,6 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
 
 
 def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
-    """Returns the config, and the values that its file and flags give."""
     layers = Layers(known_fields)
     if source.path is not None:
         layers.read(source.path)
@@ -128,7 +127,6 @@ def _read_shape(model: Path, field: str) -> Architecture:
 
 
 DEFAULT_GB = 80.0
-
 _ABOUT = """The memory that a config needs of each GPU of the trainer and of the engines, from its layout and the model's shape alone.
 
 Needs no GPU and no weights, only the model's config.json; of a model on the hub, config and tokenizer are downloaded. CONFIG may also be a

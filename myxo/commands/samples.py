@@ -44,14 +44,9 @@ from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 
-STORE_SECONDS = 15.0
-"""The deadline for reading one blob from the store."""
-
-WIDE = 160
-"""Characters of a line where no terminal gives its width."""
-
+STORE_SECONDS = 15.0  # deadline for reading one blob from the store
+WIDE = 160  # characters of a line where no terminal gives its width
 _TARGET = re.compile(r"(?:g?([0-9]{1,12})|(eval\.[A-Za-z0-9_-]+\.[0-9]{1,12}\.[0-9]{1,12}))(?:/([0-9]{1,9}))?\Z", re.ASCII)
-
 _LIST_OPTIONS = ("--group", "--limit", "--sort", "--status", "--step", "--min-reward", "--max-reward", "--version", "--dataset")
 
 
@@ -86,7 +81,11 @@ def samples(parsed: argparse.Namespace, console: Console) -> int:
     if not console.is_terminal:
         console.width = WIDE
     if parsed.group is not None:
-        _refuse_list_options(parsed)
+        values = {**vars(parsed), "group": parsed.only}
+        given = [option for option in _LIST_OPTIONS if values[option.removeprefix("--").replace("-", "_")] is not None]
+        given += [f"--{name}" for name in ("eval", "responses") if values[name]]
+        if given:
+            raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
         return asyncio.run(_show(parsed, console, *target(parsed.group)))
     only = None if parsed.only is None else group_named(parsed.only)
     evaluation = parsed.eval or parsed.dataset is not None or parsed.status in (EVALUATED, FAILED) or (only or "").startswith("eval.")
@@ -94,14 +93,6 @@ def samples(parsed: argparse.Namespace, console: Console) -> int:
     wanted = WantedGroups(parsed.status, parsed.step, *bounds, only, parsed.version, evaluation, parsed.dataset)
     listing = SampleList(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
     return asyncio.run(_browse(parsed, console, listing, with_texts=parsed.responses or parsed.step is not None or evaluation))
-
-
-def _refuse_list_options(parsed: argparse.Namespace) -> None:
-    values = {**vars(parsed), "group": parsed.only}
-    given = [option for option in _LIST_OPTIONS if values[option.removeprefix("--").replace("-", "_")] is not None]
-    given += [f"--{name}" for name in ("eval", "responses") if values[name]]
-    if given:
-        raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
 
 
 def target(text: str) -> tuple[str, int | None]:
@@ -123,7 +114,6 @@ def group_named(text: str) -> str:
 
 
 async def _browse(parsed: argparse.Namespace, console: Console, listing: SampleList, with_texts: bool) -> int:
-    """Prints the groups that a listing asks for, newest (best, longest) last; ``with_texts``: their prompts and responses, too."""
     async with _opened(parsed.run, parsed.dir) as run:
         await run.read_into(listing)
         rows, of = listing.rows()
@@ -148,7 +138,9 @@ async def _show(parsed: argparse.Namespace, console: Console, group: str, index:
         await run.read_into(life, group)
         if life.record is None:
             raise run.no_such_group(group, life.history.admitted)
-        _check_index(life, life.record, index)
+        size = len(life.record.rewards)
+        if index is not None and index >= size and (size or life.history.gone(life.record) is None):
+            raise ConfigError("GROUP", f"{group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
         unreachable = await run.ask_store([life.record], life.history)
         run.read_files([life.record])
         if unreachable is not None and group not in run.samples:
@@ -159,12 +151,6 @@ async def _show(parsed: argparse.Namespace, console: Console, group: str, index:
     else:
         console.print(page(shown, index, console.width, pieces))
     return exit_codes.DONE
-
-
-def _check_index(life: GroupProvenance, group: GroupRecord, index: int | None) -> None:
-    size = len(group.rewards)
-    if index is not None and index >= size and (size or life.history.gone(group) is None):
-        raise ConfigError("GROUP", f"{life.group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
 
 
 @dataclass
@@ -226,7 +212,6 @@ class _OpenRun:
         return None
 
     async def _take(self, store: Store, group: GroupRecord) -> None:
-        """Takes the samples that the store has of a group, or notes why there are none."""
         if group.payload is None or not group.payload.keys:
             self.absent[group.group] = "the ledger names no payload"
             return
@@ -269,20 +254,9 @@ class _OpenRun:
 
 @contextlib.asynccontextmanager
 async def _opened(run: str, directory: Path) -> AsyncIterator[_OpenRun]:
-    """Opens the named run: its bus, or the rollout files where nothing else is left."""
-    only_files = _only_rollouts(run, directory)
-    if only_files is not None:
-        yield _OpenRun(only_files)
+    there = find(run, directory)[1] if given_servers().nats_url is None else None
+    if there is not None and there.at_rest_without_streams() and files(there.root / DIRECTORY):
+        yield _OpenRun(there)
         return
     async with reach(run, directory) as access:
         yield _OpenRun(access.directory, access)
-
-
-def _only_rollouts(run: str, directory: Path) -> RunDirectory | None:
-    """Returns the directory of a run of which only the rollout files are left on this machine; None where there is more, or nothing."""
-    if given_servers().nats_url is not None:
-        return None
-    _, there = find(run, directory)
-    if there is None or there.is_held() or (there.nats / "jetstream").is_dir() or not files(there.root / DIRECTORY):
-        return None
-    return there

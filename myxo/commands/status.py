@@ -28,9 +28,7 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import printable_line, say
 
 POLL_INTERVAL_S = 0.5
-
-LONGEST_REASON = 1000
-"""Characters of the reason of a run that failed."""
+LONGEST_REASON = 1000  # characters of the reason of a run that failed
 
 
 class NotAtWork(MyxoError):
@@ -87,7 +85,6 @@ async def _phase(access: Access) -> tuple[str | None, str]:
 
 
 def _running(view: RunView, console: Console, as_json: bool) -> dict[str, Any]:
-    """Prints the run's panel, or returns the view as plain data; restarts are known to the launcher alone."""
     if as_json:
         fields = asdict(view)
         del fields["restarts"]
@@ -102,7 +99,6 @@ def _running(view: RunView, console: Console, as_json: bool) -> dict[str, Any]:
 
 
 async def _at_rest(access: Access, phase: str | None, console: Console, as_json: bool) -> dict[str, Any]:
-    """Prints how a run ended or was interrupted, or returns it as plain data."""
     summary = (await collect(access.bus, access.config)).summary()
     run, of, groups = access.run, access.config.rollout.num_rollout, summary.groups
     if as_json:

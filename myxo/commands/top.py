@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -35,61 +34,49 @@ from shared.live.text import duration, json_text, number, shortened_line
 from shared.runtime import exit_codes
 from shared.schema.service_messages import ServiceStatus
 
-LANE = 48
-"""Cells of a service's timeline."""
-
+LANE = 48  # cells of a service's timeline
 _STOPPED = {"saving", "pushing weights", "paused for a push", "updating", "held back"}
 HEIGHTS = "▁▂▃▄▅▆▇█"
-
 KEY = "▁▄█ busy  ▒ stopped for weights or a checkpoint  · waits"
 
 
 def flow_panel(run: str, view: FlowView, alarms: Iterable[Alarm]) -> RenderableType:
     """Returns the pipeline and the alarms as a panel."""
     when = "now" if view.live else "at its last record"
-    parts: list[RenderableType] = [*_verdict(view.bottleneck), *_next_step(view), _waits(view), _stages(view.stages), _services(view)]
+    parts: list[RenderableType] = [_verdict(view.bottleneck)]
+    if view.waiting_for and view.waiting_for not in view.bottleneck.sentence:
+        parts.append(Text(f"now waiting for {view.waiting_for}", style="yellow" if view.stalled else "dim"))
+    waits = (f"{activity} {100 * share:.0f} %" for activity, share in view.waits.items() if share >= 0.005)
+    parts.append(Text("trainer  " + ("  ".join(waits) or "no step was trained in this time")))
+    parts += [_stages(view.stages), _services(view)]
     parts.append(Text(f"{KEY}   {duration(view.end - view.begin)} back from {when}", style="dim"))
-    parts += [_staleness(view), *(_alarm(alarm) for alarm in alarms)]
+    parts.append(_staleness(view))
+    parts += [Text.assemble((f"▲ {alarm.title}\n", "bold red"), f"  {alarm.meaning}\n  {alarm.remedy}") for alarm in alarms]
     return Panel(Group(*(Padding(part, (0, 0, 1, 0)) for part in parts)), title=f"[bold]{escape(run)}", border_style="cyan")
 
 
-def _verdict(found: Bottleneck) -> list[RenderableType]:
+def _verdict(found: Bottleneck) -> RenderableType:
     lines: list[RenderableType] = [Text(shortened_line(found.sentence), style="bold")]
     for advice in found.advice:
         withheld = f" (withheld: {advice.withheld})" if advice.withheld else ""
         lines.append(Text(f"→ {advice.text}{withheld}", style="dim" if advice.withheld else ""))
-    return [Group(*lines)]
-
-
-def _next_step(view: FlowView) -> list[RenderableType]:
-    if not view.waiting_for or view.waiting_for in view.bottleneck.sentence:
-        return []
-    return [Text(f"now waiting for {view.waiting_for}", style="yellow" if view.stalled else "dim")]
-
-
-def _waits(view: FlowView) -> Text:
-    parts = (f"{activity} {100 * share:.0f} %" for activity, share in view.waits.items() if share >= 0.005)
-    return Text("trainer  " + ("  ".join(parts) or "no step was trained in this time"))
+    return Group(*lines)
 
 
 def _stages(stages: Iterable[Stage]) -> Table:
     table = Table.grid(padding=(0, 3))
     for stage in stages:
-        depth = "–" if stage.groups is None else number(stage.groups)
-        oldest = "" if stage.oldest_s is None else f"oldest {duration(stage.oldest_s)}"
-        table.add_row(
-            Text(stage.name, style="dim"), Text(depth, justify="right"), f"{number(stage.per_minute, '.1f')}/min", Text(oldest, style="dim")
-        )
+        depth = Text("–" if stage.groups is None else number(stage.groups), justify="right")
+        oldest = Text("" if stage.oldest_s is None else f"oldest {duration(stage.oldest_s)}", style="dim")
+        table.add_row(Text(stage.name, style="dim"), depth, f"{number(stage.per_minute, '.1f')}/min", oldest)
     return table
 
 
 def _services(view: FlowView) -> Table:
     table = Table.grid(padding=(0, 2))
     for service in view.services:
-        busy = "" if service.busy is None else f"{100 * service.busy:.0f} %"
-        table.add_row(
-            Text(service.instance), lane(service, view.begin, view.end), Text(busy, justify="right"), Text(service.doing, style="dim")
-        )
+        busy = Text("" if service.busy is None else f"{100 * service.busy:.0f} %", justify="right")
+        table.add_row(Text(service.instance), lane(service, view.begin, view.end), busy, Text(service.doing, style="dim"))
     return table
 
 
@@ -122,14 +109,8 @@ def _staleness(view: FlowView) -> Text:
     return Text(f"staleness of tokens, in versions  {ages}  (bound {view.ages.bound}){dropped}", style="dim")
 
 
-def _alarm(alarm: Alarm) -> Text:
-    return Text.assemble((f"▲ {alarm.title}\n", "bold red"), f"  {alarm.meaning}\n  {alarm.remedy}")
-
-
 POLL_INTERVAL_S = 1.0
-
-READ_SECONDS = 15.0
-"""The time without progress after which reading a stream is given up."""
+READ_SECONDS = 15.0  # time without progress after which reading a stream is given up
 
 
 def declare(command: argparse.ArgumentParser) -> None:
@@ -149,7 +130,8 @@ async def top(parsed: argparse.Namespace, console: Console) -> int:
         waits = RunWaits(access)
         view, raised = await _look(access, reader, parsed.window, waits)
         if parsed.json:
-            console.file.write(json_text(_plain(view, raised)) + "\n")
+            plain = {**asdict(view), "alarms": [{**asdict(alarm), "kind": alarm.kind.name.lower()} for alarm in raised]}
+            console.file.write(json_text(plain) + "\n")
         elif parsed.once or not access.live or not console.is_terminal:
             console.print(flow_panel(access.run, view, raised))
         else:
@@ -180,7 +162,6 @@ class RunWaits:
 
 
 async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:
-    """Returns the pipeline and the alarms now. ``away``: why the bus is not there, which leaves what is known. Raises `BUS_ERRORS`."""
     statuses: Sequence[ServiceStatus] = ()
     if not away:
         statuses = await Registry(access.bus, access.run).alive() if access.live else ()
@@ -204,7 +185,3 @@ async def _until_end(access: Access, reader: FlowReader, window_s: float, shown:
         if phase in runs.ENDS:
             return found
         await asyncio.sleep(POLL_INTERVAL_S)
-
-
-def _plain(view: FlowView, raised: Sequence[Alarm]) -> dict[str, Any]:
-    return {**asdict(view), "alarms": [{**asdict(alarm), "kind": alarm.kind.name.lower()} for alarm in raised]}

@@ -48,7 +48,6 @@ async def trace(run: str, directory: Path, output: Path | None, console: Console
 
 
 async def _write(access: Access, file: BinaryIO, compressed: bool) -> int:
-    """Writes the run's events as one JSON object; returns their number."""
     count = 0
     with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=5) if compressed else nullcontext(file) as out:
         out.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
@@ -60,7 +59,6 @@ async def _write(access: Access, file: BinaryIO, compressed: bool) -> int:
 
 
 async def _events(access: Access) -> AsyncIterator[TraceEvent]:
-    """Yields the run's trace events: first those of the events stream, then those of the ledger."""
     names, timeline = Subjects(access.run), Timeline()
     async for live in _told(access, WeightsLive, names.event("weights", "live")):
         for event in timeline.push(live):
@@ -78,6 +76,5 @@ async def _events(access: Access) -> AsyncIterator[TraceEvent]:
 
 
 async def _told(access: Access, model: type[Entry], subject: str) -> AsyncIterator[Entry]:
-    """Yields the messages of one kind that the events stream still has."""
     async for _, message in stream_replay.read(access.bus, Subjects(access.run).events_stream, model, subject, strict=False):
         yield message

@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,7 @@ from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import Source, checked_config
 from myxo.run import config_toml
-from myxo.run import run_access as server_checks
-from myxo.run.run_access import told_when_lost, vocabulary
+from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import redacted
@@ -33,9 +34,34 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.node_rank import NODE_RANK
 
 REPLAY_MODULE = "services.trainer.batch_replay"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves and ends
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""The signals at which the trainer saves and ends."""
+
+@contextlib.contextmanager
+def _held(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenServers | None = None) -> Iterator[None]:
+    """Holds the run's directory, emptied where the run is to be ``fresh``, once the ``given`` servers answer."""
+    places = [directory, RunDirectory(config.trained)] if fresh else []
+    for place in places:
+        place.refuse_input_in_state(config)
+    if given is not None:
+        asyncio.run(check_servers(given, config.run.name))
+    directory.make(config)
+    with directory.held():
+        for place in places:
+            place.clear()
+        yield
+
+
+@contextlib.contextmanager
+def _logged(config: RunConfig, directory: RunDirectory, instance: str) -> Iterator[None]:
+    """Writes the launcher's log lines to the log of an instance."""
+    directory.logs.mkdir(parents=True, exist_ok=True)
+    with directory.open_log(instance) as log:
+        telemetry.configure_logs(config.run.name, LAUNCHER, instance, stream=log)
+        try:
+            yield
+        finally:
+            telemetry.silence_logs()
 
 
 def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: bool) -> int:
@@ -43,15 +69,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
 
     SIGINT and SIGTERM have it save and end. Returns the exit code. Raises ConfigError where input lies in what ``fresh`` removes.
     """
-    trained = RunDirectory(config.trained)
-    if fresh:
-        directory.refuse_input_in_state(config)
-        trained.refuse_input_in_state(config)
-    directory.make(config)
-    with directory.held():
-        if fresh:
-            directory.clear()
-            trained.clear()
+    with _held(config, directory, fresh):
         path = directory.freeze(config)
         command = [sys.executable, "-m", REPLAY_MODULE, "--train-only", str(path)]
         process = subprocess.Popen(command, preexec_fn=die_with_parent, start_new_session=True)
@@ -78,9 +96,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
     return exit_codes.DONE
 
 
-LAUNCHER = "launcher"
-"""The instance under which the launcher's own log lines stand."""
-
+LAUNCHER = "launcher"  # instance under which the launcher's own log lines stand
 _UP = """Run a config's run on this machine until it is finished, with live progress.
 
 Starts an embedded NATS server and Valkey (unless NATS_URL and REDIS_URL name others), the buffer, reward and rollout services and the
@@ -98,11 +114,12 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, start nothing")
     several = "which of the trainer's nodes this machine is, where it has several (actor_num_nodes); 0: the first"
     command.add_argument("--node-rank", type=int, metavar="N", help=several)
-    command.set_defaults(
-        run_command=lambda parsed, console: up(
-            Source.of(parsed.config, parsed.flags), console, fresh=parsed.fresh, dry_run=parsed.dry_run, node_rank=parsed.node_rank
-        )
-    )
+
+    def run(parsed: argparse.Namespace, console: Console) -> int:
+        source = Source.of(parsed.config, parsed.flags)
+        return up(source, console, fresh=parsed.fresh, dry_run=parsed.dry_run, node_rank=parsed.node_rank)
+
+    command.set_defaults(run_command=run)
 
 
 def declare_submit(command: argparse.ArgumentParser) -> None:
@@ -128,11 +145,9 @@ def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
 def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool = False, node_rank: int | None = None) -> int:
     """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
 
-    Args:
-        source: where the config comes from. fresh: forget what the run has done. dry_run: show the resolved config only. node_rank: which
-            of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts.
-
-    Raises ConfigError for bad input, MyxoError for what keeps the run from starting.
+    ``source``: where the config comes from. ``fresh``: forget what the run has done. ``dry_run``: show the resolved config only.
+    ``node_rank``: which of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts. Raises
+    ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
     further = node_rank or os.environ.get(NODE_RANK, "0") != "0"  # not all services start there
     config = checked_config(source, starts=not further, fresh=fresh)
@@ -142,39 +157,15 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
     directory = RunDirectory(config.run.root)
     if config.debug.trains_only:
         return train_on_dumps(config, directory, console, fresh=fresh)
-    given = server_checks.given_servers()
+    given = given_servers()
     if (rank := settle_node_rank(config, given, node_rank)) > 0:
-        return _up_node(config, directory, given, rank, console)
-    if fresh:
-        directory.refuse_input_in_state(config)
-        RunDirectory(config.trained).refuse_input_in_state(config)
-    asyncio.run(server_checks.check_servers(given, config.run.name))
-    directory.make(config)
-    with directory.held():
-        if fresh:
-            directory.clear()
-            RunDirectory(config.trained).clear()
-        directory.logs.mkdir(parents=True, exist_ok=True)
-        with directory.open_log(LAUNCHER) as log:
-            telemetry.configure_logs(config.run.name, LAUNCHER, LAUNCHER, stream=log)
-            try:
-                return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
-            finally:
-                telemetry.silence_logs()
-
-
-def _up_node(config: RunConfig, directory: RunDirectory, given: server_checks.GivenServers, rank: int, console: Console) -> int:
-    """Runs a further node's part of the trainer. The run's directory, which nodes may share, is the first node's to hold."""
-    assert given.nats_url is not None  # or the rank would not be settled
-    asyncio.run(server_checks.check_servers(given, config.run.name))
-    directory.make(config)
-    directory.logs.mkdir(exist_ok=True)
-    with directory.open_log(f"node-{rank}") as log:
-        telemetry.configure_logs(config.run.name, LAUNCHER, f"node-{rank}", stream=log)
-        try:
+        assert given.nats_url is not None  # or the rank would not be settled
+        asyncio.run(check_servers(given, config.run.name))
+        directory.make(config)  # nodes may share it: it is the first node's to hold
+        with _logged(config, directory, f"node-{rank}"):
             return asyncio.run(NodeLaunch(config, directory, given.nats_url, rank, console).run())
-        finally:
-            telemetry.silence_logs()
+    with _held(config, directory, fresh, given), _logged(config, directory, LAUNCHER):
+        return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
 
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:
@@ -182,26 +173,23 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     config = checked_config(Source.of(path, arguments))
     if config.debug.trains_only:
         raise ConfigError(DUMPS, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
-    given = server_checks.given_servers()
+    given, run = given_servers(), config.run.name
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
     if given.redis_url is None:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config)))
-    what = "NATS_URL"
-    if server_urls.has_credentials(given.redis_url):
-        what = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
-    console.print(
-        f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "
-        + ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values()),
-        soft_wrap=True,
-    )
+    own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
+    what = own if server_urls.has_credentials(given.redis_url) else "NATS_URL"
+    services = ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values())
+    started = f"Start its services, each with {what} and MYXO_RUN={run}: {services}"
+    console.print(f"Run {run} is on {redacted(given.nats_url)}. {started}", soft_wrap=True)
     return exit_codes.DONE
 
 
 async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: int) -> None:
-    await server_checks.check_store(redis_url)
-    bus = await server_checks.connect(nats_url, config.run.name)
+    await check_store(redis_url)
+    bus = await connect(nats_url, config.run.name)
     try:
         with told_when_lost():
             await runs.create(bus, config, redis_url, vocabulary)
@@ -217,11 +205,9 @@ name of a run that is there already, without a model, goes on with it. With CONF
 
 --dry-run prints the TOML file that the flags stand for."""
 
+# The sections that have fields without a default, so that each of these is asked for by its name.
 _REQUIRED: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "rollout": {}}
-"""The sections that have fields without a default, so that each of these is asked for by its name."""
-
-LONGEST_MODEL_NAME = 40
-"""Characters of the model's name in a run's."""
+LONGEST_MODEL_NAME = 40  # characters of the model's name in a run's
 
 
 def declare_train(command: argparse.ArgumentParser) -> None:
@@ -254,7 +240,9 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
             defaults = slime_defaults.defaults(given.overrides)
             given.overrides = _over(defaults, _over(_REQUIRED, given.overrides))
             given.notes.append(slime_defaults.note(defaults))
-            given.overrides["run"].setdefault("name", _made_name(given, now or datetime.now()))
+            model = Path(str(given.overrides.get("model", {}).get("hf_checkpoint", "run"))).name.partition("@")[0]
+            plain = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-_")[:LONGEST_MODEL_NAME] or "run"
+            given.overrides["run"].setdefault("name", f"{plain}-{now or datetime.now():%Y%m%d-%H%M%S}")
         else:
             given.overrides = _over(_frozen(given), given.overrides)
     return Source(path, given)
@@ -277,7 +265,6 @@ def newest_run(directory: Path) -> Path | None:
 
 
 def _frozen(given: CommandLine) -> dict[str, Any]:
-    """Returns the values of the run that the flags only name, as it was frozen. Raises ConfigError where there is none."""
     run = given.overrides["run"]
     directory = Path(run.get("dir", "runs"))
     if (config := runs.frozen(directory / run["name"])) is None:
@@ -287,10 +274,3 @@ def _frozen(given: CommandLine) -> dict[str, Any]:
 
 def _over(below: dict[str, dict[str, Any]], above: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
-
-
-def _made_name(given: CommandLine, now: datetime) -> str:
-    """Returns a run's name made of the model's and the time, such as ``qwen3-4b-20260801-093000``."""
-    model = Path(str(given.overrides.get("model", {}).get("hf_checkpoint", "run"))).name.partition("@")[0]
-    plain = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-_")[:LONGEST_MODEL_NAME] or "run"
-    return f"{plain}-{now:%Y%m%d-%H%M%S}"

@@ -15,12 +15,8 @@ from shared.live.run_view import RunView
 from shared.live.text import LARGE, duration, number
 from shared.runtime.safe_text import printable
 
-PLAIN_SECONDS = 5.0
-"""Plain lines come no closer together than this."""
-
-PACE_STEPS = 20
-"""The most steps over which the pace, and the time left, are measured."""
-
+PLAIN_SECONDS = 5.0  # plain lines come no closer together than this
+PACE_STEPS = 20  # most steps over which the pace, and the time left, are measured
 _SECONDS = re.compile(r"\d+ s\b|\d+/min\b|\b(?:\d+h)?(?:\d+m)?\d+s\b")
 
 _STATE_STYLES = {
@@ -56,8 +52,7 @@ class Pace:
 class Display:
     """Shows one view after another: on a terminal in a panel that is drawn over again, elsewhere by a plain line where something changed.
 
-    Args:
-        started: monotonic seconds.
+    ``started``: monotonic seconds.
     """
 
     def __init__(self, console: Console, started: float) -> None:
@@ -130,7 +125,6 @@ def panel(view: RunView, elapsed: float | None = None, remaining: float | None =
 
 
 def _figures(view: RunView) -> Table:
-    """Returns the figures of the run, two in a row."""
     staleness = "–" if view.staleness_max is None else f"{_mean_staleness(view)} mean, {number(view.staleness_max)} max of {view.bound}"
     computing = "" if view.computed_per_s is None else f", {_tokens(view.computed_per_s)} computing"
     cells = [
@@ -152,7 +146,6 @@ def _figures(view: RunView) -> Table:
 
 
 def _services(view: RunView) -> Table:
-    """Returns one line a service."""
     table = Table.grid(padding=(0, 2))
     for line in view.services:
         restarts = f"restarted {line.restarts}×" if line.restarts else ""

@@ -14,18 +14,12 @@ from typing import Any
 from shared.history.run_summary import EvaluationSummary, Summary
 from shared.schema.service_messages import WarmStartEnded
 
-SMOOTH = 0.05
-"""The part of the steps that the smoothed reward is a moving mean over."""
-
-MARGIN = 0.1
-"""Space above and below the data, of their range."""
-
-LONGEST_NAME = 32
-"""Letters of a name in the picture."""
-
+SMOOTH = 0.05  # part of the steps that the smoothed reward is a moving mean over
+MARGIN = 0.1  # space above and below the data, of their range
+LONGEST_NAME = 32  # letters of a name in the picture
 BLUE, GRAY, GREEN = "#2a6fbb", "#8a8f98", "#3a8f5c"
+# Colours and markers of the held-out sets, in the order of their names; from the sixth on they come again.
 SETS = (("#d9731a", "o"), ("#9b4fb8", "s"), ("#1b998b", "^"), ("#c33149", "D"), ("#6b705c", "v"))
-"""Colours and markers of the held-out sets, in the order of their names; from the sixth on they come again."""
 
 
 def available() -> bool:
@@ -36,8 +30,7 @@ def available() -> bool:
 def draw(summary: Summary, rewards: Sequence[float], warm_start: WarmStartEnded | None, path: Path) -> None:
     """Writes the picture as PNG.
 
-    Args:
-        rewards: mean reward of each trained step, in order, NaN where it is not known; at least one. warm_start: None: there was none.
+    ``rewards``: mean reward of each trained step, in order, NaN where it is not known; at least one. ``warm_start``: None: there was none.
     """
     import matplotlib
 
@@ -92,7 +85,6 @@ def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
 
 
 def _held_out(axes: Any, evaluations: Sequence[EvaluationSummary], color: str, marker: str) -> None:
-    """Draws a held-out set's mean rewards, the first and the last with their numbers."""
     at = [evaluation.step for evaluation in evaluations]
     means = [evaluation.mean_reward for evaluation in evaluations]
     line = "--" if len(at) > 2 else "none"  # two points show no trend
@@ -139,17 +131,14 @@ def shortened(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"
 
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
-"""A cell that is filled by so many eighths."""
+BLOCKS = " ▁▂▃▄▅▆▇█"  # cell that is filled by so many eighths
 
 
 def text_chart(values: Sequence[float], *, width: int, height: int) -> list[str]:
     """Returns ``height`` lines and an axis. The columns stand on 0, or on the lowest value where it is below.
 
-    Args:
-        values: one a step; a column is the mean of those in its part of the steps. What is no number is left out; a column without any
-            number stays empty, and without any at all there are no lines.
-        width: columns at most. height: lines.
+    ``values``: one a step; a column is the mean of those in its part of the steps. What is no number is left out; a column without any
+    number stays empty, and without any at all there are no lines. ``width``: columns at most. ``height``: lines.
     """
     columns = [_mean(part) for part in _parts(values, width)]
     numbers = [value for value in columns if math.isfinite(value)]
@@ -179,6 +168,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _axis(steps: int, columns: int) -> str:
-    """Returns the first and the last step, each under its column where there is room."""
     first, last = "step 1", str(steps)
     return first if steps == 1 else f"{first}{last:>{max(columns - len(first), len(last) + 1)}}"

@@ -20,20 +20,16 @@ from shared.runtime.safe_text import printable
 from shared.schema.ledger import LedgerRecord
 from shared.schema.sample import Sample
 
+# The orders of a list, ascending: the newest, best rewarded or longest stands last, and stays where there are too many.
 ORDERS: dict[str, Callable[[GroupRecord], float]] = {
     "age": lambda group: group.changed,
     "reward": lambda group: float("-inf") if group.reward is None else group.reward,
     "tokens": lambda group: sum(group.tokens),
 }
-"""The orders of a list, ascending: the newest, best rewarded or longest stands last, and stays where there are too many."""
 
 _STYLES = {READY: "green", BATCHED: "cyan", TRAINED: "", DROPPED: "yellow", DEAD: "bold red", REQUEUED: "yellow"}
-
-_REWARDS_SHOWN = 8
-"""A group with more samples shows its rewards as their mean and range."""
-
-_REASON_SHOWN = 60
-"""Characters of a status: the reason of a death may be long, and the group's own page has all of it."""
+_REWARDS_SHOWN = 8  # group with more samples shows its rewards as their mean and range
+_REASON_SHOWN = 60  # characters of a status: the reason of a death may be long, and the group's own page has all of it
 
 
 @dataclass(frozen=True)
@@ -72,18 +68,16 @@ class WantedGroups:
 class SampleList:
     """Reads the ledger and returns the last ``limit`` wanted groups in order (0: all). Keeps no more of those that have ended.
 
-    Args:
-        order: a key of `ORDERS`.
+    ``order``: a key of `ORDERS`.
     """
 
     wanted: WantedGroups
     order: str = "age"
     limit: int = 20
-    matched: int = 0
-    """Ended groups that are wanted, shown or not."""
+    matched: int = 0  # ended groups that are wanted, shown or not
     history: GroupHistory = field(default_factory=GroupHistory)
+    # A heap of the ended groups that may be shown; a group ends once, so that entries never compare their records.
     ended: list[tuple[float, int, str, GroupRecord]] = field(default_factory=list)
-    """A heap of the ended groups that may be shown; a group ends once, so that entries never compare their records."""
 
     def apply(self, sequence: int, record: LedgerRecord) -> None:
         """Takes a record; they come in the ledger's order."""
@@ -150,19 +144,12 @@ def _rewards(rewards: Sequence[float]) -> str:
     return f"{sum(rewards) / len(rewards):.3g} ({min(rewards):.3g} to {max(rewards):.3g})"
 
 
-CELL = 9
-"""Characters of one token's column."""
-
-BEGINNING = 60
-"""Characters of a response that a group's overview shows."""
-
-SHOWN = 600
-"""Characters of a prompt or response that a list of groups shows."""
-
+CELL = 9  # characters of one token's column
+BEGINNING = 60  # characters of a response that a group's overview shows
+SHOWN = 600  # characters of a prompt or response that a list of groups shows
 NOT_KEPT = "not kept: only their text is; keep_rollouts_tokens keeps ids, masks and log-probs as well"
 
-Pieces = Callable[[Sequence[int]], list[str]]
-"""Returns the text of each of some token ids."""
+Pieces = Callable[[Sequence[int]], list[str]]  # returns the text of each of some token ids
 
 
 @dataclass(frozen=True)
@@ -180,8 +167,7 @@ class ShownGroup:
 def page(shown: ShownGroup, index: int | None, width: int, pieces: Pieces | None = None) -> RenderableType:
     """Returns a group: all its samples in a line each, or the one of ``index`` in full.
 
-    Args:
-        width: of the terminal, in characters. pieces: None without a tokenizer.
+    ``width``: of the terminal, in characters. ``pieces``: None without a tokenizer.
     """
     group, samples = shown.group, shown.samples
     parts: list[RenderableType] = [_heading(shown.run, group, index)]
@@ -335,14 +321,12 @@ def _overview(group: GroupRecord, samples: Sequence[Sample]) -> Table:
 
 
 def _length(group: GroupRecord, index: int, sample: Sample | None) -> int:
-    """Returns the tokens of a response; 0 where they are not known."""
     if index < len(group.tokens):
         return group.tokens[index]
     return sample.segments[-1][1] if sample is not None and sample.segments else 0
 
 
 def _has_ids(sample: Sample) -> bool:
-    """Returns whether the sample has its arrays, not only its text."""
     return bool(len(sample.prompt)) or not sample.segments
 
 
@@ -390,6 +374,5 @@ def _named(name: str, text: str) -> list[RenderableType]:
 
 
 def _cell(text: str) -> str:
-    """Returns a token's text in one column: white space visible, the rest cut."""
     shown = printable(text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "␣"))
     return shown if len(shown) < CELL else shown[: CELL - 2] + "…"

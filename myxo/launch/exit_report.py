@@ -24,21 +24,14 @@ from shared.runtime import exit_codes, failure_summary
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded
 
-MOST = 5
-"""Kinds of reasons, and services, that are listed."""
-
-REPORT_SECONDS = 120.0
-"""The time for which the summary is tried again when the connection to the bus breaks."""
-
+MOST = 5  # kinds of reasons, and services, that are listed
+REPORT_SECONDS = 120.0  # time for which the summary is tried again when the connection to the bus breaks
 YOURS = {"custom_rm": "reward", "custom_generate_function": "generate function", "rollout_function": "rollout function", "agent": "agent"}
 YOURS |= {"agent_command": "agent", "dynamic_sampling_filter": "filter", "rollout_sample_filter": "filter"}
 """Fields of functions without ``_path``, as reasons name them, and what a user calls these."""
 
-CHART_WIDTH, CHART_HEIGHT = 60, 8
-"""Columns and lines of the rewards' curve."""
-
-AGAIN_SECONDS = 0.5
-"""The pause before the summary is tried again."""
+CHART_WIDTH, CHART_HEIGHT = 60, 8  # columns and lines of the rewards' curve
+AGAIN_SECONDS = 0.5  # pause before the summary is tried again
 
 
 async def report(bus: Bus, config: RunConfig, directory: RunDirectory, console: Console, as_json: bool = False) -> int:
@@ -150,7 +143,6 @@ def table(summary: Summary) -> Table:
 
 
 def _evaluations(summary: Summary) -> list[tuple[str, str]]:
-    """Returns a line for each held-out set: mean reward under the first and under the last version that was evaluated."""
     lines = []
     for name in dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations):
         found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]

@@ -16,8 +16,6 @@ from rich.console import Console
 
 from myxo.display.progress_display import Display
 from myxo.launch import exit_report
-from myxo.launch.console_process import INSTANCE as CONSOLE_INSTANCE
-from myxo.launch.console_process import ConsoleProcess
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
@@ -32,7 +30,7 @@ from shared.bus.registry import ENVIRONMENT, LAUNCHER, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.live.live_services import InstanceStatus
-from shared.live.run_view import RunView, ServiceError, look
+from shared.live.run_view import RunView, look
 from shared.live.service_failures import WENT_ON, full_disk
 from shared.live.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, telling
 from shared.live.stall_causes import watched_stall
@@ -49,8 +47,7 @@ from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, options
 
-SCAN = 1000
-"""The number of keys that one SCAN asks for."""
+SCAN = 1000  # number of keys that one SCAN asks for
 
 
 async def erase_from_bus(bus: Bus, run: str) -> None:
@@ -82,11 +79,8 @@ async def erase_from_store(url: str, run: str) -> None:
         await client.aclose()
 
 
-TOLD_AFTER_S = 15.0
-"""Seconds after which a wait is logged that is no trouble by itself."""
-
-LONG_STEP_S = 300.0
-"""Seconds after which this holds for a step that the trainer trains."""
+TOLD_AFTER_S = 15.0  # Seconds after which a wait is logged that is no trouble by itself
+LONG_STEP_S = 300.0  # Seconds after which this holds for a step that the trainer trains
 
 
 class WaitReport:
@@ -107,8 +101,10 @@ class WaitReport:
     def see(self, situation: RunSituation, now: float) -> Stall:
         """Takes the situation at ``now`` (seconds since the epoch), and returns what the run waits for."""
         found = watched_stall(self._watch, situation, now)
-        if self._logged is not None and self._logged.key != found.key:
-            self._went_on(self._logged, now)
+        if (wait := self._logged) is not None and wait.key != found.key:
+            self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
+            words = f"{duration(wait.lasted(now))} for {wait.awaited}"
+            self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=WENT_ON, detail=words, at=now))
             self._logged = None
         if self._logged is None and self._worth_telling(found, now):
             self._logged, self._told_still = found, found.still_since
@@ -123,31 +119,15 @@ class WaitReport:
         still = found.still(now) if found.still_since > self._told_still else 0.0
         return found.cause in TROUBLES or max(found.lasted(now), still) >= limit
 
-    def _went_on(self, wait: Stall, now: float) -> None:
-        self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
-        words = f"{duration(wait.lasted(now))} for {wait.awaited}"
-        self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=WENT_ON, detail=words, at=now))
-
     def status(self) -> ServiceStatus:
         """Returns what the registry holds of the launcher."""
-        newest = self.newest or Stall(Cause.STARTING, "services to start")
-        return ServiceStatus(
-            service=LAUNCHER,
-            instance=LAUNCHER,
-            host=own_address(),
-            pid=os.getpid(),
-            http="",
-            state=newest.cause.name,
-            doing=[telling(newest)],
-            at=time.time(),
-        )
+        newest, own = self.newest or Stall(Cause.STARTING, "services to start"), {"service": LAUNCHER, "instance": LAUNCHER, "http": ""}
+        process = {"host": own_address(), "pid": os.getpid(), "at": time.time()}
+        return ServiceStatus(**own, **process, state=newest.cause.name, doing=[telling(newest)])
 
 
-LOOK_SECONDS = 0.5
-"""The interval at which the disk is looked at."""
-
-MARGIN_SECONDS = 60.0
-"""The time that a trainer has, beyond that of a collective, to load what it writes."""
+LOOK_SECONDS = 0.5  # interval at which the disk is looked at
+MARGIN_SECONDS = 60.0  # time that a trainer has, beyond that of a collective, to load what it writes
 
 
 class FinalWeights:
@@ -156,9 +136,8 @@ class FinalWeights:
     def __init__(self, config: RunConfig) -> None:
         self._config, self._seconds = config, config.trainer.collective_timeout + MARGIN_SECONDS
         self._missing: list[Path] = []
-        self._look_at = 0.0
         self._since: float | None = None  # since when they are waited for, monotonic seconds
-        self._since_epoch = 0.0
+        self._look_at = self._since_epoch = 0.0
 
     def missing(self) -> list[Path]:
         """Returns what is not there and can be written: the last checkpoint lies on this machine."""
@@ -166,13 +145,10 @@ class FinalWeights:
         return missing if missing and max(checkpoints(self._config), default=-1) >= self._config.rollout.num_rollout else []
 
     def owed(self, supervisor: Supervisor, now: float) -> bool:
-        """Returns whether the finished run has to wait for them.
+        """Returns whether the finished run has to wait for them. ``now``: monotonic seconds.
 
-        It does not where they are there, where the trainer has left in order without them (its log tells why), and where they took too
-        long since its newest life began.
-
-        Args:
-            now: `time.monotonic` seconds.
+        It does not where they are there, where the trainer has left in order without them (its log says why), and where they took too long
+        since its newest life began.
         """
         if self._since is None:
             self._since, self._since_epoch = now, time.time()
@@ -206,39 +182,26 @@ class FinalWeights:
         self._missing = self.missing()
         if not self._missing:
             return code
-        say(
-            f"myxo: run {self._config.run.name} is finished, but its final weights in {self._named()} are not there; the trainer's log in "
-            f"{self._config.run.root / 'logs'} tells why; `myxo up` with the same config writes them"
-        )
+        run, logs = self._config.run.name, self._config.run.root / "logs"
+        lacking = f"myxo: run {run} is finished, but its final weights in {self._named()} are not there"
+        say(f"{lacking}; the trainer's log in {logs} tells why; `myxo up` with the same config writes them")
         return exit_codes.RUN_FAILED
 
     def _named(self) -> str:
         return " and ".join(map(str, self._missing))
 
 
-STALE_SHARE = 0.5
-"""A service is silent that has not renewed its status for this share of its TTL: it does so five times within."""
-
+STALE_SHARE = 0.5  # service is silent that has not renewed its status for this share of its TTL: it does so five times within
 TICK_SECONDS = 0.1
-POLL_SECONDS = 0.5
-"""The interval at which the registry and the run's phase are read."""
-
-POLL_DEADLINE = 2.0
-"""The time that bus and store have to take what is published, and to answer."""
-
+POLL_SECONDS = 0.5  # interval at which the registry and the run's phase are read
+POLL_DEADLINE = 2.0  # time that bus and store have to take what is published, and to answer
 SHOW_SECONDS = 0.5
 
+# The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer.
 TRAINER_STOP_SECONDS = 8.0
-"""The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer."""
-
-STOP_SECONDS = 6.0
-"""The time that the other services then have before everything is killed; they cancel their own work after 4 s."""
-
-LEAVE_SECONDS = 60.0
-"""The time that the trainer of a finished run may take to end by itself: it may still be writing the final weights."""
-
-TROUBLES_SECONDS = 20.0
-"""The deadline for the summary of failures where the run ends unfinished."""
+STOP_SECONDS = 6.0  # time that the other services then have before everything is killed; they cancel their own work after 4 s
+LEAVE_SECONDS = 60.0  # time that the trainer of a finished run may take to end by itself: it may still be writing the final weights
+TROUBLES_SECONDS = 20.0  # deadline for the summary of failures where the run ends unfinished
 
 
 class RunsElsewhere(MyxoError):
@@ -248,8 +211,7 @@ class RunsElsewhere(MyxoError):
 class Launch:
     """One launch.
 
-    Args:
-        directory: held by this process. given: servers from the environment. fresh: forget what the run has done so far.
+    ``directory``: held by this process. ``given``: servers from the environment. ``fresh``: forget what the run has done so far.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, given: GivenServers, console: Console, *, fresh: bool) -> None:
@@ -268,7 +230,6 @@ class Launch:
         self._waits, self._frozen = WaitReport(), FrozenServices(config.bus.frozen_timeout)
         self._final = FinalWeights(config)
         self._cut_off = 0.0  # since when the launcher's own connection is broken, seconds since the epoch
-        self._browser: ConsoleProcess | None = None
         self._log = structlog.get_logger()
 
     async def run(self) -> int:
@@ -287,10 +248,8 @@ class Launch:
         return self._interrupted()
 
     async def _with_servers(self) -> int:
-        guest, given = rights_of(CONSOLE, self._run), self._config.bus
-        self._servers = RunServers(
-            self._directory, self._given, self._config.store, guest, sync_interval=given.sync_interval, frozen_timeout=given.frozen_timeout
-        )
+        timing = {"sync_interval": self._config.bus.sync_interval, "frozen_timeout": self._config.bus.frozen_timeout}
+        self._servers = RunServers(self._directory, self._given, self._config.store, rights_of(CONSOLE, self._run), **timing)
         self._servers.start()
         self._log.info("servers_started")
         try:
@@ -327,37 +286,18 @@ class Launch:
             specs = self._final.makers(specs)
         await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
         self._directory.freeze(config)
-        self._start_console()
-        url = "" if self._browser is None else self._browser.url
+        url = self._servers.start_console(config.console, run) if config.console.console else ""
+        if url:
+            self._say(f"Console: {url}")
         self._directory.write_servers(ServerUrls(self._servers.nats_url, self._servers.redis_url, os.getpid(), url))
-        try:
-            self._began = await runs.trained_steps(bus, run)
-            self._supervised = True
-            return await self._supervise(bus, specs)
-        finally:
-            if self._browser is not None:
-                self._browser.stop()
-
-    def _start_console(self) -> None:
-        """Starts the console, and says where it is."""
-        if not self._config.console.console:
-            return
-        nats_url, redis_url = self._servers.guest_urls
-        environment = {"MYXO_RUN": self._run, "NATS_URL": nats_url, "REDIS_URL": redis_url, "MYXO_RUN_DIRECTORY": str(self._directory.root)}
-        log, frozen_timeout = self._directory.log(CONSOLE_INSTANCE), self._config.bus.frozen_timeout
-        self._browser = ConsoleProcess(self._config.console, log, environment, frozen_timeout)
-        if self._browser.url:
-            self._say(f"Console: {self._browser.url}")
+        self._began = await runs.trained_steps(bus, run)
+        self._supervised = True
+        return await self._supervise(bus, specs)
 
     # --- while it runs
 
     async def _supervise(self, bus: Bus, specs: list[ServiceSpec]) -> int:
-        """Supervises until the run is finished, cannot go on, or is to stop."""
-        supervisor = Supervisor(
-            specs,
-            self._directory.log,
-            excused=lambda since: max(self._away, self._servers.troubled) >= since,
-        )
+        supervisor = Supervisor(specs, self._directory.log, excused=lambda since: max(self._away, self._servers.troubled) >= since)
         polling = asyncio.create_task(self._poll(bus, supervisor))
         shown = Display(self._console, self._started)
         stopped: StopReason | None = None
@@ -378,13 +318,18 @@ class Launch:
         await self._show_troubles(bus)
         if stopped is not None:
             return self._give_up(stopped)
-        return self._interrupted() if self._signals else self._failed()
+        if self._signals:
+            return self._interrupted()
+        say(f"myxo: run {self._run} failed: {self._failure}")
+        return exit_codes.RUN_FAILED
 
     async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
         view, show_at, disk = RunView.at_start(self._config, self._began), 0.0, self._disk
         while not self._signals:
             now = time.monotonic()
-            self._tick_servers(now, disk)
+            if disk.look(now, self._servers.full()):
+                self._servers.write_again(f"no space was left on the device at {self._directory.root}")
+            self._servers.tick(now)
             held_back = any(status.held_back for status in self._statuses)
             if disk.text or held_back or not bus.connection.is_connected:
                 self._away = now
@@ -398,33 +343,16 @@ class Launch:
                 polling.result()
             if now >= show_at or done:
                 show_at = now + SHOW_SECONDS
-                view = self._seen(bus, supervisor.statuses(now), view, disk.text)
+                instances = supervisor.statuses(now)
+                wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
+                view = look(self._config, self._statuses, instances, self._servers.restarts(), view, self._began, disk.text, wait)
                 shown.show(view.finished(owed) if self._finished else view.stopped(self._failure), now)
             if done:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
 
-    def _tick_servers(self, now: float, disk: DiskWatch) -> None:
-        """Keeps embedded servers and the console alive; servers that found no room write again once there is some."""
-        if disk.look(now, self._servers.full()):
-            self._servers.write_again(f"no space was left on the device at {self._directory.root}")
-        self._servers.tick(now)
-        if self._browser is not None:
-            self._browser.tick(now)
-
-    def _seen(self, bus: Bus, instances: list[InstanceStatus], view: RunView, disk: str) -> RunView:
-        """Returns the view of the run now, behind ``view``."""
-        wait = self._waits.see(self._situation(bus, instances, disk), time.time())
-        return look(self._config, self._statuses, instances, self._restarts(), view, self._began, disk, wait)
-
-    def _restarts(self) -> list[ServiceError]:
-        """Returns the restarts of embedded servers and of the console."""
-        console = [] if self._browser is None else [self._browser.restarts()]
-        return [*self._servers.restarts(), *console]
-
     def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
-        """Returns what is known of the run now."""
         gone = {**self._gone, **self._servers.away()}
         if bus.connection.is_connected or NATS in gone:
             self._cut_off = 0.0
@@ -437,8 +365,7 @@ class Launch:
         return RunSituation.of(self._config, statuses, instances, **known)
 
     async def _poll(self, bus: Bus, supervisor: Supervisor) -> None:
-        """Reads the registry and the run's phase, tells of restarts and waits, and notes when bus or store do not answer. Runs until
-        cancelled."""
+        """Reads the registry and the run's phase, publishes restarts and waits, notes when bus or store do not answer, until cancelled."""
         registry, store, renewed = Registry(bus, self._run), Store(self._servers.redis_url), float("-inf")
         try:
             while True:
@@ -450,11 +377,8 @@ class Launch:
                     self._frozen.listen(supervisor, self._statuses)
                     phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     self._finished, self._ended = phase == runs.FINISHED, phase in runs.ENDS
-                    await self._publish(bus, supervisor.restarted)
-                    await self._publish(bus, self._servers.restarted)
-                    if self._browser is not None:
-                        await self._publish(bus, self._browser.restarted)
-                    await self._publish(bus, self._waits.events)
+                    for events in (supervisor.restarted, self._servers.restarted, self._waits.events):
+                        await self._publish(bus, events)
                     self._gone.pop(NATS, None)
                 except BUS_ERRORS as error:
                     self._frozen.look_away()
@@ -469,7 +393,6 @@ class Launch:
             await store.close()
 
     def _note_gone(self, server: str, error: BaseException) -> None:
-        """Notes that a server did not answer."""
         self._away, why = time.monotonic(), str(error) or type(error).__name__
         self._gone[server] = Away(self._gone[server].since if server in self._gone else time.time(), why)
         self._log.warning("servers_away", server=server, error=why)
@@ -514,12 +437,10 @@ class Launch:
         if len(self._signals) == signals:
             supervisor.terminate()
             await self._wait(lambda: not supervisor.running(), STOP_SECONDS)
-        killed = supervisor.kill()
-        if killed:
+        if killed := supervisor.kill():
             self._log.warning("services_killed", killed=killed)
 
     async def _wait(self, condition: Callable[[], bool], deadline: float) -> None:
-        """Waits until ``condition`` holds, for ``deadline`` seconds at most, or until there is one more signal."""
         signals, end = len(self._signals), time.monotonic() + deadline
         while not condition() and time.monotonic() < end and len(self._signals) == signals:
             await asyncio.sleep(TICK_SECONDS)
@@ -535,14 +456,12 @@ class Launch:
             await cancelled([work])
 
     async def _fail(self, bus: Bus, reason: str) -> None:
-        """Records that the run has failed, for `myxo status` and for services that were started elsewhere."""
         try:
             await runs.set_phase(bus, self._run, runs.FAILED, reason)
         except BUS_ERRORS as error:
             self._log.warning("failure_not_written_down", error=str(error) or type(error).__name__)
 
     async def _show_troubles(self, bus: Bus) -> None:
-        """Prints the part of the summary that lists failures, for a run that ends before it is finished."""
         if full := full_disk(self._directory.root):
             self._say(full)
         if self._waits.newest is not None:
@@ -552,10 +471,6 @@ class Launch:
                 await exit_report.report_troubles(bus, self._config, self._console)
         except BUS_ERRORS as error:
             self._say(f"What went wrong cannot be summed up: {str(error) or type(error).__name__}; `myxo summary {self._run}` tries again.")
-
-    def _failed(self) -> int:
-        say(f"myxo: run {self._run} failed: {self._failure}")
-        return exit_codes.RUN_FAILED
 
     def _give_up(self, stopped: StopReason) -> int:
         if stopped.bad_input:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ import structlog
 from rich.console import Console
 
 from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS
-from myxo.launch.service_plan import CRITIC, SERVICE_MODULES, ServiceSpec
+from myxo.launch.service_plan import ServiceSpec, run_service
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
@@ -38,10 +37,7 @@ def most_nodes(config: RunConfig) -> int:
 def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -> int:
     """Returns the rank of the node that this machine is, and puts it into the environment of the services to start.
 
-    Args:
-        rank: that of ``--node-rank``; None: the environment names it, where the trainer has several nodes.
-
-    Raises ConfigError.
+    ``rank``: that of ``--node-rank``; None: the environment names it, where the trainer has several nodes. Raises ConfigError.
     """
     nodes = most_nodes(config)
     if nodes == 1:
@@ -66,39 +62,26 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
     Raises ConfigError where it has too few GPUs for them.
     """
     trainer, rollout = config.trainer, config.rollout
-    modules: dict[str, tuple[str, tuple[str, ...]]] = {"actor": ("trainer", (SERVICE_MODULES["trainer"],))}
-    if config.algorithm.has_critic:
-        modules["critic"] = ("critic", CRITIC)
-    specs, free = [], iter(devices.visible_gpus())
-    for role, (service, module) in modules.items():
+    roles = {"actor": "trainer", "critic": "critic"} if config.algorithm.has_critic else {"actor": "trainer"}
+    specs, free, on_gpus = [], iter(devices.visible_gpus()), devices.resolve(trainer.train_device) == "cuda"
+    for role, service in roles.items():
         if rank >= trainer.nodes(role):
             continue
-        instance, share = f"{service}-node-{rank}", trainer.ranks_per_node(role)
-        environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
-        if (trainer.colocate or len(modules) > 1 or rollout.nodes_per_engine > rank) and devices.resolve(trainer.train_device) == "cuda":
-            environment[devices.VISIBLE] = _next_gpus(free, share, f"trainer.{role}_num_gpus_per_node", rank)
-        specs.append(ServiceSpec(NODE, instance, (sys.executable, "-m", *module), environment))
-    if trainer.colocate:
-        return specs + _colocated(config, nats_url, rank)
+        instance, share, own = f"{service}-node-{rank}", trainer.ranks_per_node(role), dict[str, str]()
+        if (trainer.colocate or len(roles) > 1 or rollout.nodes_per_engine > rank) and on_gpus:
+            own[devices.VISIBLE] = _next_gpus(free, share, f"trainer.{role}_num_gpus_per_node", rank)
+        specs.append(run_service(config, nats_url, service, instance, own, service=NODE))
+    if trainer.colocate:  # engines share the GPUs of the node's part of the trainer: each is a replica of its own
+        shared = devices.visible_gpus()[: trainer.ranks_per_node("actor")]
+        for place, index in enumerate(devices.colocated_engines(config, rank)):
+            own = {devices.VISIBLE: ",".join(devices.shared_gpus(config, shared, place))} if on_gpus else {}
+            specs.append(run_service(config, nats_url, "rollout", f"rollout-{index}", own))
+        return specs
     for index in range(rollout.rollout_replicas if rank < rollout.nodes_per_engine else 0):
-        engine, share = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine
-        environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": engine, "PYTHONUNBUFFERED": "1"}
+        engine, share, own = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine, {}
         if devices.resolve(rollout.rollout_device) == "cuda":
-            environment[devices.VISIBLE] = _next_gpus(free, share, "rollout.rollout_num_gpus_per_engine", rank)
-        specs.append(ServiceSpec(ENGINE_NODE, f"{engine}-node-{rank}", (sys.executable, "-m", SERVICE_MODULES["rollout"]), environment))
-    return specs
-
-
-def _colocated(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
-    """Returns the engines that share the GPUs of a node's part of the trainer: each is a replica of its own."""
-    specs, on_gpus = list[ServiceSpec](), devices.resolve(config.trainer.train_device) == "cuda"
-    own = devices.visible_gpus()[: config.trainer.ranks_per_node("actor")]
-    for place, index in enumerate(devices.colocated_engines(config, rank)):
-        engine = f"rollout-{index}"
-        environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": engine, "PYTHONUNBUFFERED": "1"}
-        if on_gpus:
-            environment[devices.VISIBLE] = ",".join(devices.shared_gpus(config, own, place))
-        specs.append(ServiceSpec("rollout", engine, (sys.executable, "-m", SERVICE_MODULES["rollout"]), environment))
+            own[devices.VISIBLE] = _next_gpus(free, share, "rollout.rollout_num_gpus_per_engine", rank)
+        specs.append(run_service(config, nats_url, "rollout", engine, own, service=ENGINE_NODE, name=f"{engine}-node-{rank}"))
     return specs
 
 
@@ -106,9 +89,8 @@ def _next_gpus(free: Iterator[str], share: int, field: str, rank: int) -> str:
     """Returns the next GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError where it has too few."""
     found = list(itertools.islice(free, share))
     if len(found) < share:
-        raise ConfigError(
-            field, share, f"{len(found)} of them at most: node {rank} has no more of the {len(devices.visible_gpus())} that it shows"
-        )
+        left = f"{len(found)} of them at most: node {rank} has no more of the {len(devices.visible_gpus())} that it shows"
+        raise ConfigError(field, share, left)
     return ",".join(found)
 
 
@@ -119,11 +101,7 @@ def with_engines_of(config: RunConfig, frozen: RunConfig) -> RunConfig:
 
 
 class NodeLaunch:
-    """One launch on one node.
-
-    Args:
-        nats_url: of the bus that the run is on, or will be.
-    """
+    """One launch on one node. ``nats_url``: of the bus that the run is on, or will be."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, nats_url: str, rank: int, console: Console) -> None:
         self._config, self._directory, self._nats_url, self._rank, self._console = config, directory, nats_url, rank, console
@@ -204,7 +182,6 @@ class NodeLaunch:
             return runs.RUNNING, 0
 
     async def _wait(self, supervisor: Supervisor, seconds: float) -> None:
-        """Waits until all services have ended, for so many seconds at most."""
         end = time.monotonic() + seconds
         while supervisor.running() and time.monotonic() < end:
             await asyncio.sleep(TICK_SECONDS)

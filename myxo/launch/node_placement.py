@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from myxo.launch import service_plan as engine_filling
-from myxo.launch.service_plan import CRITIC, SERVICE_MODULES
+from myxo.launch.service_plan import CRITIC, SERVICE_MODULES, next_nodes
 from myxo.preflight import Source, checked_config
 from shared.config.run_config import RunConfig
 from shared.runtime import devices, exit_codes
@@ -63,7 +62,6 @@ def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedServi
 
 
 def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: int) -> Iterator[PlacedService]:
-    """Yields a role's part on each of its nodes, taking ``share`` GPUs of each out of ``free``."""
     name, module = ("trainer", (SERVICE_MODULES["trainer"],)) if role == "actor" else ("critic", CRITIC)
     nodes = config.trainer.nodes(role)
     if nodes > len(free):
@@ -77,7 +75,6 @@ def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: i
 
 
 def _first_node(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yields role, instance and module of the services that have no GPU."""
     counts = {"buffer": config.run.buffer_replicas, "reward": config.reward.reward_replicas, "gateway": config.gateways}
     for service, count in counts.items():
         for index in range(count):
@@ -91,12 +88,11 @@ def _engine(node: int, index: int, gpus: Sequence[int] = (), rank: int = 0) -> P
 
 
 def _engines(config: RunConfig, free: list[list[int]]) -> Iterator[PlacedService]:
-    """Yields each engine on the next nodes that have GPUs for it, taking them out of ``free``."""
     rollout, replicas = config.rollout, config.rollout.rollout_replicas
     size, spans = rollout.rollout_num_gpus_per_engine, rollout.nodes_per_engine
     share = size // spans
     for index in range(replicas):
-        nodes = engine_filling.next_nodes([len(gpus) for gpus in free], spans, share)
+        nodes = next_nodes([len(gpus) for gpus in free], spans, share)
         if nodes is None:
             left = f"{index} engines of {size} GPUs fit on what the trainer leaves of {len(free)} nodes"
             raise ConfigError("rollout.rollout_replicas", replicas, f"at most {index}: {left}")
@@ -117,7 +113,6 @@ def _engines_on_cpus(config: RunConfig, nodes: int) -> Iterator[PlacedService]:
 
 
 def _colocated(config: RunConfig, trainers: Sequence[PlacedService]) -> Iterator[PlacedService]:
-    """Yields the engines on the GPUs of each of the trainer's nodes."""
     for trainer in trainers:
         own = list(map(str, trainer.gpus))
         for place, index in enumerate(devices.colocated_engines(config, trainer.rank)):

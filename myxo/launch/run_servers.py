@@ -4,26 +4,33 @@ While the disk of the run's directory is full nothing is restarted, and afterwar
 """
 
 import asyncio
+import http.client
+import os
 import re
-import threading
+import socket
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from myxo.launch.supervisor import BackOff
+from myxo.launch.supervisor import BackOff, Probe
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
+from shared.config.console_section import ConsoleSection
 from shared.config.store_section import StoreSection
 from shared.live.run_view import ServiceError
 from shared.live.service_failures import RESTARTED, full_disk
 from shared.live.stall import NATS, STORE, Away
-from shared.runtime.child_process import ProcessEnded
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.runtime.child_process import ChildProcess, ProcessEnded, cause
+from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey, free_port
 from shared.runtime.errors import MyxoError
+from shared.runtime.http_address import LAST_PORT, HttpAddress
+from shared.runtime.safe_text import say
+from shared.runtime.server_urls import CONSOLE_TOKEN, new_console_token
 from shared.schema.service_messages import ServiceEvent
 
 POLL_SECONDS = 0.2
@@ -36,8 +43,7 @@ class DiskFull(MyxoError):
 class DiskWatch:
     """The disk of ``root``.
 
-    Args:
-        patience_s: the seconds that the disk may be full before the run stops.
+    ``patience_s``: the seconds that the disk may be full before the run stops.
 
     ``text``: what to say of it, empty while it has room.
     """
@@ -50,8 +56,7 @@ class DiskWatch:
     def look(self, now: float, elsewhere: str = "") -> bool:
         """Looks at the disk. Returns whether it has room again that it had not. Raises DiskFull.
 
-        Args:
-            now: monotonic seconds. elsewhere: what to say of another disk without room that the run writes to.
+        ``now``: monotonic seconds. ``elsewhere``: what to say of another disk without room that the run writes to.
         """
         full, had_none = full_disk(self._root) or elsewhere, bool(self.text)
         if not full:
@@ -80,22 +85,17 @@ async def until_room(watch: DiskWatch, say: Callable[[str], None], stopped: Call
     return False
 
 
+# What Go says of a write that found no room: ``write PATH: no space left on device``.
 _NO_SPACE = re.compile(r"(?P<path>/[^:\n]*): (?:no space left on device|disk quota exceeded)", re.IGNORECASE)
-"""What Go says of a write that found no room: ``write PATH: no space left on device``."""
-
-READ_BYTES = 1 << 18
-"""The most of a log that one look reads; of what was written faster the end counts."""
-
-ROOM_SECONDS = 1.0
-"""For so long a path must have had room before a server counts as one that refuses although there is."""
+READ_BYTES = 1 << 18  # most of a log that one look reads; of what was written faster the end counts
+ROOM_SECONDS = 1.0  # for so long a path must have had room before a server counts as one that refuses although there is
 
 
 class RefusedWrites:
     """Finds in a server's log that it had no room to write: nats-server refuses all messages of such a stream until it is restarted, though
     there be room again, and says so each time.
 
-    Args:
-        log: its log. What stands in it already does not count.
+    ``log``: its log. What stands in it already does not count.
 
     ``path``: the file that could not be written; None where none was refused.
     """
@@ -123,7 +123,8 @@ class RefusedWrites:
 
     def full(self) -> str:
         """Returns what to say of the disk while it has no room for the file; empty: it has, or nothing was refused."""
-        return "" if self.path is None else _full(self.path)
+        there = next((parent for parent in self.path.parents if parent.is_dir()), None) if self.path is not None else None
+        return full_disk(there) if there is not None else ""
 
     def refuses_still(self, now: float) -> bool:
         """Returns whether writes were refused, and there is room since a moment. ``now``: monotonic seconds."""
@@ -140,27 +141,12 @@ class RefusedWrites:
             return 0
 
 
-def _full(path: Path) -> str:
-    """Returns what to say of the disk of a file that may be gone."""
-    there = next((parent for parent in path.parents if parent.is_dir()), None)
-    return full_disk(there) if there is not None else ""
-
-
+# The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server.
 RESTART_SECONDS = 10.0
-"""The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server."""
-
-PROBE_SECONDS = 2.0
-"""The interval at which an embedded server is asked whether it answers."""
-
-LOG_SECONDS = 0.5
-"""The interval at which the log of an embedded NATS is read for writes that found no room."""
-
-SERVER = "server"
-"""The kind of service that events name for an embedded server."""
-
-SILENT_SECONDS = 6.0
-"""A server is away that has not answered for so long."""
-
+PROBE_SECONDS = 2.0  # interval at which an embedded server is asked whether it answers
+LOG_SECONDS = 0.5  # interval at which the log of an embedded NATS is read for writes that found no room
+SERVER = "server"  # kind of service that events name for an embedded server
+SILENT_SECONDS = 6.0  # server is away that has not answered for so long
 _ERROR = re.compile(r"error|fail|fatal|panic|no space|\[ERR\]|\[FTL\]", re.IGNORECASE)
 
 
@@ -171,37 +157,227 @@ class ServerLost(MyxoError):
 @dataclass
 class ManagedServer:
     """An embedded server that is kept alive. ``since``: its last start, ``due``: its next one, monotonic seconds; ``reason``: its newest
-    error; ``died_at``: seconds since the epoch; ``silent_s``: for how long it has not
-    answered although it runs."""
+    error; ``died_at``: seconds since the epoch; ``refused``: of NATS, the writes that found no room."""
 
     server: EmbeddedServer
-    backoff: BackOff
     since: float
+    backoff: BackOff = field(default_factory=lambda: BackOff(at_once=True))
     restarts: int = 0
     due: float | None = None
     reason: str = ""
     died_at: float = 0.0
-    silent_s: float = 0.0
+    refused: RefusedWrites | None = None
 
-    def probe(self) -> None:
-        """Asks the server whether it answers; each question that it does not answer counts for `PROBE_SECONDS`, however long it took: a
-        machine that was suspended makes nobody silent."""
-        if self.server.answers():
-            self.silent_s = 0.0
-        elif self.server.alive():
-            self.silent_s += PROBE_SECONDS
+    def __post_init__(self) -> None:
+        self.probe = Probe(lambda: self.server.answers() or not self.server.alive(), PROBE_SECONDS)
+
+    def start(self) -> None:
+        """Starts it, once more where it ended before it was ready: whoever killed it may have meant its memory. Raises MyxoError."""
+        try:
+            self.server.start()
+        except ProcessEnded as error:
+            self.restarts += 1
+            self.reason = self._last_error()
+            structlog.get_logger().warning("server_died", server=self.server.name, error=str(error), restart_in=0.0)
+            self.server.start()
+        self.since = time.monotonic()
+        if isinstance(self.server, EmbeddedNats):
+            self.refused = RefusedWrites(self.server.log_path)
+
+    def note_death(self, now: float, ready: bool) -> None:
+        """Sets when it is started again. Raises ServerLost where it is given up."""
+        wait = self.backoff.died(now - self.since, ready)
+        if wait is None:
+            raise ServerLost(f"{self.server.name} does not come back after {self.restarts} restarts; see {self.server.log_path}")
+        self.due, self.reason, self.died_at = now + wait, self._last_error(), time.time()
+        structlog.get_logger().warning("server_died", server=self.server.name, reason=self.reason, restart_in=wait)
+
+    def end_for(self, now: float, why: str, kill: bool = False) -> None:
+        """Ends a server that runs and does no good, and has it started again."""
+        structlog.get_logger().error("server_ended", server=self.server.name, error=why)
+        self.server.stop(*([0] if kill else []))
+        self.note_death(now, ready=True)
+        self.reason = why
+        self.probe.begin()
+
+    def restart(self) -> ServiceEvent | None:
+        """Starts it again. Returns the event that tells of it; None where it did not start."""
+        self.restarts += 1
+        self.since = time.monotonic()
+        log = structlog.get_logger().bind(server=self.server.name, restarts=self.restarts)
+        try:
+            self.server.start(deadline=RESTART_SECONDS)
+        except MyxoError as error:
+            log.warning("server_not_back", error=str(error))
+            self.note_death(time.monotonic(), ready=False)
+            return None
+        self.due = None
+        self.probe.begin()
+        if self.refused is not None:
+            self.refused.forget()
+        log.info("server_restarted", seconds=round(time.monotonic() - self.since, 3))
+        detail = f"after this: {self.reason}"
+        return ServiceEvent(service=SERVER, instance=self.server.name, what=RESTARTED, detail=detail, at=time.time())
+
+    def away(self) -> Away | None:
+        """Returns why it is not there now, as displays say it; None: it is there."""
+        if self.due is not None:
+            wait = max(0.0, self.due - time.monotonic())
+            return Away(self.died_at, self.reason, f"starts again in {wait:.0f} s, everybody reconnects by itself")
+        if self.probe.silent_s < SILENT_SECONDS:
+            return None
+        since, why = time.time() - self.probe.silent_s, "its process runs, and does not answer"
+        return Away(since, why, "killed and started again once it is taken for frozen")
+
+    def _last_error(self) -> str:
+        """Returns its last log lines where they report an error; one that was killed has none."""
+        words = self.server.last_words()
+        return words if _ERROR.search(words) else "it was killed"
+
+
+CONSOLE_MODULE = "services.console"
+CONSOLE_INSTANCE = "console"  # name of its log
+PORTS_TRIED = 20  # how many ports from the wanted one on are tried before any free one is taken
+WELL_SECONDS = 10.0  # uptime after which a console counts as one that works
+CONSOLE_STOP_SECONDS = 2.0
+FIRST_ANSWER_SECONDS = 60.0  # uptime after which a console that has never answered counts as one that does not
+CONSOLE_PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0  # interval at which it is asked whether it answers, and the time that it has for that
+
+
+class ConsoleProcess:
+    """The console of one run: started, kept alive, ended. Whatever becomes of it, the run continues.
+
+    ``section``: where it listens. ``log``: the file of its output. ``environment``: what tells it of its run, see `services.console`.
+    ``frozen_timeout``: the seconds without an answer after which it is killed, and started again; 0: never.
+
+    ``url``: its address, token included; empty where it cannot listen anywhere. ``restarted``: an event of each time that it was started
+    again, with why.
+    """
+
+    def __init__(self, section: ConsoleSection, log: Path, environment: Mapping[str, str], frozen_timeout: float = 0.0) -> None:
+        self._section, self._log_path, self._environment, self._frozen_timeout = section, log, environment, frozen_timeout
+        self._token, self._backoff, self._log = new_console_token(), BackOff(), structlog.get_logger()
+        self._child: ChildProcess | None = None
+        self._due: float | None = 0.0
+        self._address: HttpAddress | None = None
+        self._probe = Probe(self._answers, CONSOLE_PROBE_SECONDS)
+        self._restarts, self._reason, self._last_reason, self.url = 0, "", "", ""
+        self.restarted: list[ServiceEvent] = []
+        self.tick(time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """Starts it where it is not running and its time has come. Raises nothing."""
+        if self._child is not None and self._frozen_timeout:
+            self._kill_frozen(self._child, now)
+        if self._child is not None and (code := self._child.exit_code()) is not None:
+            lived = now - self._child.started_s
+            self._reason = self._reason or cause(code)
+            self._child, wait = None, self._backoff.died(lived, ready=lived >= WELL_SECONDS)
+            self._due = None if wait is None else now + wait
+            self._log.warning("console_died", reason=cause(code), lived=round(lived, 1), restart_in=wait)
+            if wait is None:
+                say(f"The console is given up after {self._backoff.most} deaths, the run goes on; {self._log_path} says why.")
+        if self._child is None and self._due is not None and now >= self._due:
+            try:
+                self._start()
+            except (MyxoError, OSError) as error:
+                self._due = None
+                self._log.warning("console_not_started", error=str(error))
+                say(f"There is no console, the run goes on: {error}")
+
+    def _start(self) -> None:
+        if self._address is None or not _free(self._address):
+            before, self._address = self._address, next(filter(_free, _addresses(self._section)), None)
+            if self._address is None:
+                wanted = HttpAddress(self._section.console_host, self._section.console_port)
+                raise MyxoError(f"console.console_host, console_port = {wanted}: nothing there can be listened at")
+            self.url = f"http://{self._reached(self._address)}/?token={self._token}"
+            if before is not None:
+                say(f"The console has moved, since {before} is taken: {self.url}")
+        hosts = ",".join(self._section.console_hosts)
+        own = {CONSOLE_TOKEN: self._token, "MYXO_CONSOLE": str(self._address), "MYXO_CONSOLE_HOSTS": hosts, "PYTHONUNBUFFERED": "1"}
+        command = (sys.executable, "-m", CONSOLE_MODULE)
+        self._child = ChildProcess(CONSOLE_INSTANCE, command, self._log_path, {**os.environ, **self._environment, **own})
+        self._due = None
+        self._probe.begin()
+        if self._reason:
+            self._restarts += 1
+            named, detail, self._last_reason, self._reason = CONSOLE_INSTANCE, f"after {self._reason}", self._reason, ""
+            self.restarted.append(ServiceEvent(service=named, instance=named, what=RESTARTED, detail=detail, at=time.time()))
+
+    def restarts(self) -> ServiceError:
+        """Returns how often it was started again, and why the last time."""
+        return ServiceError(CONSOLE_INSTANCE, self._restarts, self._last_reason)
+
+    def _kill_frozen(self, child: ChildProcess, now: float) -> None:
+        """Kills a console that has not answered for too long, once it has had time to answer at all."""
+        self._probe.tick(now)
+        awaited = self._probe.answered or now - child.started_s >= FIRST_ANSWER_SECONDS
+        if awaited and self._probe.silent_s >= self._frozen_timeout:
+            self._reason = f"it was frozen, without an answer for {self._probe.silent_s:.0f} s, and was killed"
+            self._log.error("console_frozen", error=self._reason)
+            self._probe.silent_s = 0.0
+            child.kill()
+
+    @staticmethod
+    def _reached(address: HttpAddress) -> HttpAddress:
+        return HttpAddress("127.0.0.1", address.port) if address.wildcard else address
+
+    def _answers(self) -> bool:
+        """Asks the console for anything; to be refused is an answer, too."""
+        assert self._address is not None
+        connection = http.client.HTTPConnection(*self._reached(self._address), timeout=ANSWER_SECONDS)
+        try:
+            connection.request("GET", "/")
+            connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        return True
+
+    @property
+    def given_up(self) -> bool:
+        """Returns whether it neither runs nor will be started again."""
+        return self._child is None and self._due is None
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._due = None
+        if self._child is not None:
+            try:
+                self._child.stop(CONSOLE_STOP_SECONDS)
+            except MyxoError as error:
+                self._log.warning("console_not_stopped", error=str(error))
+
+
+def _addresses(section: ConsoleSection) -> Iterator[HttpAddress]:
+    if section.console_port:
+        last = min(section.console_port + PORTS_TRIED - 1, LAST_PORT)
+        yield from (HttpAddress(section.console_host, port) for port in range(section.console_port, last + 1))
+    for _ in range(PORTS_TRIED):
+        yield HttpAddress(section.console_host, free_port())
+
+
+def _free(address: HttpAddress) -> bool:
+    try:
+        socket.create_server(address, family=socket.AF_INET6 if ":" in address.host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
 
 
 class RunServers:
-    """Bus and store for a launched run.
+    """Bus and store for a launched run, and the console beside it.
 
-    Args:
-        given: servers from the environment; what is absent there is embedded, with its files in ``directory``.
-        store: durability and memory of the embedded Valkey. guest: an account that embedded servers have besides their own.
-        sync_interval: seconds between two syncs of the embedded NATS. frozen_timeout: seconds without an answer after which an embedded
-            server is killed and started again; 0: never.
+    ``given``: servers from the environment; what is absent there is embedded, with its files in ``directory``. ``store``: durability and
+    memory of the embedded Valkey. ``guest``: an account that embedded servers have besides their own. ``sync_interval``: seconds between
+    two syncs of the embedded NATS. ``frozen_timeout``: seconds without an answer after which an embedded server is killed and started
+    again; 0: never.
 
     ``guest_urls``: those of NATS and the store for that account; of given servers their own. URLs are final once `start` has returned.
+    ``restarted``: an event of each server that was started again, with why; whoever publishes an event takes it out. ``troubled``: when an
+    embedded server was last found dead, in `time.monotonic` seconds.
     """
 
     def __init__(
@@ -216,18 +392,15 @@ class RunServers:
     ) -> None:
         self.managed: list[ManagedServer] = []
         self.restarted: list[ServiceEvent] = []
-        """Of each server that was started again, with why; whoever publishes an event takes it out."""
-        self._refused: dict[str, RefusedWrites] = {}
-        self._refused_at = 0.0
-        self._frozen_timeout, self._probe_at = frozen_timeout, 0.0
-        self._probes: list[threading.Thread] = []
         self.troubled = float("-inf")
-        """The time when an embedded server was last found dead, in `time.monotonic` seconds."""
+        self._refused_at, self._frozen_timeout = 0.0, frozen_timeout
+        self._directory = directory
+        self._console: ConsoleProcess | None = None
         self._nats = given.nats_url or self._managed(EmbeddedNats(directory.nats, guest, sync_interval))
         self._valkey = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
 
     def _managed(self, server: EmbeddedServer) -> EmbeddedServer:
-        self.managed.append(ManagedServer(server, BackOff(at_once=True), time.monotonic()))
+        self.managed.append(ManagedServer(server, time.monotonic()))
         return server
 
     @property
@@ -247,144 +420,72 @@ class RunServers:
         """Starts the embedded ones. Raises MyxoError with the reason of the first that does not start."""
         try:
             for managed in self.managed:
-                self._start(managed)
-                if isinstance(managed.server, EmbeddedNats):
-                    self._refused[managed.server.name] = RefusedWrites(managed.server.log_path)
+                managed.start()
         except MyxoError:
             self.stop()
             raise
 
-    @staticmethod
-    def _start(managed: ManagedServer) -> None:
-        """Starts a server, once more where it ended before it was ready: whoever killed it may have meant its memory."""
-        try:
-            managed.server.start()
-        except ProcessEnded as error:
-            managed.restarts += 1
-            managed.reason = _reason(managed.server.last_words())
-            structlog.get_logger().warning("server_died", server=managed.server.name, error=str(error), restart_in=0.0)
-            managed.server.start()
-        managed.since = time.monotonic()
+    def start_console(self, section: ConsoleSection, run: str) -> str:
+        """Starts the run's console, which is kept alive like the servers. Returns its URL, empty where it cannot listen anywhere."""
+        nats_url, redis_url = self.guest_urls
+        root = str(self._directory.root)
+        environment = {"MYXO_RUN": run, "NATS_URL": nats_url, "REDIS_URL": redis_url, "MYXO_RUN_DIRECTORY": root}
+        self._console = ConsoleProcess(section, self._directory.log(CONSOLE_INSTANCE), environment, self._frozen_timeout)
+        self._console.restarted = self.restarted
+        return self._console.url
 
     def tick(self, now: float) -> None:
         """Restarts dead servers: at once, then with growing waits. Raises ServerLost where one is given up."""
-        self._probe(now)
-        self._look_for_refusals(now)
+        if self._console is not None:
+            self._console.tick(now)
+        look, self._refused_at = now >= self._refused_at, now + LOG_SECONDS if now >= self._refused_at else self._refused_at
         for managed in self.managed:
-            if managed.silent_s >= SILENT_SECONDS:
+            refused = managed.refused
+            if managed.due is None:
+                managed.probe.tick(now)
+                if look and refused is not None:
+                    refused.look()
+                    if refused.refuses_still(now):
+                        managed.end_for(now, f"no space was left on the device for {refused.path}, and with room again it refused writes")
+            silent_s = managed.probe.silent_s
+            if silent_s >= SILENT_SECONDS:
                 self.troubled = now
-            if self._frozen_timeout and managed.silent_s >= self._frozen_timeout and managed.server.alive():
-                self._kill_frozen(managed, now)
+            if self._frozen_timeout and silent_s >= self._frozen_timeout and managed.server.alive():
+                managed.end_for(now, f"it was frozen, without an answer for {silent_s:.0f} s, and was killed", kill=True)
             if managed.server.alive():
                 continue
             self.troubled = now
             if managed.due is None:
-                self._died(managed, now, ready=True)
-            if managed.due is not None and now >= managed.due:
-                self._restart(managed)
-
-    def _probe(self, now: float) -> None:
-        """Asks every embedded server, on threads of their own, whether it answers: one that is frozen is alive and says nothing."""
-        if now < self._probe_at or any(thread.is_alive() for thread in self._probes):
-            return
-        self._probe_at = now + PROBE_SECONDS
-        self._probes = [threading.Thread(target=managed.probe, daemon=True) for managed in self.managed if managed.due is None]
-        for thread in self._probes:
-            thread.start()
+                managed.note_death(now, ready=True)
+            if managed.due is not None and now >= managed.due and (event := managed.restart()) is not None:
+                self.restarted.append(event)
 
     def write_again(self, why: str) -> None:
         """Restarts the embedded NATS server after its disk was full: a stream that could not be written refuses messages until then.
 
-        Valkey tries again by itself, every second.
-
-        Args:
-            why: what to say of it.
+        Valkey tries again by itself, every second. ``why``: what to say of it.
         """
         for managed in self.managed:
             if isinstance(managed.server, EmbeddedNats) and managed.server.alive():
-                self._end_for(managed, time.monotonic(), why)
+                managed.end_for(time.monotonic(), why)
 
     def full(self) -> str:
         """Returns what to say of a disk without room on which a server could not write; empty: there is room."""
-        return next(filter(None, (refused.full() for refused in self._refused.values())), "")
-
-    def _look_for_refusals(self, now: float) -> None:
-        """Ends an embedded NATS that refuses writes for want of room although there is some; `tick` starts it again."""
-        if now < self._refused_at:
-            return
-        self._refused_at = now + LOG_SECONDS
-        for managed in self.managed:
-            refused = self._refused.get(managed.server.name)
-            if refused is None or managed.due is not None:
-                continue
-            refused.look()
-            if refused.refuses_still(now):
-                self._end_for(managed, now, f"no space was left on the device for {refused.path}, and with room again it refused writes")
-
-    def _kill_frozen(self, managed: ManagedServer, now: float) -> None:
-        self._end_for(managed, now, f"it was frozen, without an answer for {managed.silent_s:.0f} s, and was killed", kill=True)
-
-    def _end_for(self, managed: ManagedServer, now: float, why: str, kill: bool = False) -> None:
-        """Ends a server that runs and does no good, and has it started again."""
-        structlog.get_logger().error("server_ended", server=managed.server.name, error=why)
-        if kill:
-            managed.server.stop(0)
-        else:
-            managed.server.stop()
-        self._died(managed, now, ready=True)
-        managed.reason, managed.silent_s = why, 0.0
-
-    def _restart(self, managed: ManagedServer) -> None:
-        managed.restarts += 1
-        managed.since = time.monotonic()
-        log = structlog.get_logger().bind(server=managed.server.name, restarts=managed.restarts)
-        try:
-            managed.server.start(deadline=RESTART_SECONDS)
-        except MyxoError as error:
-            log.warning("server_not_back", error=str(error))
-            self._died(managed, time.monotonic(), ready=False)
-            return
-        managed.due, managed.silent_s = None, 0.0
-        if refused := self._refused.get(managed.server.name):
-            refused.forget()
-        detail = f"after this: {managed.reason}"
-        self.restarted.append(ServiceEvent(service=SERVER, instance=managed.server.name, what=RESTARTED, detail=detail, at=time.time()))
-        log.info("server_restarted", seconds=round(time.monotonic() - managed.since, 3))
-
-    def _died(self, managed: ManagedServer, now: float, ready: bool) -> None:
-        wait = managed.backoff.died(now - managed.since, ready)
-        if wait is None:
-            raise ServerLost(f"{managed.server.name} does not come back after {managed.restarts} restarts; see {managed.server.log_path}")
-        managed.due, managed.reason, managed.died_at = now + wait, _reason(managed.server.last_words()), time.time()
-        structlog.get_logger().warning("server_died", server=managed.server.name, reason=managed.reason, restart_in=wait)
+        return next(filter(None, (managed.refused.full() for managed in self.managed if managed.refused is not None)), "")
 
     def away(self) -> dict[str, Away]:
         """Returns the embedded servers that are not there now, as displays name them."""
-        found = {_shown(managed.server): _absence(managed) for managed in self.managed}
+        found = {NATS if isinstance(managed.server, EmbeddedNats) else STORE: managed.away() for managed in self.managed}
         return {name: away for name, away in found.items() if away is not None}
 
     def restarts(self) -> list[ServiceError]:
-        """Returns how often each embedded server was restarted, and its newest error."""
-        return [ServiceError(managed.server.name, managed.restarts, managed.reason) for managed in self.managed]
+        """Returns how often each embedded server and the console were restarted, and the newest error of each."""
+        console = [] if self._console is None else [self._console.restarts()]
+        return [*(ServiceError(managed.server.name, managed.restarts, managed.reason) for managed in self.managed), *console]
 
     def stop(self) -> None:
-        """Stops the embedded ones; the store first, since nothing needs it once the services are gone."""
+        """Stops console and embedded servers; the store before the bus, since nothing needs it once the services are gone."""
+        if self._console is not None:
+            self._console.stop()
         for managed in reversed(self.managed):
             managed.server.stop()
-
-
-def _shown(server: EmbeddedServer) -> str:
-    return NATS if isinstance(server, EmbeddedNats) else STORE
-
-
-def _absence(managed: ManagedServer) -> Away | None:
-    if managed.due is None:
-        since, why = time.time() - managed.silent_s, "its process runs, and does not answer"
-        return Away(since, why, "killed and started again once it is taken for frozen") if managed.silent_s >= SILENT_SECONDS else None
-    wait = max(0.0, managed.due - time.monotonic())
-    return Away(managed.died_at, managed.reason, f"starts again in {wait:.0f} s, everybody reconnects by itself")
-
-
-def _reason(words: str) -> str:
-    """Returns a server's last log lines where they report an error; one that was killed has none."""
-    return words if _ERROR.search(words) else "it was killed"

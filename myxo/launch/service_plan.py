@@ -15,26 +15,14 @@ from shared.runtime import devices, http_address
 from shared.runtime.embedded_servers import hold_port
 from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
 
+# Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives.
 _HELD: list[socket.socket] = []
-"""Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives."""
 
-SERVICE_MODULES = {
-    "buffer": "services.buffer",
-    "reward": "services.reward",
-    "rollout": "services.rollout",
-    "gateway": "services.gateway",
-    "trainer": "services.trainer",
-}
-"""The module that `python -m` runs for each service."""
-
-AGENTS = "agents"
-"""The server of the user's that agents speak to (`rollout.agent_service`)."""
-
-TRAINERS = ("trainer", "critic")
-"""The services that hold the training state: they are stopped before those that they need."""
-
-CRITIC = ("services.trainer", "critic")
-"""The module and argument that it runs for the critic, the trainer's second role."""
+# The module that `python -m` runs for each service.
+SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "gateway", "trainer")}
+AGENTS = "agents"  # server of the user's that agents speak to (`rollout.agent_service`)
+TRAINERS = ("trainer", "critic")  # services that hold the training state: they are stopped before those that they need
+CRITIC = ("services.trainer", "critic")  # module and argument that it runs for the critic, the trainer's second role
 
 
 @dataclass(frozen=True)
@@ -51,17 +39,26 @@ class ServiceSpec:
     foreign: bool = False
 
 
+def run_service(
+    config: RunConfig, nats_url: str, role: str, instance: str, more: Mapping[str, str], service: str = "", name: str = ""
+) -> ServiceSpec:
+    """Returns what starts an instance of a role: a service, or the critic.
+
+    ``more``: of its environment. ``service``, ``name``: its kind and its id to the supervisor, where these are others.
+    """
+    module = CRITIC if role == "critic" else (SERVICE_MODULES[role],)
+    environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1", **more}
+    return ServiceSpec(service or role, name or instance, (sys.executable, "-m", *module), environment)
+
+
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
-    """Returns one trainer, its critic where there is one, as many buffers, reward and rollout services and gateways as the config asks
-    for, and the agents' server, where there is one.
+    """Returns one trainer, its critic where there is one, as many buffers, reward and rollout services and gateways as the config asks for,
+    and the agents' server, where there is one.
 
     Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU.
 
-    Args:
-        http: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
-            Empty, or port 0: any free ports.
-
-    Raises ConfigError where it is no such address.
+    ``http``: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
+    Empty, or port 0: any free ports. Raises ConfigError where it is no such address.
     """
     rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
     if config.trainer.colocate and not config.debug.debug_rollout_only:
@@ -74,17 +71,14 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     for service, count in counts.items():
         for index in range(count):
             instance = f"{service}-{index}"
-            environment = {"NATS_URL": nats_url, "MYXO_RUN": config.run.name, "MYXO_INSTANCE": instance, "PYTHONUNBUFFERED": "1"}
-            if instance in shares:
-                environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
+            environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
             if http:
                 environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
             if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
                 # each of its lives listens there: clients that repeat a request know no other address
                 _HELD.append(held := hold_port())
                 environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, held.getsockname()[1]))
-            module = CRITIC if service == "critic" else (SERVICE_MODULES[service],)
-            specs.append(ServiceSpec(service, instance, (sys.executable, "-m", *module), environment))
+            specs.append(run_service(config, nats_url, service, instance, environment))
     if config.rollout.agent_service:
         specs.append(ServiceSpec(AGENTS, f"{AGENTS}-0", tuple(config.rollout.agent_service), {"PYTHONUNBUFFERED": "1"}, foreign=True))
     return specs
@@ -94,9 +88,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
 class EngineFilling:
     """The engines that fill GPUs.
 
-    Args:
-        engines: how many, at least one: too few GPUs for it are what other checks refuse. idle: GPUs that nobody computes on.
-        gpus: those that there are for engines.
+    ``engines``: how many, at least one: too few GPUs for it are what other checks refuse. ``idle``: GPUs that nobody computes on. ``gpus``:
+    those that there are for engines.
     """
 
     engines: int
@@ -105,16 +98,9 @@ class EngineFilling:
 
     def told(self, size: int) -> str:
         """Returns the line that tells a user, for engines of ``size`` GPUs."""
-        line = (
-            f"rollout_replicas = {self.engines}, of {size} GPU{'s' * (size > 1)} each: they fill the {self.gpus} that there are for engines"
-        )
+        each = f"of {size} GPU{'s' * (size > 1)} each"
+        line = f"rollout_replicas = {self.engines}, {each}: they fill the {self.gpus} that there are for engines"
         return f"{line}, but for {self.idle}, which {'is' if self.idle == 1 else 'are'} idle" if self.idle else line
-
-
-def is_open(config: RunConfig) -> bool:
-    """Returns whether the config leaves the number of engines to the machine."""
-    rollout = config.rollout
-    return "rollout_replicas" not in rollout.model_fields_set and rollout.rollout_num_gpus is None and not config.debug.trains_only
 
 
 def shares_trainer(config: RunConfig) -> bool:
@@ -138,8 +124,7 @@ def left_gpus(config: RunConfig, nodes: int, gpus_per_node: int, *, on_gpus: boo
 def next_nodes(left: Sequence[int], spans: int, share: int) -> tuple[int, ...] | None:
     """Returns the nodes of the next engine: the first that has room; of one over several nodes, those with the most. None: no room is left.
 
-    Args:
-        left: GPUs that are left on each node. spans: nodes of an engine. share: its GPUs on each.
+    ``left``: GPUs that are left on each node. ``spans``: nodes of an engine. ``share``: its GPUs on each.
     """
     order = sorted(range(len(left)), key=lambda node: -left[node]) if spans > 1 else range(len(left))
     found = [node for node in order if left[node] >= share][:spans]
@@ -163,12 +148,12 @@ def filling(config: RunConfig, left: Sequence[int]) -> EngineFilling:
 def filled(config: RunConfig, nodes: int, gpus_per_node: int, *, trains: bool) -> tuple[RunConfig, str]:
     """Returns the config with the engines that fill GPUs, and the line that tells so; as it is, and nothing, where it says how many.
 
-    Args:
-        nodes, gpus_per_node: what there is for trainer and engines; no nodes: that is not known, and colocated engines alone are counted.
-        trains: whether trainer and critic compute on GPUs.
+    ``nodes``, ``gpus_per_node``: what there is for trainer and engines; no nodes: that is not known, and colocated engines alone are
+    counted. ``trains``: whether trainer and critic compute on GPUs.
     """
     rollout = config.rollout
-    if not is_open(config) or not (nodes or shares_trainer(config)):
+    given = "rollout_replicas" in rollout.model_fields_set or rollout.rollout_num_gpus is not None
+    if given or config.debug.trains_only or not (nodes or shares_trainer(config)):
         return config, ""
     found = filling(config, left_gpus(config, nodes, gpus_per_node, on_gpus=trains))
     update = {"rollout": rollout.model_copy(update={"rollout_replicas": found.engines})}

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -33,17 +34,12 @@ class BackOff:
     """The waits of one process before its restarts."""
 
     first: float = 0.5
-    longest: float = 30.0
-    """Seconds of the first wait, and of the longest; each wait is twice the one before."""
-    healthy: float = 60.0
-    """The uptime after which earlier deaths no longer count: the next wait is the first one again."""
-    most: int = 10
-    """The number of deaths in a row, without having been ready, after which the process is given up."""
-    at_once: bool = False
-    """True if there is no wait after the first death of a row (for servers, which all services need)."""
+    longest: float = 30.0  # Seconds of the first wait, and of the longest; each wait is twice the one before
+    healthy: float = 60.0  # uptime after which earlier deaths no longer count: the next wait is the first one again
+    most: int = 10  # number of deaths in a row, without having been ready, after which the process is given up
+    at_once: bool = False  # true if there is no wait after the first death of a row (for servers, which all services need)
     short_lives: int = 0
-    deaths_unready: int = 0
-    """Deaths in a row until now: after a short life, and without having been ready."""
+    deaths_unready: int = 0  # deaths in a row until now: after a short life, and without having been ready
 
     def died(self, lived: float, ready: bool) -> float | None:
         """Notes a death after ``lived`` seconds; ``ready``: whether it had become ready before.
@@ -58,17 +54,16 @@ class BackOff:
         return 0.0 if doublings < 0 else min(self.longest, self.first * 2.0 ** min(doublings, 64))
 
 
-MOST_SAME = 3
-"""The number of deaths of one service by one error, without a finished training step in between, after which it is given up."""
+MOST_SAME = 3  # number of deaths of one service by one error, without a finished training step in between, after which it is given up
 
+# The number of its deaths by anything: errors that take turns, and kills from outside, for the kernel kills what takes too much memory.
 MOST_DEATHS = 10
-"""The number of its deaths by anything: errors that take turns, and kills from outside, for the kernel kills what takes too much memory."""
 
+# Signals that a process causes itself; all others come from outside.
 _OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
-"""Signals that a process causes itself; all others come from outside."""
 
+# Matches the log of a service whose own child process was killed from outside.
 _KILLED = re.compile(r"exit ?code: -(9|15)\b|signal (9|15)\b|SIGKILL|SIGTERM")
-"""Matches the log of a service whose own child process was killed from outside."""
 
 
 def from_outside(code: int) -> bool:
@@ -91,8 +86,7 @@ class SameDeaths:
     def died(self, code: int, reason: str, steps: int) -> bool:
         """Notes a death; returns whether the service should be given up.
 
-        Args:
-            code: its exit code, negative for a signal. reason: its last error. steps: training steps finished until now.
+        ``code``: its exit code, negative for a signal. ``reason``: its last error. ``steps``: training steps finished until now.
         """
         if steps > self.steps:
             self.steps, self.deaths = steps, 0
@@ -105,14 +99,11 @@ class SameDeaths:
         return self.count >= MOST_SAME or self.deaths >= MOST_DEATHS
 
 
-LAST_LINES = 15
-"""Lines of a log that are shown when a service is given up."""
+LAST_LINES = 15  # lines of a log that are shown when a service is given up
+REASON_LINES = 500  # lines of a log that are searched for the error that a service died of
 
-REASON_LINES = 500
-"""Lines of a log that are searched for the error that a service died of."""
-
+# States in which a service is at work (a rollout that waits for weights is fenced, a second buffer stands by).
 AT_WORK = ("ready", "fenced", "updating", "standby")
-"""States in which a service is at work (a rollout that waits for weights is fenced, a second buffer stands by)."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +161,9 @@ class SupervisedService:
 class Supervisor:
     """The services of one run.
 
-    Args:
-        logs: instance → its log file.
-        excused: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit with code 2 is then a
-            death like any other, for an unreachable server is bad input only where it never answered.
-        backoff: makes each service's back-off.
+    ``logs``: instance → its log file. ``excused``: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit
+    with code 2 is then a death like any other, for an unreachable server is bad input only where it never answered. ``backoff``: makes each
+    service's back-off.
     """
 
     def __init__(
@@ -185,8 +174,8 @@ class Supervisor:
         excused: Callable[[float], bool] = lambda since: False,
         backoff: Callable[[], BackOff] = BackOff,
     ) -> None:
+        # Of each service that was started again, with the error that ended its life before; whoever publishes an event takes it out.
         self.restarted: list[ServiceEvent] = []
-        """Of each service that was started again, with the error that ended its life before; whoever publishes an event takes it out."""
         self._excused, self._logs = excused, logs
         self._services = [SupervisedService(spec, _started(spec, logs(spec.instance)), backoff()) for spec in specs]
         self._log = structlog.get_logger()
@@ -196,9 +185,8 @@ class Supervisor:
     def tick(self, now: float, steps: int = 0, hold: bool = False, finished: bool = False) -> StopReason | None:
         """Checks all services once. Returns the reason where the run has to stop.
 
-        Args:
-            steps: training steps finished until now. hold: start none again now. finished: a trainer that ends in order has nothing more to
-                do, and is not started again.
+        ``steps``: training steps finished until now. ``hold``: start none again now. ``finished``: a trainer that ends in order has nothing
+        more to do, and is not started again.
         """
         for service in self._services:
             if finished and service.left:
@@ -252,8 +240,7 @@ class Supervisor:
     def kill_frozen(self, instance: str, reason: str) -> None:
         """Kills a service that no longer lives although its process does, with all that it started; `tick` starts it again.
 
-        Args:
-            reason: why, as its last error.
+        ``reason``: why, as its last error.
         """
         for service in self._services:
             if service.spec.instance == instance and service.due is None and service.child.running():
@@ -297,11 +284,40 @@ def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:
     return ChildProcess(spec.instance, spec.command, log_path, {**os.environ, **spec.environment}, watchdog=spec.foreign)
 
 
+class Probe:
+    """Asks a process whether it answers, on a thread of its own: one that is frozen is alive and says nothing.
+
+    ``silent_s``: for how long it has not answered. A question counts for the probe's interval, however long it took: a machine that was
+    suspended makes no process silent. ``answered``: whether it has, since its start.
+    """
+
+    def __init__(self, answers: Callable[[], bool], interval_s: float) -> None:
+        self._answers, self._interval_s = answers, interval_s
+        self._thread, self._at = threading.Thread(), 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins anew, for a process that is started again."""
+        self.silent_s, self.answered = 0.0, False
+
+    def tick(self, now: float) -> None:
+        """Asks, where it is time to, and the last question is over. ``now``: monotonic seconds."""
+        if now >= self._at and not self._thread.is_alive():
+            self._at = now + self._interval_s
+            self._thread = threading.Thread(target=self._ask, daemon=True)
+            self._thread.start()
+
+    def _ask(self) -> None:
+        if self._answers():
+            self.silent_s, self.answered = 0.0, True
+        else:
+            self.silent_s += self._interval_s
+
+
 class FrozenServices:
     """The heartbeats of the services that one supervisor has started.
 
-    Args:
-        timeout_s: the seconds after which a frozen one is killed, and started again; 0: never.
+    ``timeout_s``: the seconds after which a frozen one is killed, and started again; 0: never.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -340,7 +356,6 @@ class FrozenServices:
         supervisor.kill_frozen(instance, f"it was frozen, {how} for {self._timeout_s:g} s, and was killed")
 
     def _stopped(self, pids: set[int], now: float) -> set[int]:
-        """Returns the processes that a signal has stopped for too long."""
         there = {process.pid for process in process_watch.seen(pids) if process.state == STOPPED_STATE}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in there}
         return {pid for pid, since in self._stopped_since.items() if now - since >= self._timeout_s}

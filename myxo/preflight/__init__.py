@@ -13,14 +13,6 @@ from typing import NamedTuple
 
 from myxo.launch import service_plan
 from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, run_plan
-from myxo.preflight import data_checks as curriculum_checks
-from myxo.preflight import data_checks as label_checks
-from myxo.preflight import machine_checks as agent_checks
-from myxo.preflight import machine_checks as ingest_checks
-from myxo.preflight import machine_checks as reward_checks
-from myxo.preflight import model_checks as shape_checks
-from myxo.preflight import objective_checks as dump_checks
-from myxo.preflight import objective_checks as epochs
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
 from shared.config import flags, slime_rules, typed_flags
@@ -35,15 +27,15 @@ from shared.runtime.safe_text import printable_line, say
 
 Check = Callable[[Inspection], Findings]
 
-LONGEST_NOTE = 1000
-"""Characters of a note that are shown: one may hold a whole prompt."""
+LONGEST_NOTE = 1000  # characters of a note that are shown: one may hold a whole prompt
 
+# Checks of what a config names, but for its rows of data.
 INPUT_CHECKS: tuple[Check, ...] = (
     objective_checks.check_support,
     model_checks.check_files,
     model_checks.check_tokenizer,
     data_checks.check_files,
-    curriculum_checks.check_generators,
+    data_checks.check_generators,
     machine_checks.check_extras,
     model_checks.check_actor,
     model_checks.check_other_models,
@@ -51,7 +43,7 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_layout_reach,
     model_checks.check_given_checkpoints,
     model_checks.check_ranks,
-    shape_checks.check_described_shape,
+    model_checks.check_described_shape,
     model_checks.check_engines,
     model_checks.check_training,
     model_checks.check_engine_flags,
@@ -60,24 +52,24 @@ INPUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engine_context,
     machine_checks.check_functions,
     machine_checks.check_credentials,
-    dump_checks.check_dumps,
-    epochs.check_epochs,
-    epochs.check_intervals,
+    objective_checks.check_dumps,
+    objective_checks.check_epochs,
+    objective_checks.check_intervals,
     objective_checks.check_presets,
     objective_checks.check_corrections,
     objective_checks.check_variables,
     objective_checks.check_teachers,
 )
-"""Checks of what a config names, but for its rows of data."""
 
+# Checks that are left out where the run's services start on other machines.
 MACHINE_CHECKS: tuple[Check, ...] = (
     machine_checks.check_packages,
     machine_checks.check_traces,
-    reward_checks.check_rewards,
-    agent_checks.check_commands,
-    agent_checks.check_gateways,
-    ingest_checks.check_ingest,
-    reward_checks.check_sandbox,
+    machine_checks.check_rewards,
+    machine_checks.check_commands,
+    machine_checks.check_gateways,
+    machine_checks.check_ingest,
+    machine_checks.check_sandbox,
     engine_checks.check_engine_packages,
     engine_checks.check_trainer_packages,
     machine_checks.check_gpus,
@@ -89,20 +81,20 @@ MACHINE_CHECKS: tuple[Check, ...] = (
     run_plan.check_gpu_memory,
     machine_checks.check_limits,
 )
-"""Checks that are left out where the run's services start on other machines."""
 
+# Checks that read rows, which take longest; the last ones need what the first have read.
 DATA_CHECKS: tuple[Check, ...] = (
     data_checks.check_training_prompts,
     data_checks.check_heldout_prompts,
     data_checks.check_demonstrations,
     data_checks.check_contents,
     data_checks.check_dates,
-    label_checks.check_labels,
+    data_checks.check_labels,
     engine_checks.check_lengths,
 )
-"""Checks that read rows, which take longest; the last ones need what the first have read."""
 
 
+# Checks that are left out where nothing is trained (`debug_rollout_only`).
 TRAINER_CHECKS: tuple[Check, ...] = (
     machine_checks.check_profilers,
     model_checks.check_other_models,
@@ -111,8 +103,8 @@ TRAINER_CHECKS: tuple[Check, ...] = (
     model_checks.check_training,
     data_checks.check_demonstrations,
 )
-"""Checks that are left out where nothing is trained (`debug_rollout_only`)."""
 
+# Checks that are left out where nothing is generated (`load_debug_rollout_data`).
 ROLLOUT_CHECKS: tuple[Check, ...] = (
     model_checks.check_engines,
     model_checks.check_engine_flags,
@@ -122,10 +114,9 @@ ROLLOUT_CHECKS: tuple[Check, ...] = (
     data_checks.check_training_prompts,
     data_checks.check_heldout_prompts,
     data_checks.check_contents,
-    label_checks.check_labels,
+    data_checks.check_labels,
     engine_checks.check_lengths,
 )
-"""Checks that are left out where nothing is generated (`load_debug_rollout_data`)."""
 
 
 class Source(NamedTuple):
@@ -144,11 +135,9 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
     """Returns the config with its flags (of `shared.config.flags`) laid over it, after all checks; its names on the hub are pinned, and
     their files on this machine.
 
-    Args:
-        source: where it comes from. starts: whether this is the machine that all services start on. fresh: whether what the run has done so
-            far is to be removed. cluster: nodes, and GPUs of each, that the run has to itself; default: this machine where it starts here.
-
-    Raises ConfigError, or Problems of several.
+    ``source``: where it comes from. ``starts``: whether this is the machine that all services start on. ``fresh``: whether what the run has
+    done so far is to be removed. ``cluster``: nodes, and GPUs of each, that the run has to itself; default: this machine where it starts
+    here. Raises ConfigError, or Problems of several.
     """
     path, given = source
     problems = list(given.problems)
@@ -161,7 +150,7 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
             hub = Hub.of()
             config, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)
             inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
-            rollout, steps = epochs.settled(inspection), epochs.sft_steps(inspection)
+            rollout, steps = objective_checks.settled(inspection), objective_checks.sft_steps(inspection)
             inspection.config, config = (
                 known.model_copy(update={"rollout": rollout, "sft": known.sft.model_copy(update=steps)})
                 for known in (inspection.config, config)

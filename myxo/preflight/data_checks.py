@@ -41,25 +41,22 @@ from shared.runtime.errors import ConfigError
 MOST = 20_000
 SECONDS = 5.0
 
+# The most rows, and seconds, for which the texts of a file are read to be compared with those of others.
 COMPARED_ROWS, COMPARED_SECONDS = 100_000, 2.0
-"""The most rows, and seconds, for which the texts of a file are read to be compared with those of others."""
 
+# Two moments at which chats are rendered, and how many of a file.
 DATES, DATED_ROWS = (datetime(2001, 2, 3, 4, 5, 6), datetime(2022, 11, 10, 19, 18, 17)), 16
-"""Two moments at which chats are rendered, and how many of a file."""
-
 _FORMAT = 3
 
-Result = tuple[list[str], int]
-"""Notes about data that was read, and the tokens of the longest prompt."""
+Result = tuple[list[str], int]  # notes about data that was read, and the tokens of the longest prompt
 
 
 def check_files(inspection: Inspection) -> Findings:
     """Yields the data files that are not there."""
     config = inspection.config
-    sets = {view.field: view.files for view in eval_views(config)}
-    fields = {"data.prompt_data": config.data.prompt_data, **sets, "sft.sft_data": config.sft.sft_data}
-    if config.debug.trains_only:
-        fields = {"sft.sft_data": config.sft.sft_data}
+    fields: dict[str, object] = {"sft.sft_data": config.sft.sft_data}
+    if not config.debug.trains_only:
+        fields = {"data.prompt_data": config.data.prompt_data, **{view.field: view.files for view in eval_views(config)}, **fields}
     expected = "give a JSONL or Parquet file, or hf:ORG/NAME:SPLIT"
     for field, value in fields.items():
         for path in data_files.paths(value):
@@ -70,7 +67,6 @@ def check_files(inspection: Inspection) -> Findings:
 
 
 def _suggestion(directory: Path, name: str) -> str:
-    """Returns a hint at the data files in ``directory``: the one that is called almost like ``name``, or any."""
     try:
         there = sorted(path.name for path in directory.iterdir() if path.suffix in (".jsonl", ".parquet", ".json"))
     except OSError:
@@ -111,11 +107,9 @@ def check_demonstrations(inspection: Inspection) -> Findings:
             notes.append(f"sft.sft_data: {words}, because the chat template rewrites earlier turns; each turn is trained once")
         return notes, 0
 
-    budget = config.longest_sample
     data = config.data
-    settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens, budget]
-    notes, _ = _once(inspection, config.sft.sft_data, settings, read)
-    yield from map(Note, notes)
+    settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens]
+    yield from map(Note, _once(inspection, config.sft.sft_data, [*settings, config.longest_sample], read)[0])
 
 
 class _Contents(NamedTuple):
@@ -152,12 +146,17 @@ def _answered(field: str, prompts: PromptFile, found: _Contents) -> Findings:
 
 def _contents(file: PromptFile | DemonstrationFile) -> _Contents:
     """Reads a file for `COMPARED_SECONDS`. Text counts as a user's message; spaces, and the answer at the end, do not count."""
+
+    def words(content: Any) -> str:
+        parts = content if isinstance(content, list) else [content]
+        return " ".join(word for part in parts for word in str(part.get("text", part) if isinstance(part, dict) else part).split())
+
     found, end = _Contents([], []), time.monotonic() + COMPARED_SECONDS
     for index in spread(len(file), COMPARED_ROWS):
         with contextlib.suppress(ConfigError):  # another check reports it
             for question in file.questions(index):
                 messages = question if isinstance(question, list) else [{"role": "user", "content": question}]
-                said = [(message.get("role"), _words(message.get("content"))) for message in messages if isinstance(message, dict)]
+                said = [(message.get("role"), words(message.get("content"))) for message in messages if isinstance(message, dict)]
                 if said and said[-1][0] == TRAINED_ROLE:
                     found.answered.append(index)
                     said.pop()
@@ -165,11 +164,6 @@ def _contents(file: PromptFile | DemonstrationFile) -> _Contents:
         if time.monotonic() > end:
             break
     return found
-
-
-def _words(content: Any) -> str:
-    parts = content if isinstance(content, list) else [content]
-    return " ".join(word for part in parts for word in str(part.get("text", part) if isinstance(part, dict) else part).split())
 
 
 def check_dates(inspection: Inspection) -> Findings:
@@ -221,8 +215,12 @@ def _check(
     metadata: dict[str, Any] | None = None,
 ) -> Findings:
     def read() -> Result:
-        unread = _unread(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
-        return unread or _left_out(field, prompts), prompts.longest
+        notes = _unread(field, prompts.check(SECONDS, MOST), len(prompts.rows), "prompts", "the buffer")
+        if not notes and (count := sum(prompts.left_out.values())):
+            reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
+            words = f"{count} of {count + len(prompts)} prompts are left out ({reasons})"
+            notes = [f"{field}: {words}; the first: {prompts.first_left_out}"]
+        return notes, prompts.longest
 
     rollout, reward = config.rollout, config.reward
     limits = [rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names()]
@@ -243,32 +241,15 @@ def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[obje
 
 
 def _unread(field: str, read: int, size: int, what: str, reader: str) -> list[str]:
-    """Returns how many were read where that is not all."""
     told = f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
     return [told] if read < size else []
 
 
-def _left_out(field: str, prompts: TrainingPrompts | PromptFile) -> list[str]:
-    """Returns how many prompts are left out where some are."""
-    if not (count := sum(prompts.left_out.values())):
-        return []
-    reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
-    return [f"{field}: {count} of {count + len(prompts)} prompts are left out ({reasons}); the first: {prompts.first_left_out}"]
-
-
 TRIAL_MODULE = "services.reward.label_trial"
-MOST_LABELS = 1000
-"""Labels of each set that are looked at."""
-
-LABEL_SECONDS = 3.0
-"""Processor time for trying labels, once what verifiers need is loaded."""
-
-START_SECONDS = 30.0
-"""The time that all of it may take besides, on a machine that is busy with other things."""
-
-PROSE_WORDS = 12
-"""A label of more words is a text, not an answer."""
-
+MOST_LABELS = 1000  # labels of each set that are looked at
+LABEL_SECONDS = 3.0  # processor time for trying labels, once what verifiers need is loaded
+START_SECONDS = 30.0  # time that all of it may take besides, on a machine that is busy with other things
+PROSE_WORDS = 12  # label of more words is a text, not an answer
 _MATHEMATICAL = ("dapo", "deepscaler", "math", "math_verify")
 _MISSING = 3
 _HASH = "####"
@@ -340,13 +321,8 @@ def ask_verifiers(labels: list[tuple[str, str]]) -> tuple[dict[tuple[str, str], 
     """Returns what the verifiers say of each label, of as many as there was time for, and why they cannot be asked, where that is so."""
     lines, failure = "".join(json.dumps(label) + "\n" for label in labels), None
     try:
-        trial = subprocess.run(
-            [sys.executable, "-m", TRIAL_MODULE, str(LABEL_SECONDS)],
-            input=lines,
-            capture_output=True,
-            text=True,
-            timeout=START_SECONDS + LABEL_SECONDS,
-        )
+        command, seconds = [sys.executable, "-m", TRIAL_MODULE, str(LABEL_SECONDS)], START_SECONDS + LABEL_SECONDS
+        trial = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=seconds)
         output = trial.stdout
         if trial.returncode:
             last = (trial.stderr.strip().splitlines() or ["no words"])[-1]
@@ -384,7 +360,6 @@ def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) 
 
 
 def _report(field: str, problems: list[tuple[Label, tuple[bool, str]]], tried: int) -> Findings:
-    """Yields the refusal, or one note of the labels that can surely not be matched and one of the others."""
     for sure, what in ((True, "can never be matched"), (False, "can hardly be matched")):
         some = [(label, why) for label, (certain, why) in problems if certain == sure]
         if not some:
@@ -401,9 +376,7 @@ def _report(field: str, problems: list[tuple[Label, tuple[bool, str]]], tried: i
 def check_generators(inspection: Inspection) -> Findings:
     """Yields what is wrong with ``reasoning_gym``."""
     curriculum = inspection.config.curriculum
-    if not curriculum.reasoning_gym:
-        return
-    if (missing := missing_package(REASONING_GYM)) is not None:
+    if curriculum.reasoning_gym and (missing := missing_package(REASONING_GYM)) is not None:
         yield ConfigError(reasoning_gym_source.FIELD, ", ".join(curriculum.reasoning_gym), missing)
-        return
-    reasoning_gym_source.make(inspection.config)  # raises ConfigError
+    elif curriculum.reasoning_gym:
+        reasoning_gym_source.make(inspection.config)  # raises ConfigError

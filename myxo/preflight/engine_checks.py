@@ -24,17 +24,15 @@ from shared.runtime.errors import ConfigError, nearest
 
 ALGORITHM, DRAFT = "speculative-algorithm", "speculative-draft-model-path"
 SHORT = {"speculative-draft-model": DRAFT}
-
 OF_THE_MODEL, WITHOUT_A_DRAFT = ("EAGLE", "NEXTN"), ("NGRAM", "UNO", "NONE")
+# Of speculative decoding: the draft may be layers of the model's own checkpoint, there is none, or it is another checkpoint.
 ALGORITHMS = (*OF_THE_MODEL, *WITHOUT_A_DRAFT, "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "FROZEN_KV_MTP")
-"""Of speculative decoding: the draft may be layers of the model's own checkpoint, there is none, or it is another checkpoint."""
 
+# Keys of ``config.json`` that count the layers which draft.
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
-"""Keys of ``config.json`` that count the layers which draft."""
 
+# Quantizations that SGLang makes of weights which have none.
 ONLINE = ("bitsandbytes", "fp8", "mxfp8", "nvfp4_online", "quark_int4fp8_moe", "w8a8_fp8")
-"""Quantizations that SGLang makes of weights which have none."""
-
 FEWER_BITS = "engines compute with fewer bits than the trainer; train/train_rollout_logprob_abs_diff is how much they differ"
 
 
@@ -68,7 +66,6 @@ def _quantized(inspection: Inspection, field: str, value: Any) -> Findings:
 
 
 def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str, draft: Any) -> Findings:
-    """Yields an algorithm that nothing drafts for, and a draft that is named by a path and no checkpoint."""
     name, path = str(algorithm).upper(), Path(str(draft or ""))
     if name not in ALGORITHMS:
         yield ConfigError(field, algorithm, f"one of {', '.join(ALGORITHMS)}; {nearest(name, list(ALGORITHMS))}")
@@ -87,7 +84,6 @@ def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str,
 
 
 def _without_layers(inspection: Inspection) -> str | None:
-    """Returns why the model drafts nothing by itself; None where it does, or its files cannot be read."""
     model, names = inspection.model_config, inspection.weight_headers
     if model is None or any("mtp" in name or "nextn" in name for name in names):
         return None
@@ -99,6 +95,7 @@ def _without_layers(inspection: Inspection) -> str | None:
     return None
 
 
+# Flag of SGLang's → value → the package that it imports for it.
 OF_SGLANG: Mapping[str, Mapping[str, str]] = {
     "attention-backend": {"flashinfer": "flashinfer", "aiter": "aiter", "tokenspeed_mla": "tokenspeed_mla"},
     "sampling-backend": {"flashinfer": "flashinfer"},
@@ -118,20 +115,17 @@ OF_SGLANG: Mapping[str, Mapping[str, str]] = {
     "hicache-storage-backend": {"mooncake": "mooncake", "nixl": "nixl", "mori": "mori", "aibrix": "aibrix_kvcache"},
     "enable-lmcache": {"True": "lmcache"},
 }
-"""Flag of SGLang's → value → the package that it imports for it."""
 
 SAME_VALUES = {"prefill-attention-backend": "attention-backend", "decode-attention-backend": "attention-backend"}
-BEGINNINGS = {"flashinfer_": "flashinfer"}
-"""Beginnings of the names of kernels, in `KERNELS`, and the package that has them."""
-
+BEGINNINGS = {"flashinfer_": "flashinfer"}  # beginnings of the names of kernels, in `KERNELS`, and the package that has them
 KERNELS = ("moe-runner-backend", "fp8-gemm-backend", "fp4-gemm-backend")
 
+# Flag of Megatron's and its value → the module that Megatron's own layers import for it, and where that comes from.
 OF_MEGATRON: Mapping[tuple[str, Any], tuple[str, str]] = {
     ("gradient_accumulation_fusion", True): ("fused_weight_gradient_mlp_cuda", "apex, built with --cuda_ext, has it"),
     ("use_kitchen", True): ("nvidia_kitchen", "install it"),
     ("use_kitchen_attention", True): ("nvidia_kitchen", "install it"),
 }
-"""Flag of Megatron's and its value → the module that Megatron's own layers import for it, and where that comes from."""
 
 
 def check_engine_packages(inspection: Inspection) -> Findings:
@@ -225,7 +219,6 @@ def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> 
 
 
 def _engine_limit(inspection: Inspection) -> Limit | None:
-    """Returns the most that the engine takes; None where the model does not say."""
     config, model = inspection.config, inspection.model_config
     flags = {plain_name(key): value for key, value in config.rollout.sglang.items()}
     known = context_length(model) if model is not None else None

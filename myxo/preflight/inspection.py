@@ -23,8 +23,7 @@ from shared.transfer.manifest import ITEM_BYTES
 
 Result = TypeVar("Result")
 
-Headers = Mapping[str, tuple[str, hf_checkpoint.Shape]]
-"""Each tensor of a checkpoint → its dtype and shape."""
+Headers = Mapping[str, tuple[str, hf_checkpoint.Shape]]  # each tensor of a checkpoint → its dtype and shape
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Note:
     text: str
 
 
-Findings = Iterator[BadInput | Note]
-"""The findings that a check yields: refusals and notes."""
+Findings = Iterator[BadInput | Note]  # findings that a check yields: refusals and notes
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,12 @@ class Inspection:
     """A config under inspection. What cannot be loaded is None, and stands once among ``problems``, whichever checks ask for it."""
 
     config: RunConfig
-    starts: bool = False
-    """True if all services of the run are about to start on this machine."""
-    fresh: bool = False
-    """True if the run's present state is to be removed."""
-    frozen: RunConfig | None = None
-    """The config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths."""
+    starts: bool = False  # true if all services of the run are about to start on this machine
+    fresh: bool = False  # true if the run's present state is to be removed
+    frozen: RunConfig | None = None  # config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths
+    # ``data.prompt_data`` and the field of each evaluation set → tokens of the longest prompt that was read.
     longest_prompts: dict[str, int] = field(default_factory=dict)
-    """``data.prompt_data`` and the field of each evaluation set → tokens of the longest prompt that was read."""
-    problems: list[ConfigError] = field(default_factory=list)
-    """What was wrong with what could not be loaded."""
+    problems: list[ConfigError] = field(default_factory=list)  # what was wrong with what could not be loaded
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -22,7 +22,6 @@ from shared.bus import runs
 from shared.config.eval_views import agents, eval_views
 from shared.config.ingest_key import ingest_key
 from shared.config.reward_section import CUSTOM
-from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.rewards.names import RUNS_CODE, base, missing_package
 from shared.runtime import devices, extras, server_urls
@@ -32,30 +31,16 @@ from shared.runtime.host_memory import host_memory
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.tracing.trace_settings import trace_settings
 
+# The packages, and the services that need them; importing them would take seconds.
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
-"""The packages, and the services that need them; importing them would take seconds."""
-
-IMPORT_SECONDS = 120.0
-"""The deadline for importing the user's own functions."""
-
-LONGEST_WORDS = 1000
-"""The most characters that are shown of an import's output."""
-
+IMPORT_SECONDS = 120.0  # deadline for importing the user's own functions
+LONGEST_WORDS = 1000  # most characters that are shown of an import's output
 GIB = 1 << 30
-
-LEAST_DISK = 64 << 20
-"""Bytes without which not even the servers can keep what a run's first minutes bring."""
-
-LITTLE_DISK = GIB
-LITTLE_SHARED_MEMORY = GIB
-FEW_FILES = 1024
-"""Open files that the servers of a run and a few hundred connections come near to."""
-
-OPTIMIZER_BYTES = 8
-"""Bytes per parameter of Adam's two moments in float32."""
-
-MASTER_BYTES = 4
-"""Bytes per parameter of the gradient in float32; where training is in bfloat16, also of a float32 copy of the weights."""
+LEAST_DISK = 64 << 20  # bytes without which not even the servers can keep what a run's first minutes bring
+LITTLE_DISK = LITTLE_SHARED_MEMORY = GIB
+FEW_FILES = 1024  # open files that the servers of a run and a few hundred connections come near to
+OPTIMIZER_BYTES = 8  # bytes per parameter of Adam's two moments in float32
+MASTER_BYTES = 4  # bytes per parameter of the gradient in float32; where training is in bfloat16, also of a float32 copy of the weights
 
 
 def check_traces(_: Inspection) -> Findings:
@@ -165,20 +150,19 @@ def check_disk(inspection: Inspection) -> Findings:
         return
     removed = STATE if inspection.fresh else ("checkpoints",)  # checkpoints that are there make room for those to come
     free = shutil.disk_usage(nearest_existing(root)).free + sum(_size_of(root / name) for name in removed)
-    size = inspection.model_size
+    size, count = inspection.model_size, checkpoints_at_once(config)
     checkpoint, most = (0, 0) if size is None else (checkpoint_bytes(config, size), disk_bytes(config, size))
-    count = checkpoints_at_once(config)
+    kept = f"keep_checkpoints = {config.trainer.keep_checkpoints}"
     if free < max(count * checkpoint, LEAST_DISK):
         needed = f"a run needs {_shown(LEAST_DISK)} at least"
         if count * checkpoint > LEAST_DISK:
             needed = f"a checkpoint of this model takes {_shown(checkpoint)}"
             if count > 1:
-                kept = f"keep_checkpoints = {config.trainer.keep_checkpoints}"
                 needed += f", and {count} lie there at once with {kept}, the one being written included"
         yield ConfigError(field, str(root), f"{_shown(free)} are free on its disk; {needed}: free some, or give another {field}")
     elif free < most:
-        kept = f"keep_checkpoints = {config.trainer.keep_checkpoints} and what else is kept of this model can take {_shown(most)}"
-        yield Note(f"{field}: {_shown(free)} are free on the disk of {root}; {kept}")
+        filled = f"{kept} and what else is kept of this model can take {_shown(most)}"
+        yield Note(f"{field}: {_shown(free)} are free on the disk of {root}; {filled}")
     elif free < LITTLE_DISK:
         yield Note(f"{field}: only {_shown(free)} are free on the disk of {root}")
 
@@ -186,8 +170,11 @@ def check_disk(inspection: Inspection) -> Findings:
 def check_memory(inspection: Inspection) -> Findings:
     """Yields a model that does not fit into this machine's memory, where trainer or engines compute on CPUs; notes what is short."""
     config, size = inspection.config, inspection.model_size
-    shared = Path("/dev/shm")
-    if shared.is_dir() and _shares_memory(config) and (there := shutil.disk_usage(shared).total) < LITTLE_SHARED_MEMORY:
+    shared, trainer, rollout = Path("/dev/shm"), config.trainer, config.rollout
+    several = trainer.ranks("actor") > 1 or rollout.rollout_num_gpus_per_engine > 1
+    on_gpus = "cuda" in (devices.resolve(trainer.train_device), devices.resolve(rollout.rollout_device))
+    shares = trainer.colocate or (several and on_gpus)
+    if shares and shared.is_dir() and (there := shutil.disk_usage(shared).total) < LITTLE_SHARED_MEMORY:
         yield Note(f"/dev/shm has {_shown(there)}: little for ranks that share tensors by it; in a container: --shm-size 8g")
     if size is None:
         return
@@ -260,16 +247,8 @@ def _weight_bytes(config: RunConfig) -> int:
 
 
 def _trains_part(config: RunConfig) -> bool:
-    """Returns whether only a part of the parameters trains: gradients and moments are then of that part."""
-    trainer = config.trainer
+    trainer = config.trainer  # gradients and moments are then of that part of the parameters
     return bool(trainer.lora_rank or trainer.only_train_params_name_list or trainer.freeze_params_name_list)
-
-
-def _shares_memory(config: RunConfig) -> bool:
-    trainer, rollout = config.trainer, config.rollout
-    several = trainer.ranks("actor") > 1 or rollout.rollout_num_gpus_per_engine > 1
-    on_gpus = "cuda" in (devices.resolve(trainer.train_device), devices.resolve(rollout.rollout_device))
-    return trainer.colocate or (several and on_gpus)
 
 
 def nearest_existing(path: Path) -> Path:
@@ -307,24 +286,19 @@ def check_commands(inspection: Inspection) -> Findings:
     """Yields the commands whose program is not there, the agents' server among them, and the image where that is not."""
     rollout = inspection.config.rollout
     commands = {field: agent for field, agent in agents(inspection.config).items() if isinstance(agent, list)}
-    if rollout.agent_image is not None:
-        yield from _image_problems(rollout, commands)
+    image = rollout.agent_image
+    if image is not None and not commands:
+        yield ConfigError("rollout.agent_image", image, "belongs to agent_command, which is not there")
+    elif image is not None:
         commands = {}
+        try:
+            runtime_answer(rollout.agent_runtime, "image", "inspect", str(image))
+        except RuntimeFailed as error:
+            yield ConfigError("rollout.agent_image", image, f"an image that this machine has: {error}")
     for field, command in (commands | {"rollout.agent_service": rollout.agent_service}).items():
         if command and shutil.which(command[0]) is None:
-            yield ConfigError(
-                field, command, f"a program that this machine has: {command[0]!r} is neither on PATH nor a file that can be run"
-            )
-
-
-def _image_problems(rollout: RolloutSection, commands: dict[str, list[str]]) -> Findings:
-    if not commands:
-        yield ConfigError("rollout.agent_image", rollout.agent_image, "belongs to agent_command, which is not there")
-        return
-    try:
-        runtime_answer(rollout.agent_runtime, "image", "inspect", str(rollout.agent_image))
-    except RuntimeFailed as error:
-        yield ConfigError("rollout.agent_image", rollout.agent_image, f"an image that this machine has: {error}")
+            expected = f"a program that this machine has: {command[0]!r} is neither on PATH nor a file that can be run"
+            yield ConfigError(field, command, expected)
 
 
 def check_gateways(inspection: Inspection) -> Findings:
@@ -375,14 +349,7 @@ def check_ingest(inspection: Inspection) -> Findings:
     mode, gateways = inspection.config.ingest.ingest_groups, inspection.config.gateways
     if mode == "off":
         return
-    if gateways and inspection.starts:
-        yield from _missing_key()
     if not gateways:
         yield Note(f"ingest_groups is {mode} and gateway_replicas 0: groups come in by gateways that are started elsewhere")
-
-
-def _missing_key() -> Iterator[ConfigError]:
-    try:
-        ingest_key()
-    except ConfigError as error:
-        yield error
+    elif inspection.starts:
+        ingest_key()  # raises ConfigError

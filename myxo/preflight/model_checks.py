@@ -24,17 +24,12 @@ from shared.model.trainable_parameters import Freezing
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
-MOST_GPUS = 8
-"""The most GPUs of one machine."""
+MOST_GPUS = 8  # most GPUs of one machine
+MEGATRON_LATEST = "latest_checkpointed_iteration.txt"  # file that Megatron keeps beside its checkpoints
 
-MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
-"""The file that Megatron keeps beside its checkpoints."""
-
+# Attention backends that need a GPU.
 GPU_ATTENTION = ("flashinfer", "fa3", "fa4", "triton", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha")
-"""Attention backends that need a GPU."""
-
-LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-"""SGLang's variable for a context that is longer than the model's own."""
+LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context that is longer than the model's own
 
 
 def check_files(inspection: Inspection) -> Findings:
@@ -67,7 +62,6 @@ def check_tokenizer(inspection: Inspection) -> Findings:
 
 
 def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]) -> Iterator[Note]:
-    """Yields the variables of a config that no chat template has."""
     words = set(re.findall(r"\w+", " ".join([*tokenizer.templates.values(), str(given.get("chat_template"))])))
     for name in given:
         if name == "messages" or (name != "chat_template" and name not in words):
@@ -75,7 +69,6 @@ def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]
 
 
 def _around_text(tokenizer: Tokenizer, added: bool) -> Iterator[Note]:
-    """Yields what the tokenizer puts around a text, and whether text prompts get it."""
     prefix, suffix = (", ".join(map(tokenizer.shown, ids)) for ids in (tokenizer.text_prefix, tokenizer.text_suffix))
     if prefix:
         begin, why = ("begin", "= false leaves it out") if added else ("do not begin", "is false")
@@ -229,8 +222,7 @@ def check_given_checkpoints(inspection: Inspection) -> Findings:
         yield ConfigError("trainer.load", str(load), expected)
 
 
-_NOT_OF_THE_SHAPE = ("max_positions", "draft_layers")
-"""What two models may differ in whose weights take each other's place."""
+_NOT_OF_THE_SHAPE = ("max_positions", "draft_layers")  # what two models may differ in whose weights take each other's place
 
 
 def _reference(inspection: Inspection, directory: Path) -> Findings:

@@ -42,22 +42,15 @@ def check_variables(inspection: Inspection) -> Findings:
     yield from map(Note, environment_variables.unread({**os.environ, **inspection.config.trainer.train_env_vars}))
 
 
-TEACHES = (
-    "custom_generate_function_path",
-    "rollout_function_path",
-    "custom_convert_samples_to_train_data_path",
-    "rollout_data_postprocess_path",
-)
-"""Functions that may put a teacher's log-probs beside their samples."""
+# Functions that may put a teacher's log-probs beside their samples.
+TEACHES = ("custom_generate_function_path", "rollout_function_path")
+TEACHES += ("custom_convert_samples_to_train_data_path", "rollout_data_postprocess_path")
 
 
 def check_teachers(inspection: Inspection) -> Findings:
     """Yields where nobody is a teacher, and a key that is not set where the services start."""
-    config = inspection.config
-    algorithm, given = (
-        config.algorithm,
-        [getattr(section, name, None) for section in (config.rollout, config.algorithm) for name in TEACHES],
-    )
+    config, algorithm = inspection.config, inspection.config.algorithm
+    given = [getattr(section, name, None) for section in (config.rollout, algorithm) for name in TEACHES]
     alone = not algorithm.opd_teachers and not any(given) and config.debug.load_debug_rollout_data is None
     if algorithm.use_opd and algorithm.opd_type == "sglang" and alone:
         expected = "a teacher: opd_teachers, or a function that puts its log-probs beside the samples (custom_generate_function_path)"
@@ -68,15 +61,14 @@ def check_teachers(inspection: Inspection) -> Findings:
             f"opd_teachers are asked for log-probs at rollout_temperature = {temperature:g}, at which the policy's are taken; SGLang gives "
             "those of given tokens at 1, whatever it is asked, and the two differ; opd_type = megatron takes both at rollout_temperature"
         )
-    variable = inspection.config.algorithm.opd_teacher_key_variable
+    variable = algorithm.opd_teacher_key_variable
     if variable is not None and inspection.starts and not os.environ.get(variable):
         yield ConfigError("algorithm.opd_teacher_key_variable", variable, "a variable that is set where `myxo up` starts")
 
 
 def check_dumps(inspection: Inspection) -> Findings:
     """Yields the first step without a file; notes what a run leaves out that trains nothing."""
-    config = inspection.config
-    template = config.debug.load_debug_rollout_data
+    config, template = inspection.config, inspection.config.debug.load_debug_rollout_data
     if config.debug.debug_rollout_only and config.sft.sft_data is not None:
         yield Note("debug.debug_rollout_only: nothing is trained: the warm start of [sft] is left out")
     if template is None:
@@ -85,20 +77,17 @@ def check_dumps(inspection: Inspection) -> Findings:
         expected = "an estimator without a critic: its values are not in the dumps"
         yield ConfigError("algorithm.advantage_estimator", config.algorithm.advantage_estimator, expected)
     for step in range(config.rollout.num_rollout):
-        path = Path(template.replace(STEP, str(step)))
-        if not path.is_file():
+        if not (path := Path(template.replace(STEP, str(step)))).is_file():
             expected = f"a file of each step from 0 to {config.rollout.num_rollout - 1} (rollout.num_rollout); there is no {path}"
             yield ConfigError(DUMPS, template, expected)
             return
 
 
 FIELD = "rollout.num_epoch"
-SFT_FIELD = "sft.sft_num_epoch"
 
 
 def settled(inspection: Inspection) -> RolloutSection:
-    """Returns the run's ``[rollout]`` with the steps that its epochs come to; as it is where ``num_rollout`` is given, which wins, and
-    where the prompts cannot be opened, which a check reports.
+    """Returns the run's ``[rollout]`` with the steps of its epochs; unchanged where ``num_rollout`` is given or no prompts can be opened.
 
     Raises ConfigError for prompts that make no batch, and for a source of prompts, whose size is not known.
     """
@@ -134,8 +123,7 @@ def check_intervals(inspection: Inspection) -> Findings:
 
 
 def sft_steps(inspection: Inspection) -> dict[str, int]:
-    """Returns the field with the steps that the epochs of the run's demonstrations come to; nothing where they are not told, or the
-    demonstrations cannot be opened, which a check reports.
+    """Returns ``sft_steps`` by the epochs of the demonstrations; nothing where none are given, or these cannot be opened.
 
     Raises ConfigError for demonstrations that make no batch.
     """
@@ -145,5 +133,5 @@ def sft_steps(inspection: Inspection) -> dict[str, int]:
     rows = len(inspection.demonstrations)
     if not (steps := rows // sft.sft_batch_size):
         expected = f"enough demonstrations for a batch: {rows} are fewer than sft_batch_size = {sft.sft_batch_size}"
-        raise ConfigError(SFT_FIELD, epochs, expected)
+        raise ConfigError("sft.sft_num_epoch", epochs, expected)
     return {"sft_steps": epochs * steps}

@@ -7,6 +7,7 @@ The plan is within 5 % of what was measured, so the check refuses a config only 
 the limit, on either side, it is noted.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Architecture
@@ -26,21 +26,18 @@ from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
+# What a colocated engine that has released weights and cache still has: CUDA's context, graphs, workspaces (docs/deployment.md).
 ASLEEP_BYTES = 5_000_000_000
-"""What a colocated engine that has released weights and cache still has: CUDA's context, graphs, workspaces (docs/deployment.md)."""
-
-NEAR = 0.1
-"""How far the need may be off what it is compared with before it counts as surely too large, or surely small enough."""
+NEAR = 0.1  # how far the need may be off what it is compared with before it counts as surely too large, or surely small enough
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
     """The need of one GPU of a kind of process.
 
-    Args:
-        of: the kind, for people. role: actor, critic or engine. ranks: how many GPUs are of this kind. parts: bytes by name; together they
-            are the need. available: bytes that there are for it. field: of the config, that an error names. host: bytes of host memory
-            beside.
+    ``of``: the kind, for people. ``role``: actor, critic or engine. ``ranks``: how many GPUs are of this kind. ``parts``: bytes by name;
+    together they are the need. ``available``: bytes that there are for it. ``field``: of the config, that an error names. ``host``: bytes
+    of host memory beside.
     """
 
     of: str
@@ -69,9 +66,8 @@ class MemoryNeed:
 class RunPlan:
     """The plan of a run.
 
-    Args:
-        config: of the run. architecture: of its policy. gpu_bytes: of each GPU. critic: the architecture of the critic, where it has one of
-            its own.
+    ``config``: of the run. ``architecture``: of its policy. ``gpu_bytes``: of each GPU. ``critic``: the architecture of the critic, where
+    it has one of its own.
     """
 
     config: RunConfig
@@ -104,33 +100,25 @@ class RunPlan:
     def _trainer(self, role: str) -> Iterator[MemoryNeed]:
         """Yields the need of a rank of each stage; stages that are alike as one."""
         trainer, plans = self.config.trainer, self.stages(role)
-        groups: list[list[StagePlan]] = []
-        for plan in plans:
-            if groups and _parts(groups[-1][0]) == _parts(plan):
-                groups[-1].append(plan)
-            else:
-                groups.append([plan])
-        for group in groups:
+        for own_parts, same in itertools.groupby(plans, key=_parts):
+            group = list(same)
             first, last, name = group[0].stage, group[-1].stage, role
             if len(plans) > 1:
                 name += f", stage {first}" if first == last else f", stages {first} to {last}"
-            parts = {**_parts(group[0]), "CUDA, NCCL": OUTSIDE_BYTES}
+            parts = {**own_parts, "CUDA, NCCL": OUTSIDE_BYTES}
             if role == "actor" and trainer.colocate:
                 parts |= {"colocated": self._beside_trainer()}
             ranks = trainer.ranks(role) // len(plans) * len(group)
-            field = "trainer.max_tokens_per_gpu" if group[0].activations > sum(_static(group[0])) else f"trainer.{role}_num_gpus_per_node"
+            field = "trainer.max_tokens_per_gpu" if group[0].activations > _static(group[0]) else f"trainer.{role}_num_gpus_per_node"
             yield MemoryNeed(name, role, ranks, parts, self.gpu_bytes, field, group[0].host)
 
     def _beside_trainer(self) -> int:
         """Returns the bytes that colocation takes of the trainer's GPU while it trains: the engine's, and the buckets of pushes."""
-        trainer = self.config.trainer
-        count = 2
+        trainer, count = self.config.trainer, 2
         if trainer.nodes("actor") > 1:  # as a stage's source, and as the relay of stages of other machines
             count += 3 + 5 * -(-trainer.pipeline_model_parallel_size // trainer.ranks_per_node("actor"))
-        buckets = count * self.config.weights.update_weight_buffer_size
-        if self.config.trainer.offload_rollout is False and self.engine is not None:
-            return self.engine.budget + ASLEEP_BYTES + buckets
-        return ASLEEP_BYTES + buckets
+        awake = self.engine.budget if trainer.offload_rollout is False and self.engine is not None else 0
+        return awake + ASLEEP_BYTES + count * self.config.weights.update_weight_buffer_size
 
     def _engine(self) -> Iterator[MemoryNeed]:
         engine, config = self.engine, self.config
@@ -138,7 +126,7 @@ class RunPlan:
             return
         parts = {"weights": engine.weights, "longest sequence": engine.longest * engine.token_bytes}
         if config.trainer.colocate and not config.debug.debug_rollout_only:
-            held = [sum(_static(stage)) for stage in self.stages("actor")] if config.trainer.offload_train is False else [0]
+            held = [_static(stage) for stage in self.stages("actor")] if config.trainer.offload_train is False else [0]
             kept = max(held) + OUTSIDE_BYTES + 2 * config.weights.update_weight_buffer_size
             beside = max(kept - (self.gpu_bytes - engine.budget), 0)
             parts |= {"colocated": beside} if beside else {}
@@ -146,26 +134,17 @@ class RunPlan:
         yield MemoryNeed("engine", "engine", gpus, parts, engine.budget, "rollout.rollout_num_gpus_per_engine")
 
 
-def _static(plan: StagePlan) -> tuple[int, int, int]:
-    return plan.weights, plan.gradients, plan.optimizer
+def _static(plan: StagePlan) -> int:
+    return plan.weights + plan.gradients + plan.optimizer
 
 
 def _parts(plan: StagePlan) -> dict[str, int]:
-    return {
-        "weights": plan.weights,
-        "gradients": plan.gradients,
-        "optimizer": plan.optimizer,
-        "activations": plan.activations,
-        "working": max(plan.likelihood, plan.working),
-    }
+    held = {"weights": plan.weights, "gradients": plan.gradients, "optimizer": plan.optimizer}
+    return {**held, "activations": plan.activations, "working": max(plan.likelihood, plan.working)}
 
 
-WORTH = 0.02
-"""The share of a need that a flag has to take off to be told."""
-
-LEAST_TOKENS = 1024
-"""Tokens of a micro-batch below which training only gets slow."""
-
+WORTH = 0.02  # share of a need that a flag has to take off to be told
+LEAST_TOKENS = 1024  # tokens of a micro-batch below which training only gets slow
 LOW_PRECISION = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
 
 
@@ -180,9 +159,12 @@ class Remedy:
 
 def remedies(plan: RunPlan, need: MemoryNeed) -> list[Remedy]:
     """Returns what would lower a need: first what is enough, then what saves most."""
-    changes = _for_engine(plan) if need.role == "engine" else _for_trainer(plan, need.role)
-    found = []
-    for flags, changed in changes:
+    found, trainer, name = [], plan.config.trainer, "rollout" if need.role == "engine" else "trainer"
+    for flags, update in _engine_flags(plan) if need.role == "engine" else _trainer_flags(trainer, need.role):
+        section = getattr(plan.config, name).model_copy(update=update)
+        if name == "trainer" and not _divides(plan.architecture, section, need.role):
+            continue
+        changed = replace(plan, config=plan.config.model_copy(update={name: section}))
         after = max((other for other in changed.needs if other.role == need.role), key=lambda other: other.total - other.available)
         saved = (need.total - need.available) - (after.total - after.available)
         if saved > WORTH * need.total:
@@ -190,16 +172,7 @@ def remedies(plan: RunPlan, need: MemoryNeed) -> list[Remedy]:
     return [*(remedy for remedy in found if remedy.fits), *sorted((it for it in found if not it.fits), key=lambda it: it.total)]
 
 
-def _for_trainer(plan: RunPlan, role: str) -> Iterator[tuple[str, RunPlan]]:
-    trainer = plan.config.trainer
-    for flags, update in _trainer_flags(trainer, role):
-        changed = trainer.model_copy(update=update)
-        if _divides(plan.architecture, changed, role):
-            yield flags, replace(plan, config=plan.config.model_copy(update={"trainer": changed}))
-
-
 def _trainer_flags(trainer: TrainerSection, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields flags with the fields that they change."""
     megatron = trainer.megatron
     if not trainer.recomputes_layers:
         yield "--recompute", {"recompute": True, "recompute_granularity": None, "recompute_modules": []}
@@ -219,7 +192,6 @@ def _trainer_flags(trainer: TrainerSection, role: str) -> Iterator[tuple[str, di
 
 
 def _more_ranks(trainer: TrainerSection, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields layouts that divide the model further."""
     tensor, per_node = trainer.tensor_model_parallel_size * 2, trainer.ranks_per_node(role)
     sequence = "" if trainer.sequence_parallel else " --sequence-parallel"
     if tensor <= per_node:
@@ -240,20 +212,12 @@ def _more_ranks(trainer: TrainerSection, role: str) -> Iterator[tuple[str, dict[
 
 def _divides(architecture: Architecture, trainer: TrainerSection, role: str) -> bool:
     layout = ParallelLayout.of(trainer)
-    problems = [*layout.world_problems(trainer.ranks(role)), *division_problems(architecture, layout, trainer.megatron)]
-    return not problems
+    return not [*layout.world_problems(trainer.ranks(role)), *division_problems(architecture, layout, trainer.megatron)]
 
 
-def _for_engine(plan: RunPlan) -> Iterator[tuple[str, RunPlan]]:
-    rollout = plan.config.rollout
-    for flags, update in _engine_flags(plan, rollout):
-        changed = rollout.model_copy(update=update)
-        yield flags, replace(plan, config=plan.config.model_copy(update={"rollout": changed}))
-
-
-def _engine_flags(plan: RunPlan, rollout: RolloutSection) -> Iterator[tuple[str, dict[str, Any]]]:
+def _engine_flags(plan: RunPlan) -> Iterator[tuple[str, dict[str, Any]]]:
+    rollout, gpus = plan.config.rollout, plan.config.rollout.rollout_num_gpus_per_engine
     given = {name.lstrip("-").replace("_", "-"): value for name, value in rollout.sglang.items()}
-    gpus = rollout.rollout_num_gpus_per_engine
     while plan.architecture.num_attention_heads % (gpus := 2 * gpus) == 0 and gpus <= 512:
         yield f"--rollout-num-gpus-per-engine {gpus}", {"rollout_num_gpus_per_engine": gpus}
     if "kv-cache-dtype" not in given:
@@ -264,9 +228,7 @@ def _engine_flags(plan: RunPlan, rollout: RolloutSection) -> Iterator[tuple[str,
 
 
 GB = 1e9
-
 MOST_REMEDIES = 6
-
 LEGEND = "working: logits of a chunk of tokens, or what the backward pass of a layer needs for a moment, whichever is more"
 
 
@@ -317,10 +279,8 @@ def verdicts(plan: RunPlan) -> Iterator[str]:
 
 def problem(need: MemoryNeed) -> str:
     """Returns in a sentence what does not fit."""
-    return (
-        f"{need.of}: needs {_gb(need.total)} GB of a GPU, there are {_gb(need.available)}; "
-        f"most of it: {need.largest}, {_gb(need.parts[need.largest])} GB"
-    )
+    most = f"most of it: {need.largest}, {_gb(need.parts[need.largest])} GB"
+    return f"{need.of}: needs {_gb(need.total)} GB of a GPU, there are {_gb(need.available)}; {most}"
 
 
 def as_json(plan: RunPlan, notes: list[str]) -> dict[str, Any]:
@@ -332,15 +292,7 @@ def as_json(plan: RunPlan, notes: list[str]) -> dict[str, Any]:
         "parameters": total_parameters(plan.architecture),
         "needs": [
             {
-                "of": need.of,
-                "role": need.role,
-                "ranks": need.ranks,
-                "parts": dict(need.parts),
-                "total": need.total,
-                "available": need.available,
-                "host": need.host,
-                "fits": need.fits,
-                "largest": need.largest,
+                **{name: getattr(need, name) for name in ("of", "role", "ranks", "parts", "total", "available", "host", "fits", "largest")},
                 "remedies": [] if need.fits else [vars(remedy) for remedy in remedies(plan, need)],
             }
             for need in plan.needs

@@ -30,8 +30,7 @@ from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 
-ANSWER_SECONDS = 5.0
-"""The deadline for an answer of a given NATS or Redis."""
+ANSWER_SECONDS = 5.0  # deadline for an answer of a given NATS or Redis
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,7 @@ async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
         await bus.close()
 
 
-SETTLE_SECONDS = 5.0
-"""The time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory."""
+SETTLE_SECONDS = 5.0  # time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,8 @@ def told_when_lost() -> Iterator[None]:
 async def reach(run: str, directory: Path) -> AsyncIterator[Access]:
     """Opens the named run for as long as the body runs.
 
-    Args:
-        run: its id or directory. directory: where runs lie.
-
-    Raises ConfigError where there is no such run, RunHeld where its servers are just coming or going.
+    ``run``: its id or directory. ``directory``: where runs lie. Raises ConfigError where there is no such run, RunHeld where its servers
+    are just coming or going.
     """
     with told_when_lost():
         async with contextlib.AsyncExitStack() as stack:
@@ -192,7 +188,6 @@ async def _config(bus: Bus, run: str, files: RunDirectory | None) -> RunConfig:
 
 
 def _served(server: EmbeddedNats | EmbeddedValkey, stack: contextlib.AsyncExitStack) -> tuple[str, str]:
-    """Runs an embedded server until the stack is left; returns its URL, and that of its guest."""
     stack.callback(server.stop)
     server.start()
     return server.url, server.guest_url
@@ -227,9 +222,8 @@ async def payload_url(access: Access) -> AsyncIterator[str]:
     """Yields the URL of the store of the run's payloads, which answers as long as the body runs.
 
     It is that of ``REDIS_URL``, the live run's own, the one that its creator named, or that of what an embedded one left on disk, served
-    for the moment.
-
-    Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or going.
+    for the moment. Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or
+    going.
     """
     url = given_servers().redis_url
     if url is not None:

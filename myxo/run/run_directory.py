@@ -33,28 +33,11 @@ from shared.data.data_files import paths
 from shared.runtime.atomic_files import private_directory, replace_file
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 
-STATE = (
-    "nats",
-    "valkey",
-    "logs",
-    "checkpoints",
-    "tensorboard",
-    "reference",
-    "hf",
-    "profile",
-    "prompts",
-    "rollouts",
-    runs.FROZEN,
-    "summary.json",
-    "reward.png",
-    "trace.json.gz",
-    "servers.json",
-)
-"""The names that `--fresh` removes."""
+# The names that `--fresh` removes.
+STATE = ("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "profile", "prompts", "rollouts")
+STATE += (runs.FROZEN, "summary.json", "reward.png", "trace.json.gz", "servers.json")
 
-HOLD_SECONDS = 1.0
-"""The time to try for the lock: a command that only checks whether it is held has it for an instant."""
-
+HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
 
 
@@ -74,11 +57,7 @@ class ServerUrls:
 
 
 class RunDirectory:
-    """The files of one run.
-
-    Args:
-        root: its directory; need not exist yet.
-    """
+    """The files of one run. ``root``: its directory; need not exist yet."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -145,6 +124,10 @@ class RunDirectory:
             return False
         with self._lock.open("a+") as file:
             return not _locked(file, fcntl.LOCK_SH)
+
+    def at_rest_without_streams(self) -> bool:
+        """Returns whether nothing but files is left of the run here: no streams on disk, and no process that serves some."""
+        return not self.is_held() and not (self.nats / "jetstream").is_dir()
 
     # --- state
 

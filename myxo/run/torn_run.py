@@ -48,11 +48,9 @@ class LedgerExtent:
 class RepairPlan:
     """What is to be done.
 
-    Attributes:
-        cut: records of the ledger to remove.
-        resume: the steps of the checkpoint that the run will go on from; 0: from the weights that it began with.
-        set_aside: checkpoints that the ledger knows nothing of, by their steps.
-        problem: empty, or why nothing can be done.
+    ``cut``: records of the ledger to remove. ``resume``: the steps of the checkpoint that the run will go on from; 0: from the weights that
+    it began with. ``set_aside``: checkpoints that the ledger knows nothing of, by their steps. ``problem``: empty, or why nothing can be
+    done.
     """
 
     resume: int
@@ -69,8 +67,7 @@ class RepairPlan:
 def extent(records: Iterable[tuple[int, LedgerRecord]], last: int) -> LedgerExtent:
     """Returns how far a ledger is good.
 
-    Args:
-        records: (sequence, record) of all that can be read, in order. last: the sequence of the newest one that there was.
+    ``records``: (sequence, record) of all that can be read, in order. ``last``: the sequence of the newest one that there was.
     """
     found = list(records)
     mended = {record.cut_after: record.cut_last for _, record in found if isinstance(record, LedgerRepaired) and record.cut_last}
@@ -92,11 +89,7 @@ def extent(records: Iterable[tuple[int, LedgerRecord]], last: int) -> LedgerExte
 
 
 def repair_plan(ledger: LedgerExtent, checkpoints: Iterable[int]) -> RepairPlan:
-    """Returns what a run needs.
-
-    Args:
-        checkpoints: the steps of each complete one that all of the trainer's roles have.
-    """
+    """Returns what a run needs. ``checkpoints``: the steps of each complete one that all of the trainer's roles have."""
     held = sorted(checkpoints)
     newest = held[-1] if held else 0
     if ledger.durable <= newest <= ledger.trained:
@@ -114,15 +107,9 @@ def repair_plan(ledger: LedgerExtent, checkpoints: Iterable[int]) -> RepairPlan:
     return RepairPlan(known[-1], ledger.cut, ahead)
 
 
-CHECKPOINTS = {"actor": "checkpoints", "critic": "critic-checkpoints"}
-"""Where the trainer's roles keep theirs, in the run's directory."""
-
-MARKER = "checkpoint.json"
-"""What a complete checkpoint has (`services.trainer.megatron.checkpoint_parts`)."""
-
-ASIDE = ".set-aside"
-"""What the name of a checkpoint that is not used any more ends with."""
-
+CHECKPOINTS = {"actor": "checkpoints", "critic": "critic-checkpoints"}  # where the trainer's roles keep theirs, in the run's directory
+MARKER = "checkpoint.json"  # What a complete checkpoint has (`services.trainer.megatron.checkpoint_parts`)
+ASIDE = ".set-aside"  # what the name of a checkpoint that is not used any more ends with
 _STEP = re.compile(r"step_(\d{8,})")
 
 

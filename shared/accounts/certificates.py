@@ -17,12 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LIFE = timedelta(days=365)
-RENEW = timedelta(days=30)
-"""A certificate is renewed when less than this remains of its validity."""
-
-SKEW = timedelta(minutes=5)
-"""A client's clock may be behind by this much."""
-
+RENEW = timedelta(days=30)  # certificate is renewed when less than this remains of its validity
+SKEW = timedelta(minutes=5)  # client's clock may be behind by this much
 _USAGES = tuple(inspect.signature(x509.KeyUsage).parameters)
 
 
@@ -45,8 +41,7 @@ class Chain:
 def make(hosts: Mapping[str, Sequence[str]], now: datetime | None = None) -> Chain:
     """Returns a new authority and one certificate for each server.
 
-    Args:
-        hosts: server → the names and IP addresses at which clients reach it.
+    ``hosts``: server → the names and IP addresses at which clients reach it.
     """
     start = now or datetime.now(UTC)
     key = ec.generate_private_key(ec.SECP256R1())

@@ -31,24 +31,14 @@ from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
 
 NATS, REDIS, ROUTER = "nats", "redis", "router"
-NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"
-"""The names of a role's files."""
+NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"  # names of a role's files
+ROUTER_KEY = "router_key"  # name of the file with the key to the router's control plane
+TOKEN = "token"  # name of the file with what opens the console
+_BARE = (HEALTH, ROUTER_KEY, TOKEN)  # files that hold a password alone, not a URL
+OWNER_ONLY = 0o400  # mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)
 
-ROUTER_KEY = "router_key"
-"""The name of the file with the key to the router's control plane."""
-
-TOKEN = "token"
-"""The name of the file with what opens the console."""
-
-_BARE = (HEALTH, ROUTER_KEY, TOKEN)
-"""Files that hold a password alone, not a URL."""
-
-OWNER_ONLY = 0o400
-"""The mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)."""
-
+# The mode of the servers' files: NATS may run as root, Redis as 999. They are protected because no other container mounts the volume.
 EVERYBODY = 0o444
-"""The mode of the servers' files: NATS may run as root, Redis as 999. They are protected because no other container mounts the volume."""
-
 PASSWORD_BYTES = 32
 
 
@@ -67,10 +57,9 @@ class ServerAddress:
 class Deployment:
     """The servers and the run that accounts are made for.
 
-    Args:
-        run: the run's id. nats, redis: the addresses at which services reach them. tls: whether both are encrypted.
-        nats_settings, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses.
-        mounted: the path at which a server sees its own directory; empty: where it is made.
+    ``run``: the run's id. ``nats``, redis: the addresses at which services reach them. ``tls``: whether both are encrypted.
+    ``nats_settings``, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses. ``mounted``: the
+    path at which a server sees its own directory; empty: where it is made.
     """
 
     run: str
@@ -126,7 +115,6 @@ def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, s
 
 
 def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], passwords: dict[Path, str]) -> dict[Path, str]:
-    """Returns the content of every file with a password in it: the roles' URLs and the servers' configs."""
     bus_scheme, store_scheme = ("tls", "rediss") if deployment.tls else ("nats", "redis")
     texts, bus, store = {}, {}, {HEALTH: passwords[directory / REDIS / HEALTH]}
     for role in roles:
@@ -148,7 +136,6 @@ def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], p
 
 
 def _password(path: Path) -> str | None:
-    """Returns the password in a file; None where there is none yet."""
     try:
         text = path.read_text().strip()
         password = text if path.name in _BARE else urlsplit(text).password

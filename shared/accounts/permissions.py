@@ -18,23 +18,18 @@ from shared.config.bus_section import BusSection
 
 BUFFER, TRAINER, GATEWAY, CONSOLE = "buffer", "trainer", "gateway", "console"
 OPERATOR, ENVIRONMENT = "operator", "environment"
+# The accounts of a run: its services, its operators, and external environments on the bus.
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE, OPERATOR, ENVIRONMENT)
-"""The accounts of a run: its services, its operators, and external environments on the bus."""
-
-HEALTH = "health"
-"""The store's account that may only ping."""
-
-ANY, REST = "*", ">"
-"""Wildcards of a subject: one token, one or more tokens at the end."""
-
+HEALTH = "health"  # store's account that may only ping
+ANY, REST = "*", ">"  # wildcards of a subject: one token, one or more tokens at the end
 API = "$JS.API"
 
+# Seconds within which a request may be answered: the server remembers every delivered message's reply subject for as long.
 _SHORT_ANSWER, _LONG_ANSWER = 600, 3600
-"""Seconds within which a request may be answered: the server remembers every delivered message's reply subject for as long."""
 
+# Commands that every client of the store sends. CLIENT SETINFO, by which redis-py names itself, is left out: redis-py can do without, and
+# servers before 7.2 do not start with a rule that names it.
 _CONNECTION = ("ping",)
-"""Commands that every client of the store sends. CLIENT SETINFO, by which redis-py names itself, is left out: redis-py can do without, and
-servers before 7.2 do not start with a rule that names it."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +67,8 @@ def user_name(role: str, run: str) -> str:
 
 
 def rights(run: str) -> tuple[Rights, ...]:
-    """Returns the rights of every role in the order of `ROLES`.
-
-    Args:
-        run: the run's id, matching `RUN_ID`.
-    """
-    bus = {
-        BUFFER: _buffer,
-        ROLLOUT: _rollout,
-        REWARD: _reward,
-        TRAINER: _trainer,
-        GATEWAY: _gateway,
-        CONSOLE: _console,
-        OPERATOR: _operator,
-        ENVIRONMENT: _environment,
-    }
+    """Returns the rights of every role in the order of `ROLES`. ``run``: the run's id, matching `RUN_ID`."""
+    bus = dict(zip(ROLES, (_buffer, _rollout, _reward, _trainer, _gateway, _console, _operator, _environment), strict=True))
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
     sessions, ingested = (names.session_keys,), (names.ingest_keys,)
@@ -131,12 +113,10 @@ def _stream_info(stream: str) -> str:
 
 
 def _read(bucket: str) -> tuple[str, str]:
-    """Returns the subjects for opening a KV bucket, listing its keys and reading one."""
     return _stream_info(f"KV_{bucket}"), f"{API}.STREAM.MSG.GET.KV_{bucket}"
 
 
 def _take(stream: str, consumer: str) -> tuple[str, str]:
-    """Returns the subjects for fetching work from a queue, and for acking, returning or extending it."""
     return f"{API}.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"$JS.ACK.{stream}.{consumer}.{REST}"
 
 
@@ -318,35 +298,21 @@ def _environment(names: Subjects) -> BusRights:
     return BusRights((), (f"{names.run}.environment.{REST}",), _LONG_ANSWER)
 
 
-RUN_ACCOUNT = "run"
-"""The NATS account of the streams, where whoever made the server or operates the run connects."""
-
-_STREAMED = (f"{API}.CONSUMER.MSG.NEXT.{REST}", f"{API}.DIRECT.GET.{REST}")
-"""The requests that are answered by several messages."""
-
-_PENDING = "1h"
-"""The time for which NATS remembers to whom an answer goes: longer than any request waits."""
-
-MAX_PAYLOAD = 1 << 20
-"""The largest message in bytes, headers included: NATS's own default. Payloads are in Redis."""
-
-MEMORY = "2gb"
-"""The memory of Redis, unless `myxo accounts` is told otherwise."""
-
-KEY, CERTIFICATE = "key.pem", "certificate.pem"
-"""The names of a server's own TLS files, beside its config."""
-
-TLS_SECONDS = 5
-"""The seconds that a client may take for the handshake."""
+RUN_ACCOUNT = "run"  # the NATS account of the streams, where whoever made the server or operates the run connects
+_STREAMED = (f"{API}.CONSUMER.MSG.NEXT.{REST}", f"{API}.DIRECT.GET.{REST}")  # requests that are answered by several messages
+_PENDING = "1h"  # time for which NATS remembers to whom an answer goes: longer than any request waits
+MAX_PAYLOAD = 1 << 20  # largest message in bytes, headers included: NATS's own default. Payloads are in Redis.
+MEMORY = "2gb"  # memory of Redis, unless `myxo accounts` is told otherwise
+KEY, CERTIFICATE = "key.pem", "certificate.pem"  # names of a server's own TLS files, beside its config
+TLS_SECONDS = 5  # seconds that a client may take for the handshake
 
 
 @dataclass(frozen=True)
 class NatsSettings:
     """The addresses on which the server listens and the paths of its files, as the server sees them.
 
-    Args:
-        tls: the directory of `KEY` and `CERTIFICATE`; None for plain connections. monitor: HTTP address for health checks
-            inside the container. sync: the time between two syncs of its files to disk, as long as Redis's ``everysec``.
+    ``tls``: the directory of `KEY` and `CERTIFICATE`; None for plain connections. ``monitor``: HTTP address for health checks inside the
+    container. ``sync``: the time between two syncs of its files to disk, as long as Redis's ``everysec``.
     """
 
     listen: str = "0.0.0.0:4222"
@@ -372,11 +338,7 @@ class RedisSettings:
 
 
 def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: NatsSettings) -> str:
-    """Returns nats.conf, whose values are JSON.
-
-    Args:
-        passwords: by role.
-    """
+    """Returns nats.conf, whose values are JSON. ``passwords``: by role."""
     config: dict[str, Any] = {
         "listen": settings.listen,
         "http": settings.monitor,
@@ -397,8 +359,7 @@ def nats_accounts(owners: list[dict[str, Any]], users: Iterable[tuple[Rights, di
     NATS checks the subject of a request and not the reply subject that it names, to which the server then publishes. In an account of its
     own a role has its answers nowhere but in that account: no reply subject reaches a stream, or a subject that another role listens on.
 
-    Args:
-        owners: the users of `RUN_ACCOUNT`. users: the other roles with their entries; operators, who are among the owners, are skipped.
+    ``owners``: the users of `RUN_ACCOUNT`. ``users``: the other roles with their entries; operators, who are among the owners, are skipped.
     """
     served: dict[str, list[dict[str, Any]]] = {RUN_ACCOUNT: [{"service": subject, "response_type": "stream"} for subject in _STREAMED]}
     accounts: dict[str, Any] = {RUN_ACCOUNT: {"jetstream": "enabled", "users": owners, "exports": served[RUN_ACCOUNT]}}
@@ -443,11 +404,7 @@ def _allowed(subjects: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: RedisSettings) -> str:
-    """Returns redis.conf, for Redis from 7.0 and Valkey.
-
-    Args:
-        passwords: by role, and that of `HEALTH`.
-    """
+    """Returns redis.conf, for Redis from 7.0 and Valkey. ``passwords``: by role, and that of `HEALTH`."""
     lines = [
         f"bind {settings.bind}",
         f"unixsocket {_quoted(settings.socket)}",
@@ -479,7 +436,6 @@ def redis_user(name: str, password: str, store: StoreRights) -> str:
 
 
 def _granted(store: StoreRights) -> str:
-    """Returns the rules that grant rights to a user, or to a selector of a user."""
     access = {keys: ("R" if keys in store.read else "") + ("W" if keys in store.write else "") for keys in (*store.read, *store.write)}
     return " ".join([*(f"%{letters}~{keys}" for keys, letters in access.items()), "-@all", *(f"+{command}" for command in store.commands)])
 

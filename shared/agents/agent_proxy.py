@@ -13,18 +13,12 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.http_address import HttpAddress, parsed
 from shared.runtime.own_address import LOOPBACK, PRIVATE, own_address
 
-NOT_SENT = "Myxo-Not-Sent"
-"""The header of the door's own answers."""
+NOT_SENT = "Myxo-Not-Sent"  # header of the door's own answers
+CONNECT_SECONDS = 10.0  # an agent that does not take a connection by then is not there
 
-CONNECT_SECONDS = 10.0
-"""An agent that does not take a connection by then is not there."""
-
+# How long a caller that gets the door's own answer may go on sending: a connection closed before would take the answer with it.
 LINGER_SECONDS = 5.0
-"""How long a caller that gets the door's own answer may go on sending: a connection closed before would take the answer with it."""
-
-CONNECTIONS = 4096
-"""The most at once; further ones are answered by the door."""
-
+CONNECTIONS = 4096  # most at once; further ones are answered by the door
 CHUNK_BYTES = 64 * 1024
 
 
@@ -50,7 +44,6 @@ class AgentDoor:
             writer.close()
 
     async def _connected(self) -> "Stream":
-        """Returns a connection to the agent. Raises OSError, TimeoutError."""
         if self._open > CONNECTIONS:
             raise ConnectionRefusedError(f"{CONNECTIONS} connections are open")
         async with asyncio.timeout(CONNECT_SECONDS):

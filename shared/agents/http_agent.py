@@ -22,9 +22,9 @@ from shared.environment.protocol import MAX_ANSWER, words
 from shared.runtime.errors import MyxoError
 from shared.runtime.untrusted_files import parse_json
 
+# A service that cannot be connected to, by itself or by the door to it, is tried again, with pauses that grow up to this one: it may be
+# starting.
 CONNECT_SECONDS, LONGEST_PAUSE_S = 5.0, 2.0
-"""A service that cannot be connected to, by itself or by the door to it, is tried again, with pauses that grow up to this one: it may be
-starting."""
 
 
 class HttpOptions(BaseModel):

@@ -41,15 +41,12 @@ class HttpServer(BaseModel):
         return {**self.headers, "Authorization": f"Bearer {key}"}
 
 
+# The URL of a server that runs, also with headers, or the command line of one that is started for each rollout and speaks on its standard
+# streams.
 Server = str | HttpServer | Sequence[str]
-"""The URL of a server that runs, also with headers, or the command line of one that is started for each rollout and speaks on its standard
-streams."""
 
-MOST_TOOLS = 512
-"""Tools of one server."""
-
-LONGEST_RESULT = 20_000
-"""The most characters of a result, by default: of a longer one the model reads the beginning and the end."""
+MOST_TOOLS = 512  # tools of one server
+LONGEST_RESULT = 20_000  # most characters of a result, by default: of a longer one the model reads the beginning and the end
 
 
 class McpServerFailed(MyxoError):
@@ -61,11 +58,7 @@ class McpServerFailed(MyxoError):
 
 
 class McpTools:
-    """The tools of some servers, connected for one rollout; see `open_tools`.
-
-    Attributes:
-        offered: the tools as ``tools`` of a chat request.
-    """
+    """The tools of some servers, connected for one rollout; see `open_tools`. ``offered``: the tools as ``tools`` of a chat request."""
 
     def __init__(self, seconds: float, characters: int) -> None:
         self._seconds, self._characters = seconds, characters
@@ -84,10 +77,8 @@ class McpTools:
     async def call(self, name: str, arguments: str) -> str:
         """Returns what a tool answers, as text for the model, which is told there what it did wrong: a name, arguments, a tool's error.
 
-        Args:
-            arguments: JSON of an object, as the model wrote it.
-
-        Raises McpServerFailed where the server is gone or does not answer in time: the model is not to blame.
+        ``arguments``: JSON of an object, as the model wrote it. Raises McpServerFailed where the server is gone or does not answer in time:
+        the model is not to blame.
         """
         if name not in self._owners:
             return f"error: there is no tool {name}; the tools are {', '.join(self._owners)}"
@@ -113,9 +104,7 @@ class McpTools:
 async def open_tools(servers: Mapping[str, Server], seconds: float, characters: int = LONGEST_RESULT) -> AsyncIterator[McpTools]:
     """Connects to servers, and ends those that were started for it afterwards.
 
-    Args:
-        servers: by name. seconds: for a server to connect and list its tools, and for each call. characters: the most of a result.
-
+    ``servers``: by name. ``seconds``: for a server to connect and list its tools, and for each call. ``characters``: the most of a result.
     Raises McpServerFailed, and ConfigError for a key that is not there.
     """
     tools = McpTools(seconds, characters)
@@ -169,7 +158,6 @@ async def _listed(client: Client) -> list[Tool]:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Returns an error; of a group of errors the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -187,8 +175,7 @@ class McpOptions(BaseModel):
     characters: int = Field(default=LONGEST_RESULT, ge=100)
 
 
-RETRIES = 8
-"""Of a request to the model, with growing pauses: a gateway may be starting anew."""
+RETRIES = 8  # of a request to the model, with growing pauses: a gateway may be starting anew
 
 
 async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> None:

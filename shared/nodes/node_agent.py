@@ -11,6 +11,7 @@ node is asked, its *point*, is an address and a port, written ``address:port``.
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import sys
 import time
@@ -50,18 +51,16 @@ from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.service_base import Service
 from shared.schema.node_messages import Attempt, NodeSecret, NodeState
 
-BEAT_BYTES = 8
-"""The bytes of a question, and of its answer: the question's number."""
+BEAT_BYTES = 8  # bytes of a question, and of its answer: the question's number
 
+# The most connections at once for each node of the job: one is used, and those that were cut off are still open for a while.
 CONNECTIONS_PER_NODE = 4
-"""The most connections at once for each node of the job: one is used, and those that were cut off are still open for a while."""
 
 
 class NodeLinks:
     """One node's ends of its links. Everything runs in the event loop that calls it.
 
-    Args:
-        nodes: how many the job has. silence_s: seconds without an answer after which a link counts as down.
+    ``nodes``: how many the job has. ``silence_s``: seconds without an answer after which a link counts as down.
     """
 
     def __init__(self, nodes: int, silence_s: float) -> None:
@@ -130,14 +129,11 @@ class NodeLinks:
             await asyncio.sleep(self._interval_s)
 
     async def _ask_until_silent(self, point: str) -> None:
-        """Asks over one connection. Raises OSError, EOFError or TimeoutError when there is no answer."""
         address, _, port = point.rpartition(":")
         async with asyncio.timeout(self._answer_s):
             reader, writer = await asyncio.open_connection(address, int(port))
         try:
-            number = 0
-            while True:
-                number += 1
+            for number in itertools.count(1):
                 question = number.to_bytes(BEAT_BYTES)
                 writer.write(question)
                 async with asyncio.timeout(self._answer_s):
@@ -158,25 +154,20 @@ class NodeLinks:
                 self._asked_by.add(task)
                 # cancelled by `_close_server` alone; asyncio would log it as an error of its own
                 with contextlib.suppress(OSError, EOFError, TimeoutError, asyncio.CancelledError):
-                    await self._answer_until_silent(reader, writer)
+                    while True:
+                        async with asyncio.timeout(self.silence_s):
+                            writer.write(await reader.readexactly(BEAT_BYTES))
+                            await writer.drain()
         finally:
             self._asked_by.discard(task)
             writer.transport.abort()
 
-    async def _answer_until_silent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            async with asyncio.timeout(self.silence_s):
-                writer.write(await reader.readexactly(BEAT_BYTES))
-                await writer.drain()
-
 
 POLL_SECONDS = 0.5
+# The seconds after which a link without an answer is down, in durations of a lease: a node that reaches nothing is noticed before, by its
+# lease, and gets the blame.
 SILENCE = 1.5
-"""The seconds after which a link without an answer is down, in durations of a lease: a node that reaches nothing is noticed before, by its
-lease, and gets the blame."""
-
-ANNOUNCE_SECONDS = 10.0
-"""The deadline of writing an attempt; where the bus is away for longer, it is written again in the next moment."""
+ANNOUNCE_SECONDS = 10.0  # deadline of writing an attempt; where the bus is away for longer, it is written again in the next moment
 
 
 class AttemptFailed(MyxoError):
@@ -204,16 +195,14 @@ class RanksOfNode(Protocol):
 class NodeAgent:
     """One node of a job.
 
-    Args:
-        job: the name in KV that the job's nodes share (`shared.bus.subjects`). rank, nodes: this node's, and how many there are.
-        patience: seconds that missing nodes are waited for. ranks: what runs here. leave_seconds: that ranks which are to leave have,
-            before they are killed. stopping: set once this node is asked to stop; default: the service's.
-        door: returns the port of the way to this node's ranks, for the first node's service; see `NodeState`. secret: this node's
-            (`NodeSecret`), for an engine's other nodes; empty: it has none.
-        show: shows state and reason; default: as the service's own. healthy: of an attempt, see `FirstNode`.
+    ``job``: the name in KV that the job's nodes share (`shared.bus.subjects`). ``rank``, nodes: this node's, and how many there are.
+    ``patience``: seconds that missing nodes are waited for. ``ranks``: what runs here. ``leave_seconds``: that ranks which are to leave
+    have, before they are killed. ``stopping``: set once this node is asked to stop; default: the service's. ``door``: returns the port of
+    the way to this node's ranks, for the first node's service; see `NodeState`. ``secret``: this node's (`NodeSecret`), for an engine's
+    other nodes; empty: it has none. ``show``: shows state and reason; default: as the service's own. ``healthy``: of an attempt, see
+    `FirstNode`.
 
-    Attributes:
-        seen: the nodes that it watches, by rank, as they were seen last.
+    ``seen``: the nodes that it watches, by rank, as they were seen last.
     """
 
     def __init__(
@@ -271,9 +260,8 @@ class NodeAgent:
         async with self._service.background(self._lease.keep()):
             try:
                 if self._secret:
-                    subjects, value = self._service.subjects, NodeSecret(secret=self._secret).encode()
-                    key = subjects.node_lease(self._job, self._rank)
-                    await self._service.bus.put(subjects.secrets_bucket, key, value, deadline=AWAY_SECONDS)
+                    key, value = self._service.subjects.node_lease(self._job, self._rank), NodeSecret(secret=self._secret).encode()
+                    await self._service.bus.put(self._service.subjects.secrets_bucket, key, value, deadline=AWAY_SECONDS)
                 known = await self._newest_attempt()
                 if self._rank == 0:
                     self._machine = FirstNode(self._nodes, self._patience, known.number if known else 0, self._healthy)
@@ -317,9 +305,15 @@ class NodeAgent:
             situation = await self._look()
             for command in self._machine.step(situation):
                 if isinstance(command, LeaveNode):
-                    return self._leave(command)
+                    if command.code == exit_codes.BAD_INPUT:  # a supervisor shows the last line, and starts nothing again
+                        print(f"{self._service.instance}: {command.reason}", file=sys.stderr, flush=True)
+                    if command.code in (exit_codes.DONE, exit_codes.BAD_INPUT):
+                        return command.code
+                    raise AttemptFailed(command.reason)
                 await self._do(command)
-            self._say()
+            if (state := self._state()) != self._told:
+                self._told = state
+                self._lease.renew_soon()  # it says at once what has changed
             await asyncio.sleep(min(POLL_SECONDS, self._timing.poll))
 
     async def _look(self) -> NodeSituation:
@@ -327,7 +321,12 @@ class NodeAgent:
         nodes: dict[int, SeenNode] | None = {}
         attempt: Attempt | None = None
         try:
-            attempt = await self._newest_attempt_now()
+            async with asyncio.timeout(self._timing.attempt):
+                attempt = await self._newest_attempt()
+            if self._rank == 0:
+                if attempt is None and self._announced is not None:
+                    await self._announce(self._announced)
+                attempt = self._announced
             read = await asyncio.gather(*(self._read(rank) for rank in self._observers))
             nodes = self.seen = {node.rank: node for node in read}
         except TRANSIENT:
@@ -339,18 +338,12 @@ class NodeAgent:
             await self._links.listen(address)
         if attempt is not None:
             self._links.ask(attempt.points[: self._rank])
-        if nodes is not None and self._rank == 0:
-            self._check_address(address, nodes)
+        if nodes is not None and self._rank == 0 and address == LOOPBACK:
+            boot = liveness.mark().split("/")[0]
+            for rank, node in nodes.items():
+                if node.alive and self._marks[rank].split("/")[0] != boot:  # another machine could not reach this one
+                    raise ConfigError(HOST_VARIABLE, address, f"this machine's name or address, by which {node} reaches it")
         return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._stopping.is_set(), self._links.point)
-
-    async def _newest_attempt_now(self) -> Attempt | None:
-        async with asyncio.timeout(self._timing.attempt):
-            newest = await self._newest_attempt()
-        if self._rank == 0:
-            if newest is None and self._announced is not None:
-                await self._announce(self._announced)
-            return self._announced
-        return newest
 
     async def _read(self, rank: int) -> SeenNode:
         key = self._service.subjects.node_lease(self._job, rank)
@@ -358,13 +351,6 @@ class NodeAgent:
         if status is not None:
             self._marks[rank] = status.mark
         return self._observers[rank].see(revision, status, clock())
-
-    def _check_address(self, address: str, nodes: dict[int, SeenNode]) -> None:
-        """Raises ConfigError where another machine could not reach this one."""
-        boot = liveness.mark().split("/")[0]
-        for rank, node in nodes.items():
-            if address == LOOPBACK and node.alive and self._marks[rank].split("/")[0] != boot:
-                raise ConfigError(HOST_VARIABLE, address, f"this machine's name or address, by which {node} reaches it")
 
     async def _do(self, command: NodeCommand) -> None:
         log = self._service.log
@@ -389,8 +375,6 @@ class NodeAgent:
                     self._shown = state, detail
                     self._show(state, detail)
                     await self._service.announce()
-            case LeaveNode():
-                raise AssertionError("left before")
 
     async def _announce(self, attempt: Attempt) -> None:
         """Writes an attempt, as long as this agent holds the first node's lease. Raises LeaseLost, DeadlineExceeded."""
@@ -400,33 +384,9 @@ class NodeAgent:
         value = self._announced.encode()
         await self._service.bus.put(subjects.leases_bucket, subjects.attempt(self._job), value, deadline=ANNOUNCE_SECONDS)
 
-    def _leave(self, command: LeaveNode) -> int:
-        if command.code == exit_codes.DONE:
-            return command.code
-        if command.code == exit_codes.BAD_INPUT:  # a supervisor shows the last line, and starts nothing again
-            print(f"{self._service.instance}: {command.reason}", file=sys.stderr, flush=True)
-            return command.code
-        raise AttemptFailed(command.reason)
-
     # --- what the lease says
 
     def _state(self) -> NodeState:
-        own = self._ranks.own
-        return NodeState(
-            address=own_address(),
-            running=own.running,
-            ended=own.ended,
-            code=own.code,
-            reason=own.reason,
-            consequence=own.consequence,
-            stopping=self._stopping.is_set(),
-            door=self._door(),
-            point=self._links.point,
-            silent=self._links.silent(),
-        )
-
-    def _say(self) -> None:
-        """Has the lease say at once what has changed."""
-        if (state := self._state()) != self._told:
-            self._told = state
-            self._lease.renew_soon()
+        ranks = {name: getattr(self._ranks.own, name) for name in ("running", "ended", "code", "reason", "consequence")}
+        links = {"door": self._door(), "point": self._links.point, "silent": self._links.silent()}
+        return NodeState(address=own_address(), stopping=self._stopping.is_set(), **ranks, **links)

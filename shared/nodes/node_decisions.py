@@ -70,8 +70,7 @@ class NodeObserver:
     A lease that was found when watching began may be that of a dead agent: the node counts as alive once the lease was renewed, or taken,
     before the eyes of this process.
 
-    Args:
-        duration: of the lease in seconds.
+    ``duration``: of the lease in seconds.
     """
 
     def __init__(self, rank: int, duration: float) -> None:
@@ -176,28 +175,25 @@ class LeaveNode:
 
 NodeCommand = BeginRanks | AnnounceAttempt | StopRanks | KillRanks | TellNodes | ShowState | LeaveNode
 
-NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"
-"""Events of `TellNodes`."""
+NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"  # events of `TellNodes`
 
 
-STOP_SECONDS = 120.0
-"""The seconds that ranks have to leave in order before they are killed."""
+STOP_SECONDS = 120.0  # seconds that ranks have to leave in order before they are killed
 
+# The attempts in a row that may end with all ranks saying that others went away, and no node lost. The next one has failed.
 MOST_UNEXPLAINED = 3
-"""The attempts in a row that may end with all ranks saying that others went away, and no node lost. The next one has failed."""
 
+# The seconds of an attempt after which those before it are no reason to give up, as with a process that has lived for long
+# (`myxo.launch.supervisor`).
 HEALTHY_SECONDS = 600.0
-"""The seconds of an attempt after which those before it are no reason to give up, as with a process that has lived for long
-(`myxo.launch.supervisor`)."""
 
 
 class FirstNode:
     """The state machine of node 0.
 
-    Args:
-        nodes: how many there are. patience: seconds that missing nodes are waited for. known: number of the newest attempt so far.
-        healthy: seconds of an attempt after which earlier ones that ended without a reason no longer count; longer than ranks may take to
-            start, or those that never come up would be started for ever.
+    ``nodes``: how many there are. ``patience``: seconds that missing nodes are waited for. ``known``: number of the newest attempt so far.
+    ``healthy``: seconds of an attempt after which earlier ones that ended without a reason no longer count; longer than ranks may take to
+    start, or those that never come up would be started for ever.
     """
 
     def __init__(self, nodes: int, patience: float, known: int = 0, healthy: float = HEALTHY_SECONDS) -> None:
@@ -312,13 +308,11 @@ class FirstNode:
         return {(lower, rank): f"the link between {names[lower]} and {names[rank]}" for lower, rank in down}
 
     def _failed(self, now: NodeSituation) -> list[int]:
-        """Returns the nodes whose ranks have failed, as far as is known."""
         ends = [(0, now.ranks.ended, now.ranks.code)]
         ends += [(rank, node.state.ended, node.state.code) for rank, node in (now.nodes or {}).items() if node.state is not None]
         return [rank for rank, ended, code in ends if ended == self._number and code]
 
     def _stop(self, now: NodeSituation) -> list[NodeCommand]:
-        """Returns the commands where this node or another was asked to stop."""
         leaving = [str(node) for node in (now.nodes or {}).values() if node.state is not None and node.state.stopping]
         if not (now.stopping or leaving):
             return []
@@ -395,9 +389,8 @@ def replace_over(attempt: Attempt, over: Over, code: int, reason: str) -> Attemp
 class FurtherNode:
     """The state machine of a node of rank 1 or higher.
 
-    Args:
-        nodes: how many there are. patience: seconds that the first node's next attempt is waited for. leave_seconds: that ranks which were
-            told to leave have, before they are killed.
+    ``nodes``: how many there are. ``patience``: seconds that the first node's next attempt is waited for. ``leave_seconds``: that ranks
+    which were told to leave have, before they are killed.
     """
 
     def __init__(self, rank: int, nodes: int, patience: float, leave_seconds: float = STOP_SECONDS) -> None:
