@@ -137,9 +137,7 @@ class RankEndpoint:
             far = await self._rank(rank)
         except (RankUnreachable, OSError, ValueError, TimeoutError) as error:
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, MyxoError) else str(error)
-            writer.write(json.dumps({"ok": False, "error": reason}).encode() + b"\n")
-            writer.close()
-            return
+            return _refuse(writer, reason)
         await joined((reader, writer), far)
 
     async def _admitted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
@@ -195,9 +193,7 @@ class RankTunnels:
             far = await self._entered(node, rank)
         except (OSError, TimeoutError, *BUS_ERRORS) as error:
             reason = f"rank {rank} on {self._nodes().get(node, f'node {node}')}: {type(error).__name__} {error}"
-            near[1].write(json.dumps({"ok": False, "error": reason}).encode() + b"\n")
-            near[1].close()
-            return
+            return _refuse(near[1], reason)
         await joined(near, far)
 
     async def _entered(self, node: int, rank: int) -> Streams:
@@ -215,6 +211,11 @@ class RankTunnels:
 def proof_of(secret: str, text: str) -> str:
     """Returns the proof of knowing a secret, for a text that is used once."""
     return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
+
+
+def _refuse(writer: asyncio.StreamWriter, reason: str) -> None:
+    writer.write(json.dumps({"ok": False, "error": reason}).encode() + b"\n")
+    writer.close()
 
 
 async def joined(one: Streams, other: Streams) -> None:

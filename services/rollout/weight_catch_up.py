@@ -200,7 +200,9 @@ class WeightCatchUp:
                 report = await client.receive(offer.version, offer.version, names, deadline=seconds)
                 if report.digest != live.digest:
                     reason = f"what came as version {offer.version} has digest {report.digest}, the trainer's is {live.digest}"
-                    await self._distrust(source, reason)
+                    self._service.metrics.add("peer_weights_differ")
+                    self._service.log.error("peer_weights_differ", replica=source, reason=reason)
+                    await self._service.tell("peer_weights_differ", f"{source}: {reason}")
                     raise MyxoError(reason)
                 await client.leave_channels(deadline=seconds)
                 await client.end_weight_update(deadline=seconds)
@@ -213,12 +215,6 @@ class WeightCatchUp:
         figures = {"bytes": report.bytes, "seconds": round(time.monotonic() - started, 3), "backend": offer.channels[0].backend}
         self._service.log.info("caught_up", source="peer", replica=source, version=offer.version, **figures)
         await self._service.tell("caught_up", f"version {offer.version} from {source} in {figures['seconds']:.1f} s")
-
-    async def _distrust(self, source: str, reason: str) -> None:
-        """Reports that a replica has sent weights that are not the trainer's. This replica stays fenced."""
-        self._service.metrics.add("peer_weights_differ")
-        self._service.log.error("peer_weights_differ", replica=source, reason=reason)
-        await self._service.tell("peer_weights_differ", f"{source}: {reason}")
 
     async def _offer_of(self, source: str, live: WeightsLive, seconds: float) -> PeerTransferOffer:
         service = self._service
@@ -288,7 +284,9 @@ class WeightCatchUp:
         """Returns the version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, DeadlineExceeded."""
         seconds, directory = self._config.push_timeout, str(self._checkpoints.directory)
         if self._cache is None:
-            self._cache = LocalCheckpoint(self._cache_directory())
+            given, instance = os.environ.get(CACHE_VARIABLE), self._service.instance
+            made = Path(given) / self._service.run / instance if given else Path(tempfile.mkdtemp(prefix=f"myxo-{instance}-weights-"))
+            self._cache = LocalCheckpoint(made)
         if self._pulling is not None and not self._pulling.done():
             raise DeadlineExceeded("the end of an earlier pull", directory, seconds, "a file system that does not answer")
         self._pulling = asyncio.ensure_future(asyncio.to_thread(self._cache.follow, self._checkpoints, snapshot.version))
@@ -329,12 +327,6 @@ class WeightCatchUp:
         self._service.metrics.set(BROKEN_SNAPSHOT, snapshot.version)
         await self._service.announce()
         await self._service.tell("snapshot_broken", str(error))
-
-    def _cache_directory(self) -> Path:
-        given = os.environ.get(CACHE_VARIABLE)
-        if given:
-            return Path(given) / self._service.run / self._service.instance
-        return Path(tempfile.mkdtemp(prefix=f"myxo-{self._service.instance}-weights-"))
 
     # --- from either source
 
