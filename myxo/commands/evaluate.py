@@ -36,8 +36,7 @@ from shared.runtime import exit_codes
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
 from shared.schema.versions import is_pushed, version_after
-from shared.transfer.local_checkpoint import LocalCheckpoint
-from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, WeightCheckpoints
 
 CONVERT = "services.trainer.convert_command"
 _CHECKPOINT = re.compile(r"step_(\d{8,})\Z")

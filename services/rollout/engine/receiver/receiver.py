@@ -25,8 +25,7 @@ from shared.model.hf_checkpoint import weight_files
 from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
 from shared.schema.weight_messages import WeightChannelAddress
-from shared.transfer.bucket_hashing import ManifestHasher
-from shared.transfer.bucket_ring import BucketRing, bucket_views, torch_dtype
+from shared.transfer.bucket_ring import BucketRing, ManifestHasher, bucket_views, torch_dtype
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest, lay_out
