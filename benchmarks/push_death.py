@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.example_run import lines
-from services.trainer.weights.push_record import RECEIVE
+from services.trainer.weights.push_schedule import RECEIVE
 from shared.bus import stream_replay
 from shared.runtime.process_watch import descendants
 from shared.schema.weight_messages import WeightsPushed

@@ -95,8 +95,7 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
     from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
-    from shared.transfer.local_checkpoint import LocalCheckpoint
-    from shared.transfer.weight_checkpoint import WeightCheckpoints
+    from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoints
 
     case = CASES[name]
     rows: list[dict[str, Any]] = []
@@ -134,7 +133,7 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
 
 def written(snapshots: Any, version: int, tensors: list[dict[str, Any]], base: Any = None, form: Any = "xor") -> tuple[Any, float]:
     """A link, and the seconds that it took."""
-    from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
+    from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
 
     began = time.perf_counter()
     draft = WeightCheckpointWriter(snapshots, version, base, form)

@@ -12,8 +12,7 @@ from shared.config.debug_section import STEP
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.schema.versions import is_pushed, version_after
-from shared.transfer.local_checkpoint import LocalCheckpoint
-from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, WeightCheckpoints
 
 CONVERT = "services.trainer.convert_command"
 _CHECKPOINT = re.compile(r"step_(\d{8,})\Z")

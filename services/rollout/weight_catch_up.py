@@ -28,8 +28,7 @@ from shared.runtime.own_address import own_address
 from shared.runtime.service_base import Service
 from shared.schema.messages import Message
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
-from shared.transfer.local_checkpoint import LocalCheckpoint
-from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, WeightCheckpoint, WeightCheckpoints
 
 declare_metrics(
     MetricSpec("peer_weights_differ", "", "times that another replica has sent weights that are not the trainer's", counter=True),

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from services.trainer import flops
-from services.trainer.megatron import checkpoint, checkpoint_digests, export, lora, passes, runtime
+from services.trainer.megatron import checkpoint, checkpoint_parts, export, lora, passes, runtime
 from services.trainer.megatron.checkpoint import latest_step
 from services.trainer.megatron.expert_balance import Balancing, update_biases
 from services.trainer.megatron.freezing import freeze
@@ -23,13 +23,12 @@ from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.joint_write import JointWrite, SaveFailed
-from services.trainer.megatron.named_spec import check_layers, named_spec
+from services.trainer.megatron.moe import on_host
 from services.trainer.megatron.optimizer import Optimizer
-from services.trainer.megatron.packed_sequences import StageRouting, prefixes_of
+from services.trainer.megatron.packed_sequences import StageRouting, least_saved, prefixes_of
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.megatron.prefix_sharing import least_saved
-from services.trainer.megatron.routing_replay import on_host
 from services.trainer.megatron.runtime import deadline, together
+from services.trainer.megatron.spec import check_layers, named_spec
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.learning_rate import LearningRateSchedule
@@ -49,13 +48,13 @@ def complete_steps(root: Path) -> list[int]:
 def damage_of(root: Path, step: int, rank: int, world: int) -> str | None:
     """Returns what this rank finds wrong with its share of a checkpoint's files; None where nothing is, or the step is not here."""
     path = checkpoint.checkpoints(root).get(step)
-    return None if path is None else checkpoint_digests.damage(path, rank, world)
+    return None if path is None else checkpoint_parts.damage(path, rank, world)
 
 
 def pass_over(root: Path, step: int) -> None:
     """Sets a damaged checkpoint aside, so that it counts no more. Raises OSError."""
     if (path := checkpoint.checkpoints(root).get(step)) is not None:
-        checkpoint_digests.set_aside(path)
+        checkpoint_parts.set_aside(path)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron.offload import Offload, Part
 from services.trainer.megatron.runtime import together
-from services.trainer.weights.push_protocol import ABSENCE_SECONDS
+from services.trainer.weights.pusher import ABSENCE_SECONDS
 from shared.bus.connection import TRANSIENT
 from shared.config.run_config import RunConfig
 from shared.runtime import devices

@@ -24,7 +24,7 @@ from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.flops import Work
 from services.trainer.loss_inputs import LossInputs, old_log_probs
 from services.trainer.megatron import runtime
-from services.trainer.megatron.frozen_weights import FrozenWeights
+from services.trainer.megatron.freezing import FrozenWeights
 from services.trainer.objective.advantage import needs
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.packing import PackedBatch

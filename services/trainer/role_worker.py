@@ -21,9 +21,9 @@ from services.trainer.kept_steps import kept_from
 from services.trainer.log_hook import RolloutLog
 from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
-from services.trainer.megatron.checkpoint_digests import CheckpointDamaged
+from services.trainer.megatron.checkpoint_parts import CheckpointDamaged
+from services.trainer.megatron.packed_sequences import obstacle
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.megatron.prefix_sharing import obstacle
 from services.trainer.megatron_hooks import MegatronHooks
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions

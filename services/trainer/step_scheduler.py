@@ -14,7 +14,7 @@ from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind
 from services.trainer.colocation import ColocationScheduler
 from services.trainer.commands import Command, Leave, Push, Snapshot, Train, Value, Wait
 from services.trainer.control_client import ControlClient, StopAsked
-from services.trainer.weights.push_record import PushWait
+from services.trainer.weights.push_schedule import PushWait
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
 from shared.config.run_config import RunConfig

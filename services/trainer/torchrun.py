@@ -55,7 +55,7 @@ def run_ranks(
     from torch.distributed.run import get_args_parser, run
 
     from services.trainer.rank_watch import RankFrozen, RankWatch
-    from shared.transfer.bound_store import BoundStore
+    from shared.transfer.channel_store import BoundStore
 
     if node == 0:
         store = BoundStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -1,7 +1,7 @@
 """What ``--spec MODULE NAME`` stands for: the layers of the model's family, or those of a user's own module.
 
 A model's layers follow from its family (docs/models.md). Megatron's own specs and slime's for single models say nothing more, or need what
-is not here; any other module is imported by the trainer (`services.trainer.megatron.named_spec`).
+is not here; any other module is imported by the trainer (`services.trainer.megatron.spec`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,12 @@
-"""The store beside a weight channel: named values that the channel's source serves, over TCP, to those who know the channel's secret.
+"""Stores for process groups and weight channels: torch's TCP store at its own address alone, and a store whose readers prove a secret.
 
-torch's own TCP store answers whoever reaches its port, and lists its keys to him. Here both ends begin by proving to each other, with fresh
-nonces, that they know the secret, which travels over the bus alone (`WeightChannelAddress`). Before that a connection is read for
-`PROOF_SECONDS` at most, and nothing that it sends is interpreted. What follows is neither encrypted nor signed: whoever sits on the way
-between two machines is not kept out, here no more than by NCCL or gloo.
+Left to itself torch listens at all addresses of the machine, whatever host a store is given; whoever reaches its port can read, change and
+remove what is in it. `BoundStore` belongs on loopback, or on an address that only the run's machines reach.
+
+Beside a weight channel, named values are served by the channel's source, over TCP, to those who know the channel's secret. Both ends begin
+by proving to each other, with fresh nonces, that they know it; it travels over the bus alone (`WeightChannelAddress`). Before that a
+connection is read for `PROOF_SECONDS` at most, and nothing that it sends is interpreted. What follows is neither encrypted nor signed:
+whoever sits on the way between two machines is not kept out, here no more than by NCCL or gloo.
 
 Each request is a MessagePack list ``[verb, key, value]`` behind its length, each answer a value behind its length. A connection that asks
 to ``follow`` is from then on sent what the source has to say (`StoreServer.tell`), in the same form.
@@ -12,6 +15,7 @@ to ``follow`` is from then on sent what the source has to say (`StoreServer.tell
 import contextlib
 import datetime
 import hmac
+import importlib
 import secrets
 import select
 import socket
@@ -21,10 +25,39 @@ import time
 from typing import Any, Self
 
 import msgpack
-from torch.distributed import DistStoreError, HashStore, Store
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 
 from shared.runtime.errors import ConfigError
 from shared.runtime.own_address import HOST_VARIABLE
+
+MEETING_SECONDS = 300.0
+"""torch's own limit for the members of a group to meet in a store."""
+
+
+class BoundStore(TCPStore):
+    """Arguments are those of ``TCPStore``; port 0: any free one. Raises OSError where the address is not this machine's, or is taken."""
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: datetime.timedelta = datetime.timedelta(seconds=MEETING_SECONDS),
+        **options: Any,
+    ) -> None:
+        if is_master:
+            listener = socket.create_server((host_name, port))
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+        super().__init__(host_name, port, world_size, is_master, timeout, **options)
+
+
+def bind_stores() -> None:
+    """Makes every store that torch opens in this process, or that a library opens by its name, a `BoundStore`."""
+    for module in ("torch.distributed", "torch.distributed.rendezvous"):  # by name: the attribute `rendezvous` is a function
+        vars(importlib.import_module(module))["TCPStore"] = BoundStore
+
 
 NONCE_BYTES = PROOF_BYTES = 32
 

@@ -1,8 +1,16 @@
-"""Versions of the weights on disk: whole Hugging Face checkpoints, and deltas that hold what changed since the version before.
+"""Versions of the weights on disk: whole Hugging Face checkpoints, deltas on them, and a local copy that deltas are applied to.
 
 Each version is a directory ``v000012`` with a small ``checkpoint.json``. It appears complete or not at all
-(`shared.runtime.atomic_files`) and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it
-and the deltas from there on, each lying on the one before.
+(`shared.runtime.atomic_files`) and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it and
+the deltas from there on, each lying on the one before.
+
+A local checkpoint is a replica's cache, or what the trainer wrote last. Its tensors are changed in place through memory maps, so a model
+is never in memory as a whole. While it is changed it has a scratch name: a process that is killed there leaves nothing that could be
+taken for a version.
+
+A delta stores bits, never arithmetic. ``xor`` stores the exclusive or of old and new, the elements' first bytes before all their second
+ones: after a small step the leading ones are zeros. ``overwrite`` stores positions (as distances) and values of the elements that differ;
+it is shorter where few do. Everything is compressed with zstd.
 """
 
 import contextlib
@@ -10,18 +18,124 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 import xxhash
+import zstandard
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.config.run_config import RunConfig
-from shared.runtime.atomic_files import replaced_by, settle
-from shared.runtime.errors import MyxoError
+from shared.runtime.atomic_files import replaced_by, scratch, settle
+from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.untrusted_files import is_plain_name, open_regular, parse_json, read_regular
+from shared.transfer import digest
 from shared.transfer.digest import TensorDigest, version_digest
-from shared.transfer.manifest import checked_tensor
+from shared.transfer.manifest import ITEM_BYTES, checked_tensor
+from shared.transfer.tensor_file import HASH_THREADS, ByteArray, TensorFileBroken, TensorFiles
+
+DeltaEncoding = Literal["xor", "overwrite"]
+DeltaParts = dict[str, ByteArray]
+"""A tensor's change: ``xor`` alone, or ``gaps`` and ``values``; each compressed."""
+
+LEVEL = 1
+"""The level of zstd; level 3 saves less than 1 % of such bytes."""
+
+CHUNK_BYTES = 64 * 1024**2
+"""The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``."""
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def encode_delta(old: ByteArray, new: ByteArray, item: int, encoding: DeltaEncoding) -> DeltaParts:
+    """Returns the change from ``old`` to ``new``, empty if there is none.
+
+    Args:
+        old, new: uint8 [nbytes], contiguous. item: bytes per element: 1, 2, 4 or 8.
+    """
+    if np.array_equal(old, new):
+        return {}
+    if encoding == "xor":
+        return {"xor": _packed([_planes(old[part] ^ new[part], item) for part in _chunks(len(old))])}
+    before, after = old.view(_WORDS[item]), new.view(_WORDS[item])
+    step = CHUNK_BYTES // item
+    found = [np.flatnonzero(before[start : start + step] != after[start : start + step]) + start for start in range(0, len(after), step)]
+    positions = np.concatenate(found)
+    gaps = np.diff(positions, prepend=-1) - 1
+    width = 4 if gaps.max() < 2**32 else 8
+    as_bytes = gaps.astype(f"<u{width}").view(np.uint8)
+    return {f"gaps{8 * width}": _packed([_planes(as_bytes, width)]), "values": _packed([_planes(after[positions].view(np.uint8), item)])}
+
+
+def apply_delta(target: ByteArray, parts: Mapping[str, ByteArray], item: int) -> None:
+    """Turns the old version of a tensor into the new one, in place.
+
+    Args:
+        target: the old version: uint8 [nbytes]. parts: from `encode_delta`. item: bytes per element.
+
+    Raises:
+        BadMessage: the parts do not fit this tensor; ``target`` is of no use then.
+    """
+    kinds = sorted(parts)
+    if kinds == ["xor"]:
+        flat = _unpacked(parts["xor"], len(target))
+        if len(flat) != len(target):
+            raise BadMessage(f"a change of {len(flat)} bytes for a tensor of {len(target)}")
+        for part in _chunks(len(target)):
+            target[part] ^= _elements(flat[part], item)
+        return
+    if kinds not in (["gaps32", "values"], ["gaps64", "values"]):
+        raise BadMessage(f"a change made of {kinds or 'nothing'}: neither xor nor gaps and values")
+    width = int(kinds[0].removeprefix("gaps")) // 8
+    words = target.view(_WORDS[item])
+    gaps = _elements(_unpacked(parts[kinds[0]], width * len(words)), width).view(f"<u{width}")
+    values = _elements(_unpacked(parts["values"], len(target)), item).view(_WORDS[item])
+    if len(gaps) != len(values):
+        raise BadMessage(f"a change of {len(gaps)} positions and {len(values)} values")
+    if len(gaps) == 0 or int(gaps.max()) > len(words):
+        raise BadMessage("a change without elements, or beyond the tensor's end")
+    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if int(positions[-1]) >= len(words):
+        raise BadMessage(f"a change of element {int(positions[-1])} of {len(words)}")
+    words[positions] = values
+
+
+def _chunks(size: int) -> list[slice]:
+    return [slice(start, min(size, start + CHUNK_BYTES)) for start in range(0, size, CHUNK_BYTES)]
+
+
+def _planes(data: ByteArray, item: int) -> ByteArray:
+    """Orders the elements' first bytes before their second ones, and so on: planes of leading bytes are nearly all zeros."""
+    return np.ascontiguousarray(data.reshape(-1, item).T).reshape(-1)
+
+
+def _elements(planes: ByteArray, item: int) -> ByteArray:
+    if len(planes) % item:
+        raise BadMessage(f"{len(planes)} bytes of elements of {item}")
+    return np.ascontiguousarray(planes.reshape(item, -1).T).reshape(-1)
+
+
+def _packed(parts: list[ByteArray]) -> ByteArray:
+    """Returns one zstd frame that says how much it holds."""
+    compressor = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=sum(part.nbytes for part in parts))
+    packed = b"".join([*(compressor.compress(part.data) for part in parts), compressor.flush()])
+    return np.frombuffer(packed, dtype=np.uint8)
+
+
+def _unpacked(packed: ByteArray, limit: int) -> ByteArray:
+    """Returns the unpacked bytes. Raises BadMessage, also for a frame that claims more than ``limit`` bytes, before unpacking it."""
+    data = np.ascontiguousarray(packed).data
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= limit:
+            raise BadMessage(f"a change of {size} bytes where at most {limit} fit")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), dtype=np.uint8)
+    except zstandard.ZstdError as error:
+        raise BadMessage(f"a change that cannot be unpacked: {error}") from error
+
 
 CHECKPOINT_FILE = "checkpoint.json"
 
@@ -256,3 +370,157 @@ def _remove(path: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
     path.rename(renamed)
     shutil.rmtree(renamed)
+
+
+COPY_BYTES = 16 * 1024**2
+"""The bytes that are copied at a time."""
+
+
+class LocalCheckpoint:
+    """At most one version below ``directory``, which nobody else writes to.
+
+    What an earlier process has left there counts once its bytes have been read and found right.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._held: WeightCheckpoint | None = None
+        self._looked = False
+
+    def held(self) -> WeightCheckpoint | None:
+        """Returns the verified version that lies here, None if there is none or it is damaged. The first call may read all of it."""
+        if not self._looked:
+            self._looked, self._held = True, self._found()
+        return self._held
+
+    def clear(self) -> None:
+        """Removes the version and everything else in the directory."""
+        self._held, self._looked = None, True
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def copy_from(self, checkpoint: WeightCheckpoint) -> None:
+        """Becomes a copy of a whole checkpoint whose files have been checked."""
+        self.clear()
+        draft = scratch(self.directory / directory_name(checkpoint.version))
+        for name in checkpoint.files:
+            with open_regular(checkpoint.path / name) as source, (draft / name).open("xb") as copy:
+                shutil.copyfileobj(source, copy, COPY_BYTES)
+        self.finish_change(draft, checkpoint)
+
+    def begin_change(self) -> tuple[Path, TensorFiles]:
+        """Withdraws the version, to be changed into another. Returns its directory and its tensors, whose bytes may be changed."""
+        held = self.held()
+        assert held is not None  # callers have looked
+        draft = held.path.with_name(f".{held.path.name}.partial")
+        shutil.rmtree(draft, ignore_errors=True)
+        held.path.rename(draft)
+        self._held = None
+        (draft / CHECKPOINT_FILE).unlink()
+        return draft, _tensors(draft, writable=True)
+
+    def finish_change(self, draft: Path, checkpoint: WeightCheckpoint) -> None:
+        """Names ``draft``, which holds the tensors of ``checkpoint`` now, after its version.
+
+        Sums of its files are not recorded, because they change with every version. It is not synced, because whoever finds it later reads
+        all of it.
+        """
+        path = draft.with_name(directory_name(checkpoint.version))
+        held = checkpoint.model_copy(update={"path": draft, "files": {}, "base": None})
+        held.save()
+        shutil.rmtree(path, ignore_errors=True)
+        draft.rename(path)
+        self._held, self._looked = held.model_copy(update={"path": path}), True
+
+    def follow(self, source: WeightCheckpoints, version: int) -> WeightCheckpoint:
+        """Returns ``version``, every byte of it verified: the source's own checkpoint if that is a whole one, else the copy here.
+
+        Raises:
+            BrokenCheckpoint: it names the checkpoint of ``source`` that is missing, torn or altered.
+        """
+        chain = source.chain(version)
+        if len(chain) == 1:
+            _verify(chain[0])
+            return chain[0]
+        ids, held = [part.id for part in chain], self.held()
+        if held is None or held.id not in ids:
+            _verify(chain[0])
+            try:
+                self.copy_from(chain[0])
+            except OSError as error:  # it is gone since it was verified
+                raise chain[0].broken(error) from error
+            held = chain[0]
+        for delta in chain[ids.index(held.id) + 1 :]:
+            self._apply(delta)
+        assert self._held is not None  # by copy_from or _apply
+        return self._held
+
+    def _apply(self, delta: WeightCheckpoint) -> None:
+        """Applies one delta. Raises BrokenCheckpoint, and then the copy is gone."""
+        delta.check_files()
+        assert self._held is not None  # by copy_from, or by the delta before
+        before = self._held.tensors
+        try:
+            draft, tensors = self.begin_change()
+            _change(tensors, before, delta)
+        except (TensorFileBroken, BadMessage, OSError) as error:
+            self.clear()
+            raise delta.broken(error) from error
+        except BrokenCheckpoint:
+            self.clear()
+            raise
+        self.finish_change(draft, delta)
+
+    def _found(self) -> WeightCheckpoint | None:
+        if not self.directory.is_dir():
+            return None
+        for path in sorted(self.directory.iterdir(), reverse=True):
+            if version_of(path) is None:
+                shutil.rmtree(path, ignore_errors=True)  # a version that was being made
+                continue
+            try:
+                held = load_checkpoint(path)
+                if version_digest(_tensors(path).digests()) == held.digest:
+                    return held
+            except (BrokenCheckpoint, TensorFileBroken):
+                continue
+        return None
+
+
+def _tensors(directory: Path, *, writable: bool = False) -> TensorFiles:
+    return TensorFiles(sorted(directory.glob("*.safetensors")), writable=writable)
+
+
+def _change(held: TensorFiles, before: dict[str, TensorDigest], delta: WeightCheckpoint) -> None:
+    """Turns the held tensors into the delta's, and checks each that changes."""
+    changes = TensorFiles(delta.tensor_files())
+    parts: dict[str, dict[str, ByteArray]] = {}
+    for entry in changes.tensors:
+        part, _, name = entry.partition("/")
+        parts.setdefault(name, {})[part] = changes[entry]
+    if foreign := parts.keys() - delta.tensors.keys():
+        raise delta.broken(f"a change of {min(foreign)}, which is no tensor of the version")
+    for name in before.keys() | delta.tensors.keys():
+        if name not in parts and before.get(name) != delta.tensors.get(name):
+            raise delta.broken(f"it has no change of {name}, which is not what it was in the version before")
+
+    def change(name: str) -> None:
+        expected = delta.tensors[name]
+        if held.tensors.get(name) != (expected.dtype, expected.shape):
+            raise delta.broken(f"{name} is of another dtype or shape than in the version before")
+        apply_delta(held[name], parts[name], ITEM_BYTES[expected.dtype])
+        if digest.of_bytes(held[name]) != expected.digest:
+            raise delta.broken(f"{name} laid over its base is not what it should be (its digest differs)")
+
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        list(threads.map(change, parts))
+
+
+def _verify(checkpoint: WeightCheckpoint) -> None:
+    """Reads all of a whole checkpoint. Raises BrokenCheckpoint."""
+    checkpoint.check_files()
+    try:
+        found = TensorFiles(checkpoint.tensor_files()).digests()
+    except (TensorFileBroken, OSError) as error:
+        raise checkpoint.broken(error) from error
+    if found != checkpoint.tensors:
+        raise checkpoint.broken(f"its tensors are not those that its {CHECKPOINT_FILE} names")

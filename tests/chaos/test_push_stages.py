@@ -16,8 +16,7 @@ from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
 from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights import pusher
-from services.trainer.weights.push_protocol import PushRequest
-from services.trainer.weights.pusher import Pusher
+from services.trainer.weights.pusher import Pusher, PushRequest
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects

@@ -35,8 +35,15 @@ from shared.transfer import tensor_file
 from shared.transfer.digest import TensorDigest, decoded_digests, of_bytes, version_digest
 from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
-from shared.transfer.weight_checkpoint import CHECKPOINT_FILE, BrokenCheckpoint, FileSum, WeightCheckpoint, load_checkpoint
-from shared.transfer.weight_delta import apply_delta, encode_delta
+from shared.transfer.weight_checkpoint import (
+    CHECKPOINT_FILE,
+    BrokenCheckpoint,
+    FileSum,
+    WeightCheckpoint,
+    apply_delta,
+    encode_delta,
+    load_checkpoint,
+)
 from shared.workers import frames
 from tests.fuzz.mutations import as_json, as_msgpack, spoiled_bytes, spoiled_text
 from tests.fuzz.valid_messages import every_message

@@ -18,7 +18,7 @@ SPECS = [
 
 def test_leaves_equal_those_of_the_cpu():
     from shared.transfer import digest, digest_kernel
-    from shared.transfer.bucket_hashing import ManifestHasher
+    from shared.transfer.bucket_ring import ManifestHasher
     from shared.transfer.manifest import lay_out
 
     manifest = lay_out(SPECS, 10**9)

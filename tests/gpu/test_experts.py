@@ -42,8 +42,7 @@ def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Te
 
 
 def test_grouped_products_equal_float32_and_wait_for_nothing() -> None:
-    from services.trainer.megatron.grouped_experts import GroupedProduct, stacked
-    from services.trainer.megatron.token_permutation import TokenPermutation
+    from services.trainer.megatron.moe import GroupedProduct, TokenPermutation, stacked
 
     tokens, routing, matrices, upstream = drawn(torch.bfloat16)
     assert stacked(matrices) is not None

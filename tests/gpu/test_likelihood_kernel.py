@@ -44,7 +44,7 @@ def test_products_of_bfloat16_are_added_in_float32():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_adam_in_host_memory_gives_the_bits_of_the_plain_one(overlap, monkeypatch):
-    from services.trainer.megatron import precision_adam
+    from services.trainer.megatron import optimizer as precision_adam
     from services.trainer.megatron.optimizer import Adam
     from shared.config.optimizer_state import OptimizerState
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from services.trainer.weights.memory_relay import MemoryRelay, RelayedSender
+from services.trainer.weights.stage_sender import MemoryRelay, RelayedSender
 from shared.transfer.group_channel import GroupSender
 from shared.transfer.memory_channel import MemoryReceiver, MemorySender
 from shared.transfer.weight_channel import ChannelBroken, TransferDeadline

@@ -12,7 +12,7 @@ stand-ins before the first import of ``sglang``, inside the engine's processes a
   each process of the engine is 90 MB smaller without it.
 * ``megatron``: hidden. SGLang's debug dumper imports it where it is installed, 0.8 s for nothing.
 
-Its stores listen on loopback alone (`shared.transfer.bound_store`), as with `gpu_launcher`.
+Its stores listen on loopback alone (`shared.transfer.channel_store`), as with `gpu_launcher`.
 
 Children are forked, where SGLang asks for spawn: they need not import everything again, which halves both the time to start and the memory.
 That is safe here and only here: no CUDA, and before the fork the parent has run no parallel region of torch's. A child that is spawned all
@@ -41,7 +41,7 @@ from services.rollout.engine.curve_sockets import close_sockets
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
-from shared.transfer.bound_store import bind_stores
+from shared.transfer.channel_store import bind_stores
 
 
 class InertClass(Exception):

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.context_parallel import gather_keys_and_values
-from services.trainer.megatron.packed_sequences import PackedSequences
+from services.trainer.megatron.packed_sequences import PackedSequences, gather_keys_and_values
 from services.trainer.megatron.runtime import round_up
 from shared.runtime.errors import MyxoError
 

@@ -28,15 +28,12 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.checkpoint_parts import MARKER, CheckpointParts
-from services.trainer.megatron.checkpoint_pickles import check_checkpoint_files, shard_files, weights_only
-from services.trainer.megatron.checkpoint_places import find_places
+from services.trainer.megatron.checkpoint_parts import MARKER, CheckpointParts, check_checkpoint_files, shard_files, weights_only
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.joint_write import JointWrite
+from services.trainer.megatron.joint_write import JointWrite, find_places
 from services.trainer.megatron.optimizer import Optimizer
-from services.trainer.megatron.optimizer_shards import LiveState
 from services.trainer.megatron.runtime import deadline, gather_json, timeout_seconds, together
-from services.trainer.megatron.staged_shards import StagedShards
+from services.trainer.megatron.staged_shards import LiveState, StagedShards
 from shared.config.learning_rate import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.runtime.atomic_files import publish, replaced_by, scratch, settle

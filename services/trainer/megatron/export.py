@@ -17,12 +17,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.checkpoint_places import Places, find_places
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
-from services.trainer.megatron.joint_write import JointWrite
+from services.trainer.megatron.joint_write import HeldPart, JointWrite, Places, elect, find_places
 from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, peft_config
 from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
-from services.trainer.megatron.writer_election import HeldPart, elect
 from shared.model.final_exports import MARK
 from shared.model.hf_checkpoint import INDEX, TEMPLATE_FOLDER
 from shared.runtime.atomic_files import fsync_tree, publish, scratch

@@ -1,7 +1,9 @@
-"""The model of this rank: Megatron's GPT model, configured from an architecture and a layout."""
+"""The model of this rank: Megatron's GPT model, configured from an architecture and a layout, and the lock of readers on its parameters."""
 
 import dataclasses
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,19 +20,74 @@ from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.expert_balance import Balancing
-from services.trainer.megatron.layer_modules import ValueHead, rotate_by_place
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
-from services.trainer.megatron.padded_allgather import DISPATCHER, dispatcher_of
+from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
 from services.trainer.megatron.runtime import device
-from services.trainer.megatron.spec import decoder_spec
-from services.trainer.megatron.weight_read_lock import WeightReadLock
+from services.trainer.megatron.spec import ValueHead, decoder_spec, rotate_by_place
 from shared.config.megatron_flags import OF_DEEPEP
 from shared.model.architecture import Architecture, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, DeadlineExceeded
+
+
+class WeightRead:
+    """One read of the parameters, from `WeightReadLock.begin` to `over`.
+
+    Args:
+        what: names it in errors. seconds: how long a caller that changes parameters waits for its end.
+
+    Attributes:
+        stall: seconds that a caller has waited for it.
+    """
+
+    def __init__(self, what: str, seconds: float) -> None:
+        self.stall = 0.0
+        self.waiting_since: float | None = None
+        self._what, self._seconds = what, seconds
+        self._over = threading.Event()
+        self._read: torch.cuda.Event | None = None
+
+    def over(self) -> None:
+        """Ends the read; on a GPU it ends in the order of the current stream. A second call does nothing."""
+        if self._over.is_set():
+            return
+        if torch.cuda.is_available():
+            self._read = torch.cuda.Event()
+            self._read.record()
+        if (since := self.waiting_since) is not None:
+            self.stall += time.monotonic() - since
+        self._over.set()
+
+    def wait(self, next_action: str) -> None:
+        """Returns once it is over; the current stream's further work then comes after it. Raises DeadlineExceeded."""
+        if not self._over.is_set():
+            self.waiting_since = time.monotonic()
+            if not self._over.wait(self._seconds):
+                raise DeadlineExceeded(f"the end of {self._what}", "the thread that reads the weights", self._seconds, f"no {next_action}")
+        if self._read is not None:
+            torch.cuda.current_stream().wait_event(self._read)
+
+
+class WeightReadLock:
+    """The lock on one model's parameters, with at most one read at a time."""
+
+    def __init__(self) -> None:
+        self._reading: WeightRead | None = None
+
+    def begin(self, what: str, seconds: float) -> WeightRead:
+        """Begins a read; the arguments are those of `WeightRead`."""
+        self._reading = WeightRead(what, seconds)
+        return self._reading
+
+    def wait(self, next_action: str) -> None:
+        """Returns once no read is under way. ``next_action``: what the caller is about to do. Raises DeadlineExceeded."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.wait(next_action)
+
 
 T = TypeVar("T")
 
@@ -58,7 +115,7 @@ class MegatronModel:
         chunks: the rank's stages, wrapped for data parallelism; one, but for interleaved pipelines.
         value_head: whether a critic's head stands in the place of the output layer. lora: its adapters' settings, or None.
         least_saved: the least share of a micro-batch's tokens that sharing beginnings must save, or else every sequence is computed whole;
-            None: it always is (`services.trainer.megatron.prefix_sharing`).
+            None: it always is (`services.trainer.megatron.packed_sequences`).
         freezing: the choice of frozen parameters. readers: the lock of those that read them now.
         chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch. balancing: of the experts; None: there is none.
     """

@@ -37,13 +37,12 @@ from services.trainer.megatron.checkpoint import (
     read_marker,
     sharded_modules,
 )
-from services.trainer.megatron.checkpoint_parts import MARKER
-from services.trainer.megatron.checkpoint_pickles import METADATA
-from services.trainer.megatron.checkpoint_places import alone
+from services.trainer.megatron.checkpoint_parts import MARKER, METADATA
 from services.trainer.megatron.export import copy_beside_weights, save_hf, write_json
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
+from services.trainer.megatron.joint_write import alone
 from services.trainer.megatron.lora import attach
 from services.trainer.megatron.staged_shards import StagedShards
 from shared.model.architecture import Architecture

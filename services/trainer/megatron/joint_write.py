@@ -1,9 +1,9 @@
-"""A directory that all ranks write together, in the background if so wanted, and that appears when all of them have written their parts.
+"""A directory that all ranks write together, in the background if wanted, and that appears when all of them have written their parts.
 
 A thread of each rank writes its part without a collective, so that training may go on meanwhile. The threads tell one another through the
-store by which the ranks have met: any disk will do. Where ranks see different directories (:mod:`.checkpoint_places`), each directory has a
-leader. Rank 0 leads all: the others' directories appear first and its own last, which is the moment from which the whole counts. Only
-then is anything older removed, so that a death at any instant leaves the older one everywhere, or the newer one.
+store by which the ranks have met: any disk will do. Where ranks see different directories, each directory has a leader. Rank 0 leads all:
+the others' directories appear first and its own last, which is the moment from which the whole counts. Only then is anything older
+removed, so that a death at any instant leaves the older one everywhere, or the newer one.
 """
 
 import contextlib
@@ -12,9 +12,12 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +25,122 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from services.trainer.megatron.checkpoint_places import Places
-from services.trainer.megatron.runtime import deadline, gather_json
+from services.trainer.megatron.runtime import deadline, gather_json, together
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.failures import log_error
+
+
+@dataclass(frozen=True)
+class Places:
+    """The directories that the ranks write to.
+
+    Args:
+        leaders: by rank, the lowest rank that sees the same directory. hosts: by rank, the name of its machine.
+    """
+
+    leaders: tuple[int, ...]
+    hosts: tuple[str, ...]
+
+    @cached_property
+    def directories(self) -> list[list[int]]:
+        """Returns the ranks of each directory, that of rank 0 first."""
+        return [[rank for rank, leader in enumerate(self.leaders) if leader == each] for each in sorted(set(self.leaders))]
+
+    @property
+    def shared(self) -> bool:
+        """Returns whether all ranks see one directory."""
+        return len(self.directories) == 1
+
+    def directory_of(self, rank: int) -> int:
+        """Returns the index of a rank's directory."""
+        return sorted(set(self.leaders)).index(self.leaders[rank])
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Returns each directory's ranks and their machine, for a checkpoint's marker."""
+        return [{"host": self.hosts[ranks[0]], "ranks": ranks} for ranks in self.directories]
+
+
+def alone() -> Places:
+    """Returns the place of a world of one."""
+    return Places((0,), (socket.gethostname(),))
+
+
+def find_places(root: Path) -> Places:
+    """Finds out which ranks see the same directory ``root``, which is made if need be. A collective of all ranks. Raises OSError.
+
+    Every rank makes a file there and looks for the others': host names and mount points would not tell.
+    """
+    if dist.get_world_size() == 1:
+        root.mkdir(parents=True, exist_ok=True)
+        return alone()
+    what = f"the look at {root}"
+    with deadline(what):
+        attempt = gather_json(secrets.token_hex(8))[0]
+    own = _mark(root, attempt, dist.get_rank())
+    try:
+        with together(what):
+            root.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        leader = next(rank for rank in range(dist.get_world_size()) if _mark(root, attempt, rank).exists())
+        with deadline(what):  # also: no rank removes its file before all have looked
+            found = gather_json([leader, socket.gethostname()])
+    finally:
+        own.unlink(missing_ok=True)
+    return Places(tuple(leader for leader, _ in found), tuple(host for _, host in found))
+
+
+def _mark(root: Path, attempt: str, rank: int) -> Path:
+    return root / f".seen_{attempt}_{rank}"
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A part of a checkpoint that a rank holds.
+
+    Args:
+        nbytes: its size. main: whether it is one of those parts that together make up the whole without overlap. Others repeat, cut in
+            another way perhaps, what another rank holds: a tied embedding is on the first and on the last pipeline stage.
+    """
+
+    nbytes: int
+    main: bool = True
+
+
+@dataclass
+class Elected:
+    """The parts, by name, that a rank writes: ``main`` ones, and ``copies`` that its directory would otherwise lack."""
+
+    main: set[str] = field(default_factory=set)
+    copies: set[str] = field(default_factory=set)
+
+
+def elect(held: Sequence[Mapping[str, HeldPart]], directories: Sequence[Sequence[int]]) -> list[Elected]:
+    """Returns what each rank writes. All ranks find the same.
+
+    Args:
+        held: by rank, the parts that it holds by their names; a part of one name is the same on all ranks.
+        directories: the ranks that see each directory; the first one's are those that share rank 0's.
+    """
+    elected = [Elected() for _ in held]
+    for number, ranks in enumerate(directories):
+        mains, copies = dict[str, list[int]](), dict[str, list[int]]()
+        for rank in ranks:
+            for name, part in held[rank].items():
+                (mains if part.main else copies).setdefault(name, []).append(rank)
+        size = {name: held[holders[0]][name].nbytes for name, holders in (mains | copies).items()}
+        load = dict.fromkeys(ranks, 0)
+        for name in sorted(mains, key=lambda name: (len(mains[name]) > 1, -size[name], name)):  # what only one can write, first
+            load[writer := _least_loaded(mains[name], load)] += size[name]
+            elected[writer].main.add(name)
+        for name in sorted(copies.keys() - mains.keys()) if number else ():
+            load[writer := _least_loaded(copies[name], load)] += size[name]
+            elected[writer].copies.add(name)
+    return elected
+
+
+def _least_loaded(ranks: Sequence[int], load: Mapping[int, int]) -> int:
+    return min(ranks, key=lambda rank: (load[rank], rank))
+
 
 _FULL_BYTES = 16 << 20
 """A disk with less room than this, once a write has failed, counts as full."""

@@ -6,7 +6,7 @@ the outputs; a row-parallel one has A split with the inputs and B whole.
 
 Every expert of a layer has pairs of its own. Tokens come to its ranks, and its output leaves them, by the dispatcher, so that what a rank
 adds is a part of a sum like the expert's own output; only the gradient of the matrix that is whole on every rank is summed over them. The
-pairs of all experts are computed as products of groups of rows, like the experts (`services.trainer.megatron.grouped_experts`).
+pairs of all experts are computed as products of groups of rows, like the experts (`services.trainer.megatron.moe`).
 
 To an export adapters are parameters of their own, under PEFT's names.
 """
@@ -36,10 +36,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.grouped_experts import GroupedProduct
 from services.trainer.megatron.hf_weights import LocalParameter, Recipe, first_expert, numbered_chunks, recipe
-from services.trainer.megatron.layer_modules import ReplicatedLinear
+from services.trainer.megatron.moe import GroupedProduct
 from services.trainer.megatron.runtime import device
+from services.trainer.megatron.spec import ReplicatedLinear
 from shared.model.architecture import Architecture
 from shared.model.lora_targets import Lora, projection
 from shared.runtime.errors import ConfigError

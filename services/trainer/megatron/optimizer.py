@@ -1,7 +1,19 @@
-"""Megatron's optimizer (distributed or not), its Adam, and an update that checks the gradient before it changes anything."""
+"""Megatron's optimizer (distributed or not), its Adam, and an update that checks the gradient before it changes anything.
+
+`PrecisionAdam` is Adam whose state may lie in host memory and in fewer bits (``--optimizer-cpu-offload``,
+``--use-precision-aware-optimizer`` and what belongs to them).
+
+Megatron has a path for an optimizer that keeps the main weights itself: it is handed the model's own shards, whose gradients are in
+``decoupled_grad``, and checkpoints ask it for ``get_unscaled_state`` and ``set_scaled_state``. It was made for Transformer Engine's
+FusedAdam; `PrecisionAdam` is one of that shape. Whatever the state is kept as, an update is computed in float32, on the model's device,
+by the kernel of the plain Adam: state in host memory comes over in slices and goes back. So state in float32 gives the plain Adam's bits,
+wherever it lies.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -13,12 +25,280 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from services.trainer.megatron.gpt_model import MegatronModel, laid_over
-from services.trainer.megatron.precision_adam import PrecisionAdam, arm, precision_adam, without_keeping
 from services.trainer.megatron.runtime import anywhere
 from shared.config import optimizer_state
 from shared.config.learning_rate import LearningRateSchedule
 from shared.config.optimizer_state import OptimizerState
 from shared.config.trainer_section import TrainerSection
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+STATES = ("master_param", "exp_avg", "exp_avg_sq")
+"""The names of a parameter's state, which are Transformer Engine's."""
+
+SLICE_ELEMENTS = 32 << 20
+"""Elements that are on their way at a time; each takes 12 bytes on the device, three times where transfers overlap."""
+
+LARGEST = {torch.float16: 65504.0, torch.float8_e4m3fn: 448.0}
+"""The dtypes that are kept with a scale, one a slice, and their largest value."""
+
+
+@dataclass
+class _Slice:
+    """A slice of a shard during an update.
+
+    Args:
+        shard: the model's. group: its settings. part: the elements. index: of the slice in its shard.
+        state: float32, on the device: what is kept itself, or a copy of it. ready: recorded once that is there.
+    """
+
+    shard: Tensor
+    group: dict[str, Any]
+    part: slice
+    index: int
+    state: dict[str, Tensor] = field(default_factory=dict)
+    ready: Any = None
+
+
+class PrecisionAdam(torch.optim.Optimizer):
+    """AdamW over a model's own shards, with the interface of Transformer Engine's ``FusedAdam``.
+
+    Args:
+        params: groups of flat shards, views of the model's weights. keeping: the state's dtypes and place. lr, weight_decay, betas, eps: as
+            in ``torch.optim.AdamW``. The other options are Megatron's for FusedAdam, and follow from ``keeping``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        keeping: OptimizerState,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        **_: object,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "bias_correction": True})
+        self.keeping = keeping
+        self._dtypes = dict(zip(STATES, (DTYPES[name] for name in keeping.dtypes), strict=True))
+        self._scales: dict[tuple[Tensor, str], Tensor] = {}
+        self._in_host_memory: set[Tensor] | None = None
+        self._streams: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates every shard that has a gradient, in ``decoupled_grad``. ``closure`` is not supported."""
+        if closure is not None:
+            raise ValueError("closures are not supported")
+        work: list[_Slice] = []
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = int(group.get("step", 0)) + 1
+            for shard in group["params"]:
+                if getattr(shard, "decoupled_grad", None) is not None and shard.numel():
+                    self.initialize_state(shard)
+                    work += [_Slice(shard, group, part, index) for index, part in enumerate(_parts(shard))]
+        if self.keeping.overlap and work and work[0].shard.is_cuda:
+            self._run_overlapped(work)
+        else:
+            for one in work:
+                self._bring(one)
+                _update(one)
+                self._take_back(one)
+        if self.keeping.offload_fraction and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # whoever reads host memory next waits for no stream
+
+    @torch.no_grad()
+    def initialize_state(self, parameter: Tensor) -> None:
+        """Makes the state of a shard that has none: its main weights from the model's, moments of zero."""
+        if STATES[0] in self.state[parameter]:
+            return
+        for name in STATES:
+            self.state[parameter][name] = self._empty(parameter, name)
+            if name == STATES[0]:
+                self.set_scaled_state(parameter, name, parameter)
+            else:
+                self.state[parameter][name].zero_()
+
+    def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
+        """Returns a shard's state in float32, where it lies: the state itself, or a copy where it is kept in fewer bits."""
+        kept: Tensor = self.state[parameter][name]
+        if kept.dtype == torch.float32:
+            return kept
+        found = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
+        for index, part in enumerate(_parts(kept)):
+            found[part] = kept[part].float() * self._scale(parameter, name)[index].to(kept.device)
+        return found
+
+    @torch.no_grad()
+    def set_scaled_state(self, parameter: Tensor, name: str, value: Tensor) -> None:
+        """Sets a shard's state from float32. What `get_unscaled_state` returned stands for the same values again."""
+        kept: Tensor = self.state[parameter][name]
+        if value is not kept:
+            for index, part in enumerate(_parts(kept)):
+                self._store(parameter, name, index, part, value[part].detach().float())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the groups' settings. The state keeps its tensors, which torch would replace by ones of the model's dtype on its device;
+        `set_scaled_state` sets them."""
+        for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in given.items() if name != "params"})
+        for shard in (shard for group in self.param_groups for shard in group["params"]):
+            self.initialize_state(shard)
+
+    def renew_main(self, state_dict: Any = None) -> None:
+        """Takes the main weights from the model's anew, as after a load of weights alone."""
+        assert state_dict is None
+        for shard in (shard for group in self.param_groups for shard in group["params"]):
+            self.initialize_state(shard)
+            self.set_scaled_state(shard, STATES[0], shard)
+
+    # --- where the state lies
+
+    def _empty(self, parameter: Tensor, name: str) -> Tensor:
+        dtype = self._dtypes[name]
+        if parameter in self._offloaded():
+            return torch.empty(parameter.shape, dtype=dtype, pin_memory=parameter.is_cuda)
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+    def _offloaded(self) -> set[Tensor]:
+        """Returns the shards whose state lies in host memory: the largest ones that the share has room for."""
+        if self._in_host_memory is None:
+            shards = sorted((shard for group in self.param_groups for shard in group["params"]), key=lambda shard: -shard.numel())
+            left = self.keeping.offload_fraction * sum(shard.numel() for shard in shards)
+            self._in_host_memory = set()
+            for shard in shards if self.keeping.offload_fraction else ():
+                if shard.numel() <= left + 0.5:
+                    self._in_host_memory.add(shard)
+                    left -= shard.numel()
+        return self._in_host_memory
+
+    def _scale(self, parameter: Tensor, name: str) -> Tensor:
+        if (parameter, name) not in self._scales:
+            self._scales[parameter, name] = torch.ones(len(_parts(parameter)), device=parameter.device)
+        return self._scales[parameter, name]
+
+    def _store(self, parameter: Tensor, name: str, index: int, part: slice, value: Tensor) -> None:
+        """Stores float32 as what is kept. A scale is a power of two, so that nothing is lost but by the rounding to fewer bits."""
+        kept: Tensor = self.state[parameter][name]
+        if (largest := LARGEST.get(kept.dtype)) is not None:
+            mantissa, exponent = torch.frexp(value.abs().amax() / largest)
+            scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+            self._scale(parameter, name)[index] = scale
+            value = value / scale
+        kept[part].copy_(value.to(kept.dtype), non_blocking=True)
+
+    # --- the update
+
+    def _bring(self, one: _Slice) -> None:
+        device = one.shard.device
+        for name in STATES:
+            kept = self.state[one.shard][name][one.part]
+            if kept.device != device or kept.dtype != torch.float32:
+                kept = kept.to(device, non_blocking=True).float()
+                if self._dtypes[name] in LARGEST:
+                    kept = kept * self._scale(one.shard, name)[one.index]
+            one.state[name] = kept
+
+    def _take_back(self, one: _Slice) -> None:
+        for name, value in one.state.items():
+            kept = self.state[one.shard][name][one.part]
+            if kept.data_ptr() != value.data_ptr():
+                self._store(one.shard, name, one.index, one.part, value)
+
+    def _run_overlapped(self, work: list[_Slice]) -> None:
+        """The next slice comes and the last one goes while one is computed. The host keeps at most three alive."""
+        self._streams = self._streams or (torch.cuda.Stream(), torch.cuda.Stream())
+        coming, going = self._streams
+        compute = torch.cuda.current_stream()
+        coming.wait_stream(compute)
+
+        def bring(one: _Slice) -> None:
+            with torch.cuda.stream(coming):
+                self._bring(one)
+                one.ready = coming.record_event()
+
+        gone: list[tuple[_Slice, Any]] = []
+        bring(work[0])
+        for one, following in zip(work, [*work[1:], None], strict=True):
+            if len(gone) > 1:
+                earlier, event = gone.pop(0)
+                event.synchronize()
+                earlier.state.clear()
+            if following is not None:
+                bring(following)
+            compute.wait_event(one.ready)
+            _update(one)
+            going.wait_stream(compute)
+            with torch.cuda.stream(going):
+                self._take_back(one)
+                gone.append((one, going.record_event()))
+        compute.wait_stream(going)
+        going.synchronize()  # the slices' memory is the coming stream's
+
+
+def _parts(tensor: Tensor) -> list[slice]:
+    return [slice(first, min(first + SLICE_ELEMENTS, tensor.numel())) for first in range(0, tensor.numel(), SLICE_ELEMENTS)]
+
+
+def _update(one: _Slice) -> None:
+    group, main = one.group, one.state["master_param"]
+    beta1, beta2 = group["betas"]
+    adamw(
+        [main],
+        [one.shard.decoupled_grad[one.part].float()],  # type: ignore[attr-defined]
+        [one.state["exp_avg"]],
+        [one.state["exp_avg_sq"]],
+        [],
+        [torch.tensor(float(group["step"] - 1), device=main.device)],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    one.shard[one.part].copy_(main)
+
+
+def arm(config: OptimizerConfig, keeping: OptimizerState | None) -> OptimizerConfig:
+    """Returns Megatron's configuration, with the path for an optimizer that keeps its main weights if there is a ``keeping``.
+
+    The fields are set on a configuration that is made: Megatron's own checks ask for Transformer Engine.
+    """
+    if keeping is not None:
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+        config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype = (DTYPES[name] for name in keeping.dtypes)
+    return config
+
+
+@contextmanager
+def precision_adam(keeping: OptimizerState | None) -> Iterator[None]:
+    """Has Megatron make a `PrecisionAdam` in the body, where there is a ``keeping``."""
+    if keeping is None:
+        yield
+        return
+    before = megatron_optimizer.Adam, distributed_optimizer.Adam, megatron_optimizer.is_te_min_version
+
+    def make(params: Iterable[Any], **options: Any) -> PrecisionAdam:
+        return PrecisionAdam(params, keeping=keeping, **options)
+
+    megatron_optimizer.Adam, distributed_optimizer.Adam = make, (PrecisionAdam, before[1])
+    megatron_optimizer.is_te_min_version = lambda *_, **__: False  # where it is not installed, asking for its version fails (0.16)
+    try:
+        yield
+    finally:
+        megatron_optimizer.Adam, distributed_optimizer.Adam, megatron_optimizer.is_te_min_version = before
+
+
+def without_keeping(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of Megatron's OptimizerConfig that are left for Megatron itself."""
+    return {name: value for name, value in overrides.items() if name not in OptimizerState.FLAGS}
 
 
 class Adam(torch.optim.Optimizer):

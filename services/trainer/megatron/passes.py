@@ -14,8 +14,8 @@ from torch import Tensor
 from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.expert_balance import BalancedStep, BalancedTokens, trained_lengths
 from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.megatron.moe import stage_routing
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
-from services.trainer.megatron.routing_replay import stage_routing
 from services.trainer.megatron.runtime import anywhere, device, gather_json, round_up
 from services.trainer.packing import PackedBatch, pack
 from shared.runtime.errors import MyxoError

@@ -2,23 +2,205 @@
 
 :func:`decoder_spec` alone decides the modules of a layer. The weight names of both implementations are in `shared.model.tensor_table`.
 Transformer Engine's layers have not been run: none of the machines that this was made on has it.
+
+``--spec MODULE NAME`` names layers of a user's own module. The name is a spec, or a function that returns one: Megatron's ``ModuleSpec``
+of every layer, or ``TransformerBlockSubmodules`` with those of this rank's stage. A function gets what it asks for by name of ``config``
+(Megatron's TransformerConfig), ``vp_stage``, ``architecture`` (the model's `Architecture`) and ``args``, which has the flags of the model
+and those given, for functions in slime's form (args, config, vp_stage).
+
+A layer must have the parameters of the model's family, since weights are loaded, exported and pushed by their names, and take packed
+sequences. `layer_spec` makes one to begin with.
 """
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.expert_balance import BalancedRouter
-from services.trainer.megatron.grouped_experts import GroupedExperts
-from services.trainer.megatron.layer_modules import LatentNorm, NormedResidual, ReplicatedLinear, RMSNorm
-from services.trainer.megatron.routing_replay import ReplayedLayer, ReplayedMoELayer
+from services.trainer.megatron.hf_weights import numbered_chunks, weights_of
+from services.trainer.megatron.moe import GroupedExperts, ReplayedLayer, ReplayedMoELayer
+from services.trainer.megatron.runtime import device
+from shared.hooks.loading import load_object
 from shared.model.architecture import Architecture
+from shared.model.architecture_flags import flags_of
+from shared.model.named_layers import FIELD
+from shared.model.tensor_table import layer_rows
 from shared.runtime.errors import ConfigError
+
+
+def shared_weight(content: Tensor, config: TransformerConfig) -> torch.nn.Parameter:
+    """Returns a parameter that every tensor-parallel rank holds whole, in the model's dtype on this rank's device."""
+    parameter = torch.nn.Parameter(content.to(dtype=config.params_dtype, device=device()))
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm over the last dimension (Zhang and Sennrich 2019).
+
+    On a CPU the casts have the order of the Hugging Face models: the statistics in float32, the product with the weight in the input's
+    dtype. On a GPU it is one of PyTorch's kernels, which casts once, at the end, as the kernels of engines do.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = shared_weight(torch.ones(hidden_size), config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Takes [..., hidden_size] and returns the same shape and dtype."""
+        if hidden.is_cuda:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        normed: Tensor = _RmsNorm.apply(hidden, self.weight, self.eps)
+        return normed
+
+
+class LatentNorm(RMSNorm):
+    """The norm of latent attention's low-rank vectors, whose epsilon is a constant of the models, not an entry of their config."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__(config, hidden_size, 1e-6)
+
+
+class NormedResidual(torch.nn.Module):
+    """Replaces Megatron's sum of a block's output with the residual: the output is normed first."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Returns the function that Megatron calls with the block's (output, bias), the residual and a dropout probability."""
+
+        def add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_and_bias
+            assert bias is None and not dropout
+            return residual + self.norm(output)
+
+        return add
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank holds whole: latent attention's projections to low ranks, which all heads share.
+
+    Args:
+        input_size, output_size: of the last dimension. Megatron gives the others to every linear layer; of them only ``config`` and
+            ``init_method`` have a meaning here.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        bias: bool = False,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        assert not bias
+        self.weight = shared_weight(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device()), config)
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """Takes [..., input_size]; returns [..., output_size], and no bias."""
+        return F.linear(hidden, self.weight), None
+
+
+class ValueHead(torch.nn.Module):
+    """The critic's head, in the place of the output layer: a linear map from hidden states to numbers, without bias, zero at first."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.split = config.sequence_parallel
+        self.weight = shared_weight(torch.zeros(1, config.hidden_size), config)
+        self.weight.value_head = True  # type: ignore[attr-defined]  # no tensor of a Hugging Face checkpoint
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+        """Takes [U, 1, hidden size]; returns float32 [U, 1, 1], and no bias. The other arguments are the output layer's."""
+        values = F.linear(hidden.float(), self.weight.float())
+        if self.split:  # all ranks compute the same from the values, so each takes its own part of the gradient
+            group = parallel_state.get_tensor_model_parallel_group()
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
+        return values, None
+
+
+class RotaryByPlace(torch.nn.Module):
+    """Megatron's rotary embedding, which knows the place of every token where sequences share beginnings.
+
+    Megatron counts places from each sequence's start, but takes a table with a row for each token as it is.
+
+    Args:
+        embedding: Megatron's own, for an attention of any kind.
+    """
+
+    def __init__(self, embedding: torch.nn.Module) -> None:
+        super().__init__()
+        self.embedding: Any = embedding
+        self._places: Tensor | None = None
+
+    def get_rotary_seq_len(self, *inputs: Any) -> int:
+        """Returns the places of the table that Megatron asks for next. The last input is the micro-batch's `PackedSequences`."""
+        shared = inputs[-1].shared
+        self._places = None if shared is None else shared.places
+        length: int = self.embedding.get_rotary_seq_len(*inputs)
+        return length
+
+    def forward(self, length: int, **options: Any) -> Any:
+        """Returns the table, and what else the embedding returns, as YaRN's factor."""
+        found, places = self.embedding(length, **options), self._places
+        if places is None:
+            return found
+        return found[places] if isinstance(found, Tensor) else (found[0][places], *found[1:])
+
+
+def rotate_by_place(model: torch.nn.Module) -> None:
+    """Puts `RotaryByPlace` around every rotary embedding of a model."""
+    for module in list(model.modules()):
+        if isinstance(embedding := getattr(module, "rotary_pos_emb", None), torch.nn.Module):
+            module.rotary_pos_emb = RotaryByPlace(embedding)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps its input and one float32 number a row; autograd would keep four float32 copies of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(hidden, weight, scale)
+        return weight * (wide * scale).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, weight, scale = ctx.saved_tensors
+        normed = hidden.float() * scale
+        upstream = gradient.float()
+        for_weight = (upstream * normed).flatten(0, -2).sum(0)
+        upstream = upstream * weight
+        along = (upstream * normed).mean(-1, keepdim=True)
+        for_hidden = upstream.addcmul_(normed, along, value=-1).mul_(scale)
+        return for_hidden.to(hidden.dtype), for_weight.to(weight.dtype), None
+
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # The router's matrix product asks for this name, which exists only where Transformer Engine does (0.15, 0.16).
@@ -97,3 +279,75 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, experts: i
         after = ModuleSpec(module=NormedResidual, params={"config": config})
         layer.self_attn_bda = layer.mlp_bda = after
     return spec
+
+
+def named_spec(
+    spec: Sequence[str], architecture: Architecture, config: TransformerConfig, given: Mapping[str, Any], vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Returns the layers of this rank's pipeline stage.
+
+    Args:
+        spec: module and name. given: Megatron's flags as the config has them.
+
+    Raises ConfigError: it cannot be imported, its function fails, or what it returns is no spec of so many layers.
+    """
+    module, name = spec
+    value = f"{module} {name}"
+    found = load_object(FIELD, value, module, name)
+    if callable(found) and not isinstance(found, ModuleSpec | TransformerBlockSubmodules):
+        known = {
+            "args": SimpleNamespace(**{**_plain(config), **flags_of(architecture), **given, "spec": list(spec)}),
+            "config": config,
+            "vp_stage": vp_stage,
+            "architecture": architecture,
+        }
+        found = _called(found, known, value)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    if isinstance(found, ModuleSpec):
+        found = TransformerBlockSubmodules(layer_specs=[found] * count)
+    if not isinstance(found, TransformerBlockSubmodules) or len(found.layer_specs or []) != count:
+        raise ConfigError(FIELD, value, f"a ModuleSpec, or TransformerBlockSubmodules of {count} layers; it gives {type(found).__name__}")
+    return dataclasses.replace(found, layer_norm=found.layer_norm or RMSNorm)
+
+
+def check_layers(spec: Sequence[str], chunks: Sequence[GPTModel], architecture: Architecture) -> None:
+    """Compares the parameters of built layers with those of the model's family. Raises ConfigError where they differ, or where experts
+    could not be told which tokens go to them."""
+    value = " ".join(spec)
+    for first, chunk in numbered_chunks(chunks, chunks[0].config):
+        for number, layer in enumerate(chunk.decoder.layers, first):
+            _check_layer(value, number, layer, architecture)
+
+
+def _check_layer(value: str, number: int, layer: Any, architecture: Architecture) -> None:
+    rows = layer_rows(architecture, number)
+    has = {name for name, _ in weights_of(layer)}
+    lacking = [row.megatron[0] for row in rows if has.isdisjoint(name.format(expert=0) for name in row.megatron)]
+    experts = range(architecture.experts.count // layer.config.expert_model_parallel_size if architecture.experts else 1)
+    unknown = sorted(has - {name.format(expert=expert) for row in rows for name in row.megatron for expert in experts})
+    if lacking or unknown:
+        differs = f"no {lacking[0]}" if lacking else f"{unknown[0]} besides"
+        raise ConfigError(FIELD, value, f"layers with the parameters of {architecture.model_type}; layer {number} has {differs}")
+    told = isinstance(layer, ReplayedLayer) and isinstance(layer.mlp, ReplayedMoELayer)
+    if architecture.is_moe_layer(number) and not told:
+        expected = f"a ReplayedLayer with a ReplayedMoELayer for experts, not {type(layer).__name__} with {type(layer.mlp).__name__}"
+        raise ConfigError(FIELD, value, f"{expected} (services.trainer.megatron.moe), in layer {number}")
+
+
+def _plain(config: TransformerConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _called(function: Callable[..., Any], known: Mapping[str, Any], value: str) -> Any:
+    parameters = inspect.signature(function).parameters.values()
+    asked = [each.name for each in parameters if each.name in known]
+    for each in parameters:
+        needed = each.default is inspect.Parameter.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if needed and each.name not in known:
+            raise ConfigError(FIELD, value, f"a function of {', '.join(known)}; it wants {each.name}")
+    try:
+        return function(**{name: known[name] for name in asked})
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(FIELD, value, f"a function that returns layers; it raised {type(error).__name__}: {error}") from error

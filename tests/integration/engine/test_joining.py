@@ -17,16 +17,15 @@ from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
+from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.runtime.cancellation import cancelled
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.service_base import Service
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
-from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.tensor_file import TensorFiles
-from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
-from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
+from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoint, WeightCheckpoints
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.load import LONG, SAMPLING, generating, prompts, weights_state
 from tests.integration.engine.reference import log_probs

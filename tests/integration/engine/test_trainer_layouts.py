@@ -18,14 +18,12 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.trainer.actor import Actor
 from services.trainer.megatron.export import copy_beside_weights
-from services.trainer.weights.snapshot_writer import on_host
+from services.trainer.weights.snapshot_writer import WeightCheckpointWriter, on_host
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
-from shared.transfer.local_checkpoint import LocalCheckpoint
-from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints
-from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
+from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoint, WeightCheckpoints
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps

@@ -22,8 +22,7 @@ from shared.bus.registry import Registry
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
-from shared.transfer.local_checkpoint import LocalCheckpoint
-from shared.transfer.weight_checkpoint import WeightCheckpoints
+from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoints
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import make_checkpoint

@@ -8,7 +8,7 @@ import pytest
 
 from services.trainer.commands import Wait
 from services.trainer.step_scheduler import PUSH_SECONDS, BatchRequester
-from services.trainer.weights.push_record import PushRecord
+from services.trainer.weights.push_schedule import PushRecord
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import BatchAnswer, BatchPending
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRecord
+from services.trainer.weights.push_schedule import CHECK, COMMIT, RECEIVE, PushRecord
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed, WeightsReceived, WeightsServed
 
 

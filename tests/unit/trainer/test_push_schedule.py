@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.trainer.weights.memory_relay import relays_of
 from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members, strangers
+from services.trainer.weights.stage_sender import relays_of
 from shared.schema.service_messages import ServiceStatus
 
 

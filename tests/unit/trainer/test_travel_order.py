@@ -1,6 +1,6 @@
 """The order in which a stage's units travel."""
 
-from services.trainer.weights.stage_export import travel_order
+from services.trainer.weights.stage_sender import travel_order
 
 
 def test_large_units_travel_in_the_middle() -> None:

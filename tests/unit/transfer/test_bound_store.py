@@ -7,7 +7,7 @@ import os
 import pytest
 from torch.distributed import TCPStore
 
-from shared.transfer.bound_store import BoundStore, bind_stores
+from shared.transfer.channel_store import BoundStore, bind_stores
 from tests.support.listening_sockets import ListeningSocket, listening_sockets
 
 LIMIT = datetime.timedelta(seconds=30)

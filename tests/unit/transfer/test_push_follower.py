@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shared.transfer import push_follower
+from shared.transfer import group_channel as push_follower
 from shared.transfer.bucket_ring import BUFFERS
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest, lay_out

@@ -17,8 +17,7 @@ from torch import Tensor
 from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.lora_adapter import merged
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.transfer.bucket_hashing import ManifestHasher
-from shared.transfer.bucket_ring import bucket_views
+from shared.transfer.bucket_ring import ManifestHasher, bucket_views
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.weight_channel import ChannelReceiver, TransferDeadline

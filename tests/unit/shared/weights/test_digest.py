@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.runtime.errors import BadMessage
 from shared.transfer import digest
-from shared.transfer.bucket_hashing import ManifestHasher
+from shared.transfer.bucket_ring import ManifestHasher
 from shared.transfer.manifest import ALIGNMENT, ITEM_BYTES, Manifest, lay_out, lay_out_units
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)

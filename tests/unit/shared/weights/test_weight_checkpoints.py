@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
 from shared.transfer.digest import TensorDigest, of_bytes, version_digest
-from shared.transfer.local_checkpoint import LocalCheckpoint
-from shared.transfer.weight_checkpoint import CHECKPOINT_FILE, BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
-from shared.transfer.weight_checkpoint_writer import WeightCheckpointWriter
-from shared.transfer.weight_delta import DeltaEncoding
+from shared.transfer.weight_checkpoint import (
+    CHECKPOINT_FILE,
+    BrokenCheckpoint,
+    DeltaEncoding,
+    LocalCheckpoint,
+    WeightCheckpoint,
+    WeightCheckpoints,
+)
 from tests.support.small_disk import small_disk
 
 Weights = dict[str, np.ndarray]
@@ -223,9 +228,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from shared.transfer.weight_checkpoint import WeightCheckpoints
-from shared.transfer.local_checkpoint import LocalCheckpoint
+from shared.transfer.weight_checkpoint import LocalCheckpoint
 from tests.unit.shared.weights import test_weight_checkpoints as t
-import shared.runtime.atomic_files, shared.transfer.weight_checkpoint_writer as d
+import shared.runtime.atomic_files, services.trainer.weights.snapshot_writer as d
 place, step = Path(sys.argv[1]), int(sys.argv[2])
 count = 0
 def counted(original):

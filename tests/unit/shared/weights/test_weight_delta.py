@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.runtime.errors import BadMessage
-from shared.transfer import weight_delta
-from shared.transfer.weight_delta import apply_delta, encode_delta
+from shared.transfer import weight_checkpoint
+from shared.transfer.weight_checkpoint import apply_delta, encode_delta
 
 ENCODINGS = pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 
@@ -18,7 +18,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 @ENCODINGS
 @given(data=st.data(), item=st.sampled_from([1, 2, 4, 8]), length=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
-def test_any_bits_come_back(encoding: weight_delta.DeltaEncoding, data: st.DataObject, item: int, length: int, seed: int) -> None:
+def test_any_bits_come_back(encoding: weight_checkpoint.DeltaEncoding, data: st.DataObject, item: int, length: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     old = random.integers(0, 256, length * item, dtype=np.uint8)
     new = old.copy()
@@ -31,8 +31,8 @@ def test_any_bits_come_back(encoding: weight_delta.DeltaEncoding, data: st.DataO
 
 
 @ENCODINGS
-def test_tensors_of_several_chunks(encoding: weight_delta.DeltaEncoding, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_delta, "CHUNK_BYTES", 64)
+def test_tensors_of_several_chunks(encoding: weight_checkpoint.DeltaEncoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_checkpoint, "CHUNK_BYTES", 64)
     random = np.random.default_rng(0)
     old = random.integers(0, 256, 1000, dtype=np.uint8)
     new = np.where(random.random(1000) < 0.1, random.integers(0, 256, 1000), old).astype(np.uint8)
@@ -42,7 +42,7 @@ def test_tensors_of_several_chunks(encoding: weight_delta.DeltaEncoding, monkeyp
 
 
 @ENCODINGS
-def test_a_small_step_of_bfloat16_is_a_small_change(encoding: weight_delta.DeltaEncoding) -> None:
+def test_a_small_step_of_bfloat16_is_a_small_change(encoding: weight_checkpoint.DeltaEncoding) -> None:
     random = np.random.default_rng(0)
     weights = random.standard_normal(200_000) * 0.02
     old, new = bf16(weights), bf16(weights + 1e-6 * random.choice([-1, 1], len(weights)))
@@ -61,6 +61,6 @@ def test_a_small_step_of_bfloat16_is_a_small_change(encoding: weight_delta.Delta
         (encode_delta(np.zeros(48, np.uint8), np.repeat([0, 1], [44, 4]).astype(np.uint8), 4, "overwrite"), "element 11 of 10|beyond"),
     ],
 )
-def test_what_does_not_fit_is_refused(parts: weight_delta.DeltaParts, message: str) -> None:
+def test_what_does_not_fit_is_refused(parts: weight_checkpoint.DeltaParts, message: str) -> None:
     with pytest.raises(BadMessage, match=message):
         apply_delta(np.zeros(40, np.uint8), parts, 4)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.megatron.frozen_weights import FrozenWeights
+from services.trainer.megatron.freezing import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.lora import silence_adapters
-from services.trainer.weights.stage_export import StageExport
+from services.trainer.weights.stage_sender import StageExport
 from shared.transfer.bucket_ring import slot_view
 from shared.transfer.manifest import Manifest
 from tests.unit.trainer.megatron.rank_steps import actor, exported, steps

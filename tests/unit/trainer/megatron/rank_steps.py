@@ -15,14 +15,14 @@ from torch import Tensor
 
 from services.trainer.actor import Actor, SaveFailed, StepResult
 from services.trainer.megatron import checkpoint, runtime
-from services.trainer.megatron.frozen_weights import FrozenWeights
+from services.trainer.megatron.freezing import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.staged_shards import StagedShards
 from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.trainer_settings import TrainerSettings
-from services.trainer.weights.stage_export import StageExport
+from services.trainer.weights.stage_sender import StageExport
 from shared.config.algorithm import AlgorithmSection
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import MyxoError

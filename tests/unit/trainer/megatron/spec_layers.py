@@ -6,9 +6,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.expert_balance import BalancedRouter
-from services.trainer.megatron.layer_modules import RMSNorm
-from services.trainer.megatron.routing_replay import ReplayedLayer, ReplayedMoELayer
-from services.trainer.megatron.spec import layer_spec
+from services.trainer.megatron.moe import ReplayedLayer, ReplayedMoELayer
+from services.trainer.megatron.spec import RMSNorm, layer_spec
 
 
 class OwnNorm(RMSNorm):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.kept_steps import kept_from
-from services.trainer.megatron.checkpoint_digests import DIGESTS, damage, set_aside, write_digests
+from services.trainer.megatron.checkpoint_parts import DIGESTS, damage, set_aside, write_digests
 
 
 def _checkpoint(path: Path) -> Path:

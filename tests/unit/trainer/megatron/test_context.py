@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.megatron.context_parallel import padded_starts, split
+from services.trainer.megatron.packed_sequences import padded_starts, split
 
 
 class Ranks:

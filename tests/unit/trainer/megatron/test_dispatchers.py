@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.trainer.megatron import runtime
-from services.trainer.megatron.padded_allgather import PaddedAllGatherDispatcher
+from services.trainer.megatron.moe import PaddedAllGatherDispatcher
 from shared.config import megatron_flags
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps

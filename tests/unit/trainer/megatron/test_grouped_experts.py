@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.megatron import grouped_experts, runtime
-from services.trainer.megatron.grouped_experts import GroupedExperts, stacked
-from services.trainer.megatron.token_permutation import TokenPermutation
+from services.trainer.megatron import moe, runtime
+from services.trainer.megatron.moe import GroupedExperts, TokenPermutation, stacked
 from tests.unit.trainer.megatron.rank_steps import actor, weighted_loss
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
@@ -41,8 +40,8 @@ def trained(hf_dir, loops, monkeypatch, **trainer):
 )
 def test_groups_equal_the_loop(kind, whole, more, hf, monkeypatch):
     seen = []
-    original = grouped_experts.stacked
-    monkeypatch.setattr(grouped_experts, "stacked", lambda tensors: seen.append(original(tensors)) or seen[-1])
+    original = moe.stacked
+    monkeypatch.setattr(moe, "stacked", lambda tensors: seen.append(original(tensors)) or seen[-1])
     expected, loop, before = trained(hf(kind), True, monkeypatch, use_distributed_optimizer=whole, **more)
     assert not seen
     found, grouped, after = trained(hf(kind), False, monkeypatch, use_distributed_optimizer=whole, **more)

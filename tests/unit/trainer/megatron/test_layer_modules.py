@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
-from services.trainer.megatron.layer_modules import RMSNorm
+from services.trainer.megatron.spec import RMSNorm
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 24), (3, 4, 24), (7, 24)])

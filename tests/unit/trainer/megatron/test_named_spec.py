@@ -5,7 +5,7 @@ import torch
 
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import transformer_config
-from services.trainer.megatron.named_spec import named_spec
+from services.trainer.megatron.spec import named_spec
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.megatron import precision_adam
-from services.trainer.megatron.precision_adam import PrecisionAdam
+from services.trainer.megatron import optimizer as precision_adam
+from services.trainer.megatron.optimizer import PrecisionAdam
 from shared.config.optimizer_state import OptimizerState, problems
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps

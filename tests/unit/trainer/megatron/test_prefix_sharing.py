@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.megatron import passes, runtime
-from services.trainer.megatron.prefix_sharing import WORTHWHILE, least_saved
+from services.trainer.megatron.packed_sequences import WORTHWHILE, least_saved
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.shared_prefixes import shared_prefixes
 from shared.config.algorithm import AlgorithmSection
