@@ -37,8 +37,8 @@ from shared.transfer.weight_channel import (
     breaking,
 )
 
+# the longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own
 CLAIM_SECONDS = 10.0
-"""The longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own."""
 
 
 class PushFollower:
@@ -95,20 +95,14 @@ class PushFollower:
                 pass  # whoever asks for the push meets the same
 
 
-GROUP_SECONDS = 24 * 3600.0
-"""NCCL's own limit for a collective, after which it would end the process: far beyond any deadline."""
-
+GROUP_SECONDS = 24 * 3600.0  # NCCL's own limit for a collective, after which it would end the process: far beyond any deadline
+# the seconds after its deadline at which a gloo broadcast ends by itself: only then is the buffer of an abandoned one released
 OVERDUE_SECONDS = 5.0
-"""The seconds after its deadline at which a gloo broadcast ends by itself: only then is the buffer of an abandoned one released."""
 
-ABORT_SECONDS = 5.0
-"""The seconds for NCCL to end a communicator's kernels."""
-
-END_SECONDS = 3.0
-"""The seconds to wait for a group to be destroyed."""
-
+ABORT_SECONDS = 5.0  # the seconds for NCCL to end a communicator's kernels
+END_SECONDS = 3.0  # the seconds to wait for a group to be destroyed
+# Variables read when a group is made: no watchdog may end this process because a peer has died. Deadlines are checked here.
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Variables read when a group is made: no watchdog may end this process because a peer has died. Deadlines are checked here."""
 
 
 class BroadcastGroup:

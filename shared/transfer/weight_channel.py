@@ -28,24 +28,14 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.channel_store import RemoteStore, StoreServer
 from shared.transfer.manifest import Manifest
 
-POLL_INTERVAL_S = 0.05
-"""The longest sleep between two checks of a deadline."""
-
-SENDER_POLL_S = 0.0005
-"""The longest sleep of a source that waits for a buffer: the readers have nothing to do meanwhile."""
-
-STORE_POLL_S = 0.1
-"""The seconds between two checks in the store whether the other end has given up, while an end waits for buckets."""
-
+POLL_INTERVAL_S = 0.05  # the longest sleep between two checks of a deadline
+SENDER_POLL_S = 0.0005  # the longest sleep of a source that waits for a buffer: the readers have nothing to do meanwhile
+STORE_POLL_S = 0.1  # the seconds between two checks in the store whether the other end has given up, while an end waits for buckets
+# the interval at which a source that waits for its readers' digests looks whether they have failed
 HELD_POLL = datetime.timedelta(seconds=0.05)
-"""The interval at which a source that waits for its readers' digests looks whether they have failed."""
 
-EAGER_SECONDS = 0.01
-"""For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
-
-CONNECT_SECONDS = 5.0
-"""The seconds to reach the store of another process, to abort its channel."""
-
+EAGER_SECONDS = 0.01  # For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that
+CONNECT_SECONDS = 5.0  # the seconds to reach the store of another process, to abort its channel
 SECRET_BYTES = 32
 
 T = TypeVar("T")

@@ -38,14 +38,10 @@ from shared.transfer.manifest import ITEM_BYTES, checked_tensor
 from shared.transfer.tensor_file import HASH_THREADS, ByteArray, TensorFileBroken, TensorFiles
 
 DeltaEncoding = Literal["xor", "overwrite"]
-DeltaParts = dict[str, ByteArray]
-"""A tensor's change: ``xor`` alone, or ``gaps`` and ``values``; each compressed."""
-
-LEVEL = 1
-"""The level of zstd; level 3 saves less than 1 % of such bytes."""
-
+DeltaParts = dict[str, ByteArray]  # A tensor's change: ``xor`` alone, or ``gaps`` and ``values``; each compressed
+LEVEL = 1  # the level of zstd; level 3 saves less than 1 % of such bytes
+# The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``.
 CHUNK_BYTES = 64 * 1024**2
-"""The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``."""
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -139,9 +135,7 @@ def _unpacked(packed: ByteArray, limit: int) -> ByteArray:
 
 CHECKPOINT_FILE = "checkpoint.json"
 
-MAX_CHECKPOINT_JSON = 64 * 1024**2
-"""The most bytes of a ``checkpoint.json``, which has about 150 for each tensor."""
-
+MAX_CHECKPOINT_JSON = 64 * 1024**2  # The most bytes of a ``checkpoint.json``, which has about 150 for each tensor
 _DIRECTORY_NAME = re.compile(r"v([0-9]{6,15})\Z")
 
 
@@ -372,8 +366,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(renamed)
 
 
-COPY_BYTES = 16 * 1024**2
-"""The bytes that are copied at a time."""
+COPY_BYTES = 16 * 1024**2  # the bytes that are copied at a time
 
 
 class LocalCheckpoint:

@@ -95,6 +95,7 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 _DCP = "torch.distributed.checkpoint"
 
+# What the ``.metadata`` of a checkpoint may name, besides torch's dtypes
 _NAMES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
@@ -106,7 +107,6 @@ _NAMES = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )),
 }  # fmt: skip
-"""What the ``.metadata`` of a checkpoint may name, besides torch's dtypes."""
 
 
 def _enum_member(kind: Any, name: str) -> Any:

@@ -186,8 +186,8 @@ _AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
+# In the name of rewritten bytecode: other rules, which are in this file, have another
 _REWRITTEN = f"myxo{sys.flags.optimize}x{zlib.crc32(Path(__file__).read_bytes()):08x}"
-"""In the name of rewritten bytecode: other rules, which are in this file, have another."""
 
 
 class CpuLoader(SourceFileLoader):

@@ -91,8 +91,8 @@ class WeightReadLock:
 
 T = TypeVar("T")
 
+# Gives the specs of a stage's layers; its argument is the number of the rank's chunk, None where it has one alone
 LayersOf = Callable[[int | None], TransformerBlockSubmodules]
-"""Gives the specs of a stage's layers; its argument is the number of the rank's chunk, None where it has one alone."""
 
 
 class HiddenStatesModel(GPTModel):

@@ -142,9 +142,7 @@ def _least_loaded(ranks: Sequence[int], load: Mapping[int, int]) -> int:
     return min(ranks, key=lambda rank: (load[rank], rank))
 
 
-_FULL_BYTES = 16 << 20
-"""A disk with less room than this, once a write has failed, counts as full."""
-
+_FULL_BYTES = 16 << 20  # A disk with less room than this, once a write has failed, counts as full
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 60.0
 

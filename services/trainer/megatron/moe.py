@@ -110,9 +110,7 @@ class _Restored(torch.autograd.Function):
         return gradient.index_select(0, tokens), None, None
 
 
-ALIGNED = 16
-"""Bytes that rows must be a multiple of for the grouped kernels."""
-
+ALIGNED = 16  # bytes that rows must be a multiple of for the grouped kernels
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
 
 

@@ -33,14 +33,12 @@ from shared.config.trainer_section import TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
-STATES = ("master_param", "exp_avg", "exp_avg_sq")
-"""The names of a parameter's state, which are Transformer Engine's."""
-
+STATES = ("master_param", "exp_avg", "exp_avg_sq")  # the names of a parameter's state, which are Transformer Engine's
+# Elements that are on their way at a time; each takes 12 bytes on the device, three times where transfers overlap
 SLICE_ELEMENTS = 32 << 20
-"""Elements that are on their way at a time; each takes 12 bytes on the device, three times where transfers overlap."""
 
+# the dtypes that are kept with a scale, one a slice, and their largest value
 LARGEST = {torch.float16: 65504.0, torch.float8_e4m3fn: 448.0}
-"""The dtypes that are kept with a scale, one a slice, and their largest value."""
 
 
 @dataclass

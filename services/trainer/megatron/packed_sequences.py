@@ -127,8 +127,8 @@ def gather_keys_and_values(key: Tensor, value: Tensor, split: ContextSplit) -> t
     return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 
+# the share of a micro-batch's tokens that ``auto`` wants saved: below it, kernels for whole sequences may be the faster ones
 WORTHWHILE = 0.1
-"""The share of a micro-batch's tokens that ``auto`` wants saved: below it, kernels for whole sequences may be the faster ones."""
 
 
 Setting = Literal["auto", "on", "off"]
@@ -158,15 +158,11 @@ def obstacle(config: TransformerConfig) -> str | None:
     return None
 
 
-SHORT = 16
-"""Sequences up to this many tokens share one batch, whatever padding that costs."""
-
-SIMILAR = 0.75
-"""A sequence joins a batch of longer ones if it fills at least this share of a row."""
+SHORT = 16  # Sequences up to this many tokens share one batch, whatever padding that costs
+SIMILAR = 0.75  # A sequence joins a batch of longer ones if it fills at least this share of a row
 
 
-LONG = 2048
-"""Tokens from which a sequence counts as long on a GPU."""
+LONG = 2048  # Tokens from which a sequence counts as long on a GPU
 
 
 @dataclass

@@ -37,8 +37,7 @@ from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.joint_write import Elected, HeldPart, Places, elect
 from services.trainer.megatron.runtime import gather_json, host_copy
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offsets and the sizes of a box, one of each a dimension."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets and the sizes of a box, one of each a dimension
 
 
 def boxes_of_interval(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
@@ -124,8 +123,7 @@ def overlap(first: Box, second: Box) -> bool:
 
 _PREFIX = "optimizer.state"
 
-PIECE_BYTES = 64 << 20
-"""The most bytes of a part that is written at once, and thus beside a rank's own shard in host memory."""
+PIECE_BYTES = 64 << 20  # the most bytes of a part that is written at once, and thus beside a rank's own shard in host memory
 
 
 class LiveState:

@@ -1,4 +1,4 @@
-"""The decisions of a push: its members, the renewal of its channels, the response to failures, and its record. Pure: callers give the time."""
+"""The decisions of a push: its members, the renewal of its channels, the response to failures, its record. Pure: callers give the time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,15 +9,10 @@ from shared.runtime.activities import PUSH
 from shared.schema.service_messages import Doing, ServiceStatus
 from shared.schema.weight_messages import Marks, ReplicaPush, WeightsPushed, WeightsReceived, WeightsServed
 
-OFFER_SECONDS = 5.0
-"""The time that a replica has to answer that it can take a version."""
-
-ABORT_SECONDS = 10.0
-"""The time that replicas have to acknowledge a push's end."""
-
+OFFER_SECONDS = 5.0  # the time that a replica has to answer that it can take a version
+ABORT_SECONDS = 10.0  # the time that replicas have to acknowledge a push's end
 BACK_OFF_SECONDS = 1.0
-BACK_OFF_MOST = 60.0
-"""A replica that failed a push is offered the next one after 1, 2, 4, … seconds, 60 at most."""
+BACK_OFF_MOST = 60.0  # A replica that failed a push is offered the next one after 1, 2, 4, … seconds, 60 at most
 
 
 @dataclass(frozen=True)
@@ -214,9 +209,7 @@ def lost_members(members: Iterable[Target], statuses: Iterable[ServiceStatus]) -
     }
 
 
-PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"
-"""The steps of a push, in their order."""
-
+PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"  # the steps of a push, in their order
 _NEXT = {PREPARE: (RECEIVE,), RECEIVE: (CHECK, COMMIT), CHECK: (COMMIT,), COMMIT: ()}
 
 

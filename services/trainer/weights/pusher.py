@@ -66,18 +66,12 @@ from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import on_stream
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
-POLL_INTERVAL_S = 0.2
-"""The interval at which the registry's statuses are compared with the members of a push."""
-
+POLL_INTERVAL_S = 0.2  # the interval at which the registry's statuses are compared with the members of a push
+# the time for which the others' answers are awaited once one has failed: they show which member broke the shared channel
 GRACE_SECONDS = 1.0
-"""The time for which the others' answers are awaited once one has failed: they show which member broke the shared channel."""
 
-ABSENCE_SECONDS = 3.0
-"""The time for which nobody may listen for a replica that did before, or whose connection the bus's restart broke."""
-
-OF_CHANNEL = ("ReceiverError", "")
-"""The errors of a replica that another member of its channel may have caused; all others are its own."""
-
+ABSENCE_SECONDS = 3.0  # the time for which nobody may listen for a replica that did before, or whose connection the bus's restart broke
+OF_CHANNEL = ("ReceiverError", "")  # the errors of a replica that another member of its channel may have caused; all others are its own
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -174,8 +168,7 @@ def watch_members(link: ControlClient, members: Sequence[Target]) -> Future[dict
     return link.begin(watched())
 
 
-THREAD_MARGIN = 30.0
-"""Seconds beyond a push's deadline that a change of the parameters waits for its end."""
+THREAD_MARGIN = 30.0  # seconds beyond a push's deadline that a change of the parameters waits for its end
 
 
 class Pusher:

@@ -121,8 +121,7 @@ def _units_of(bucket: Bucket, units: Iterator[GatherUnit]) -> Iterator[tuple[Gat
         yield unit, slots
 
 
-MARGIN_SECONDS = 5.0
-"""The seconds beyond its deadline that a relay has to end: it checks its deadline itself."""
+MARGIN_SECONDS = 5.0  # the seconds beyond its deadline that a relay has to end: it checks its deadline itself
 
 
 def relays_of(machines: Sequence[str], sources: Mapping[int, int], engines: Mapping[str, int]) -> dict[int, list[int]]:
@@ -326,8 +325,7 @@ class StageSender:
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
         self._channel: StageChannel | None = None
         self._relays: list[MemoryRelay] = []
-        self.marks: dict[str, float] = {}
-        """What the newest `send` has reached → when, monotonic seconds."""
+        self.marks: dict[str, float] = {}  # what the newest `send` has reached → when, monotonic seconds
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
         told = self.agree([own_address(), self.plan.stage, self.plan.is_source])
