@@ -51,10 +51,6 @@ class Places:
         """Returns whether all ranks see one directory."""
         return len(self.directories) == 1
 
-    def directory_of(self, rank: int) -> int:
-        """Returns the index of a rank's directory."""
-        return sorted(set(self.leaders)).index(self.leaders[rank])
-
     def as_json(self) -> list[dict[str, Any]]:
         """Returns each directory's ranks and their machine, for a checkpoint's marker."""
         return [{"host": self.hosts[ranks[0]], "ranks": ranks} for ranks in self.directories]

@@ -294,11 +294,6 @@ def precision_adam(keeping: OptimizerState | None) -> Iterator[None]:
         megatron_optimizer.Adam, distributed_optimizer.Adam, megatron_optimizer.is_te_min_version = before
 
 
-def without_keeping(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of Megatron's OptimizerConfig that are left for Megatron itself."""
-    return {name: value for name, value in overrides.items() if name not in OptimizerState.FLAGS}
-
-
 class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with the interface and state of Apex' and Transformer Engine's ``FusedAdam``.
 
@@ -403,7 +398,7 @@ class Optimizer:
                     "use_distributed_optimizer": trainer.use_distributed_optimizer,
                     "log_num_zeros_in_grad": False,
                 },
-                without_keeping(overrides),
+                {name: value for name, value in overrides.items() if name not in OptimizerState.FLAGS},
                 "optimizer",
             ),
             keeping,

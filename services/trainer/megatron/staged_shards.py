@@ -318,7 +318,8 @@ class StagedShards(TorchDistSaveShardedStrategy):
 
 def _elected(held: dict[str, ShardedBase], places: Places) -> list[Elected]:
     """Returns what each rank writes, given what this one holds. A collective of all ranks."""
-    everyone = gather_json({name: [_nbytes(base), _is_main(base)] for name, base in held.items()})
+    sizes = {name: base.data.nbytes if isinstance(base.data, Tensor) else 0 for name, base in held.items()}
+    everyone = gather_json({name: [sizes[name], _is_main(base)] for name, base in held.items()})
     return elect([{name: HeldPart(*part) for name, part in each.items()} for each in everyone], places.directories)
 
 
@@ -344,10 +345,6 @@ def _item_name(item: WriteItem) -> str:
 
 def _hashed(key: str, *numbers: Any) -> str:
     return blake2b(repr((key, *map(tuple, numbers))).encode(), digest_size=9).hexdigest()
-
-
-def _nbytes(base: ShardedBase) -> int:
-    return base.data.nbytes if isinstance(base.data, Tensor) else 0
 
 
 def _is_main(base: ShardedBase) -> bool:
