@@ -55,9 +55,13 @@ def resolve(given: Mapping[str, Any]) -> MegatronFlags:
 
 
 @cache
+def _hints(group: str) -> dict[str, Any]:
+    return {name: hint for model in GROUPS[group] for name, hint in typing.get_type_hints(model).items()}
+
+
 def converted(group: str, name: str, value: Any) -> Any:
     """Returns plain data as a field of a dataclass holds it: dtypes, enums, tuples. Raises ConfigError where there is no such field."""
-    hint = {name: hint for model in GROUPS[group] for name, hint in typing.get_type_hints(model).items()}.get(name)
+    hint = _hints(group).get(name)
     if hint is None:
         raise ConfigError(f"trainer.megatron.{name}", value, "leave it out: the Megatron on the path has no such field")
     if value is None:
