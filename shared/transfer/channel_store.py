@@ -149,7 +149,7 @@ class StoreServer:
         self._connections.discard(connection)
 
     def _proved(self, connection: socket.socket) -> bool:
-        """Returns whether the other end knows the secret; if so, it is told that this end does."""
+        """Returns whether the other end knows the secret; if so, proves to it that this end does."""
         connection.settimeout(PROOF_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -202,7 +202,7 @@ class RemoteStore(Store):
         self.set_timeout(datetime.timedelta(seconds=WAIT_SECONDS))
         self._name = f"the store at {host}:{port}"
         self._asking = threading.Lock()
-        self._owed = 0  # answers that nobody has read yet
+        self._owed = 0  # answers that have not been read yet
         end = time.monotonic() + seconds
         while True:
             try:

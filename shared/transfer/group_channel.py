@@ -46,7 +46,7 @@ class PushFollower:
 
     Args:
         begin: called with a manifest's id and the push's seconds; begins it and returns whether it could. give_up: called with the reason
-            where a push has begun that nobody will ask for. seconds: to connect.
+            where a push has begun that is never asked for. seconds: to connect.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PushFollower:
         self._store = StoreFollower(address.address, address.port, address.secret, seconds)
         self._lock = threading.Lock()
         self._asked_for = -1  # the newest push that somebody has asked for
-        self._begun: int | None = None  # the push that has begun and that nobody has asked for
+        self._begun: int | None = None  # the push that has begun and has not been asked for
         SupervisedThread(self._follow, f"follow-{address.name}").start()
 
     def claim(self, push: int) -> bool:

@@ -337,7 +337,7 @@ class WeightCheckpoints:
         """Removes what the newest ``count`` readable versions are not made of. Returns what it removed, the newest first.
 
         A directory that cannot be read stays, because whoever wrote it may want to know. While a checkpoint of a retained chain is missing,
-        everything stays: nobody can tell what that chain was made of.
+        everything stays: what that chain was made of is not known.
         """
         readable = self.readable()
         try:
@@ -359,7 +359,7 @@ class WeightCheckpoints:
 
 
 def _remove(path: Path) -> None:
-    """Takes a version's name away first, so that nobody ever sees half of it."""
+    """Takes a version's name away first, so that half of it is never seen."""
     renamed = path.with_name(f".{path.name}.removed")
     shutil.rmtree(renamed, ignore_errors=True)
     path.rename(renamed)
@@ -370,7 +370,7 @@ COPY_BYTES = 16 * 1024**2  # the bytes that are copied at a time
 
 
 class LocalCheckpoint:
-    """At most one version below ``directory``, which nobody else writes to.
+    """At most one version below ``directory``, which has no other writer.
 
     What an earlier process has left there counts once its bytes have been read and found right.
     """

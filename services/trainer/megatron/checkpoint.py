@@ -348,7 +348,7 @@ def _mark_local(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    """Returns the state of every generator that this rank draws from."""
+    """Returns the state of every generator that this rank uses."""
     return {
         "torch": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),

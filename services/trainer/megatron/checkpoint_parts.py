@@ -51,7 +51,7 @@ def damage(directory: Path, rank: int = 0, world: int = 1) -> str | None:
     """Returns what is wrong with a checkpoint's directory; None where nothing is.
 
     Args:
-        rank, world: of the sizes all ranks look at all, of the digests each at its share: the shards that it (or, in another layout, a
+        rank, world: all ranks check all sizes, but of the digests each at its share: the shards that it (or, in another layout, a
             rank of the same number modulo ``world``) wrote, and rank 0 at what is no shard.
     """
     if not (directory / DIGESTS).exists():

@@ -103,7 +103,7 @@ class Adapter(torch.nn.Module):
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
             elif not self.of_experts:  # its gradient is a sum over the ranks' tokens
                 parameter.sequence_parallel = self.scattered  # type: ignore[attr-defined]
-            elif self.group is not None and self.group.size() == 1:  # nobody else has it: the gradient's norm counts it on every rank
+            elif self.group is not None and self.group.size() == 1:  # no other rank has it: the gradient's norm counts it on every rank
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def _drawn(self, inputs: int, seed: int) -> Tensor:

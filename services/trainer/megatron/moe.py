@@ -439,7 +439,7 @@ class ReplayedMoELayer(MoELayer):
 def stage_routing(
     batch: PackedBatch, given: ModelInput, architecture: Architecture, sequence_parallel: bool, record: bool
 ) -> StageRouting | None:
-    """Returns what the routers of this rank do with a micro-batch; None where they choose by themselves and nobody asks.
+    """Returns what the routers of this rank do with a micro-batch; None where they choose by themselves and no record is wanted.
 
     Args:
         given: the micro-batch as the layers see it. record: whether the choices are to be kept.

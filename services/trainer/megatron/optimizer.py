@@ -421,7 +421,7 @@ class Optimizer:
         self.reset_moments()
 
     def reset_moments(self) -> None:
-        """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule goes on."""
+        """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule continues."""
         for part in self.parts().values():
             for group in part.optimizer.param_groups:
                 group.pop("step", None)

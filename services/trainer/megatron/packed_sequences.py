@@ -148,7 +148,7 @@ def least_saved(setting: Setting, config: TransformerConfig) -> float | None:
 
 
 def obstacle(config: TransformerConfig) -> str | None:
-    """Returns why beginnings are not shared, if nobody has said ``off``; None where they are."""
+    """Returns why beginnings are not shared, unless the run says ``off``; None where they are."""
     if config.context_parallel_size > 1:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
@@ -222,7 +222,7 @@ class StageRouting:
 
     Args:
         given: number of a layer, from 1 → integers [tokens of this rank's routers, experts a token], which take the place of the router's
-            choice; -1: its own. recorded: gets the choices of the layers, int16; None: nobody wants them.
+            choice; -1: its own. recorded: gets the choices of the layers, int16; None: they are not needed.
     """
 
     given: dict[int, Tensor]

@@ -295,7 +295,7 @@ def _with_candidates(
 
 
 def _reduce(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
-    """Sums the last stage's reports over the data-parallel ranks, and tells all stages.
+    """Sums the last stage's reports over the data-parallel ranks, and sends the sums to all stages.
 
     Raises:
         BadLoss: the micro-batches, or the ranks, do not report the same metrics.

@@ -40,7 +40,7 @@ class PushResult:
     @property
     def phases(self) -> dict[str, float]:
         """Returns the seconds of each phase: ``pause``, the slowest replica's until its engine was paused, beside the ``transfer``; that,
-        until all had loaded; ``check``: comparing digests; ``activate``: the commit. Empty where no marks tell of them."""
+        until all had loaded; ``check``: comparing digests; ``activate``: the commit. Empty without marks of them."""
         trainer, replicas = self.marks.get("trainer", {}), [marks for name, marks in self.marks.items() if name != "trainer"]
         if not {"receive_began", "check_began", "commit_began", "prepare_began"} <= trainer.keys():
             return {}
@@ -257,7 +257,7 @@ class PushRecord:
         self._served: Mapping[str, WeightsServed] = {}
 
     def begin(self, step: str, now: float) -> None:
-        """Takes that a step begins, or goes on."""
+        """Records that a step begins, or continues."""
         self.step = step
         self._began.setdefault(step, now)
 

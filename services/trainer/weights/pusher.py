@@ -70,7 +70,8 @@ POLL_INTERVAL_S = 0.2  # the interval at which the registry's statuses are compa
 # the time for which the others' answers are awaited once one has failed: they show which member broke the shared channel
 GRACE_SECONDS = 1.0
 
-ABSENCE_SECONDS = 3.0  # the time for which nobody may listen for a replica that did before, or whose connection the bus's restart broke
+# the time for which no one may listen for a replica that listened before, or whose connection the bus's restart broke
+ABSENCE_SECONDS = 3.0
 OF_CHANNEL = ("ReceiverError", "")  # the errors of a replica that another member of its channel may have caused; all others are its own
 Answer = TypeVar("Answer", bound=Message)
 
@@ -472,7 +473,7 @@ class Pusher:
         try:
             message = WeightsAbort(version=push.version, push=push.number, reason=f"{self._record.step}: {error}")
             blamed = [target for target in members if target.instance in culprits]
-            self._ask(blamed, "abort", lambda _: message, Accepted, ABORT_SECONDS)  # nobody waits for these: they may answer to nothing
+            self._ask(blamed, "abort", lambda _: message, Accepted, ABORT_SECONDS)  # nothing waits for these
             others = [target for target in members if target not in blamed]
             self._ask(others, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:

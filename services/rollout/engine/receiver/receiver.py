@@ -189,7 +189,7 @@ class Receiver:
             self.disturb(f"a push of version {reception.version} begins")
         try:
             answer = reception.run()
-            reception.tell_held(answer["digest"])
+            reception.report_held(answer["digest"])
             return answer
         except Exception as error:
             if reception.touched:
