@@ -11,8 +11,7 @@ from shared.transfer import digest
 from shared.transfer.digest import TensorDigest
 from shared.transfer.manifest import Bucket, Manifest, Slot
 
-BUFFERS = 4
-"""Flat buffers of an end: one is filled or loaded while three are on their way, or arrive before an engine is paused."""
+BUFFERS = 4  # flat buffers of an end: one is filled or loaded while three are on their way, or arrive before an engine is paused
 
 
 def torch_dtype(name: str) -> torch.dtype:

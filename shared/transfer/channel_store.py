@@ -30,8 +30,7 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from shared.runtime.errors import ConfigError
 from shared.runtime.own_address import HOST_VARIABLE
 
-MEETING_SECONDS = 300.0
-"""torch's own limit for the members of a group to meet in a store."""
+MEETING_SECONDS = 300.0  # torch's own limit for the members of a group to meet in a store
 
 
 class BoundStore(TCPStore):
@@ -61,27 +60,13 @@ def bind_stores() -> None:
 
 NONCE_BYTES = PROOF_BYTES = 32
 
-PROOF_SECONDS = 5.0
-"""The seconds that a new connection has for its proof."""
-
-STRANGERS = 128
-"""The number of connections without a proof at any time; more are closed at once."""
-
-LARGEST_BYTES = 256 * 1024**2
-"""The largest request or answer: the manifest of a model of many tensors has some megabytes."""
-
-REQUEST_SECONDS = 5.0
-"""The seconds for an answer."""
-
-WAIT_SECONDS = 60.0
-"""The seconds that torch waits for a value while it forms a process group."""
-
-PATIENCE_S = 0.05
-"""The longest that the source keeps a request waiting for a value; other requests of the reader wait behind it."""
-
-RETRY_S = 0.1
-"""The seconds between two attempts to connect, or to accept."""
-
+PROOF_SECONDS = 5.0  # the seconds that a new connection has for its proof
+STRANGERS = 128  # the number of connections without a proof at any time; more are closed at once
+LARGEST_BYTES = 256 * 1024**2  # the largest request or answer: the manifest of a model of many tensors has some megabytes
+REQUEST_SECONDS = 5.0  # the seconds for an answer
+WAIT_SECONDS = 60.0  # the seconds that torch waits for a value while it forms a process group
+PATIENCE_S = 0.05  # the longest that the source keeps a request waiting for a value; other requests of the reader wait behind it
+RETRY_S = 0.1  # the seconds between two attempts to connect, or to accept
 _LENGTH = struct.Struct("<I")
 
 
@@ -164,7 +149,7 @@ class StoreServer:
         self._connections.discard(connection)
 
     def _proved(self, connection: socket.socket) -> bool:
-        """Returns whether the other end knows the secret; if so, it is told that this end does."""
+        """Returns whether the other end knows the secret; if so, proves to it that this end does."""
         connection.settimeout(PROOF_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -217,7 +202,7 @@ class RemoteStore(Store):
         self.set_timeout(datetime.timedelta(seconds=WAIT_SECONDS))
         self._name = f"the store at {host}:{port}"
         self._asking = threading.Lock()
-        self._owed = 0  # answers that nobody has read yet
+        self._owed = 0  # answers that have not been read yet
         end = time.monotonic() + seconds
         while True:
             try:

@@ -1,7 +1,8 @@
 """A channel over a process group (NCCL, gloo on CPUs): the source is rank 0 and broadcasts; the engine ranks are the others.
 
 Two broadcasts are on their way while a bucket is being filled at the one end and loaded at the other. A collective that a member's death
-has left hanging does not end by itself with NCCL, nor can gloo call one off: both ends only check whether it is done, until their deadline.
+has left hanging does not end by itself with NCCL, nor can gloo call one off: both ends only check whether it is done, until their
+deadline.
 """
 
 import concurrent.futures
@@ -36,8 +37,8 @@ from shared.transfer.weight_channel import (
     breaking,
 )
 
+# the longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own
 CLAIM_SECONDS = 10.0
-"""The longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own."""
 
 
 class PushFollower:
@@ -45,7 +46,7 @@ class PushFollower:
 
     Args:
         begin: called with a manifest's id and the push's seconds; begins it and returns whether it could. give_up: called with the reason
-            where a push has begun that nobody will ask for. seconds: to connect.
+            where a push has begun that is never asked for. seconds: to connect.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PushFollower:
         self._store = StoreFollower(address.address, address.port, address.secret, seconds)
         self._lock = threading.Lock()
         self._asked_for = -1  # the newest push that somebody has asked for
-        self._begun: int | None = None  # the push that has begun and that nobody has asked for
+        self._begun: int | None = None  # the push that has begun and has not been asked for
         SupervisedThread(self._follow, f"follow-{address.name}").start()
 
     def claim(self, push: int) -> bool:
@@ -94,20 +95,14 @@ class PushFollower:
                 pass  # whoever asks for the push meets the same
 
 
-GROUP_SECONDS = 24 * 3600.0
-"""NCCL's own limit for a collective, after which it would end the process: far beyond any deadline."""
-
+GROUP_SECONDS = 24 * 3600.0  # NCCL's own limit for a collective, after which it would end the process: far beyond any deadline
+# the seconds after its deadline at which a gloo broadcast ends by itself: only then is the buffer of an abandoned one released
 OVERDUE_SECONDS = 5.0
-"""The seconds after its deadline at which a gloo broadcast ends by itself: only then is the buffer of an abandoned one released."""
 
-ABORT_SECONDS = 5.0
-"""The seconds for NCCL to end a communicator's kernels."""
-
-END_SECONDS = 3.0
-"""The seconds to wait for a group to be destroyed."""
-
+ABORT_SECONDS = 5.0  # the seconds for NCCL to end a communicator's kernels
+END_SECONDS = 3.0  # the seconds to wait for a group to be destroyed
+# Variables read when a group is made: no watchdog may end this process because a peer has died. Deadlines are checked here.
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Variables read when a group is made: no watchdog may end this process because a peer has died. Deadlines are checked here."""
 
 
 class BroadcastGroup:

@@ -12,28 +12,23 @@ import xxhash
 from shared.runtime.errors import BadMessage
 from shared.runtime.untrusted_files import parse_json
 
+# Every tensor begins at a multiple of so many bytes of its bucket: any dtype can be viewed there, and GPUs read whole lines
 ALIGNMENT = 256
-"""Every tensor begins at a multiple of so many bytes of its bucket: any dtype can be viewed there, and GPUs read whole lines."""
 
+# bytes per element of the dtypes that a bucket may hold, by torch's names
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes per element of the dtypes that a bucket may hold, by torch's names."""
 
-RAMP_PART = 0.25
-"""The part of a full bucket that the smallest at the beginning and the end of a push have."""
-
+RAMP_PART = 0.25  # the part of a full bucket that the smallest at the beginning and the end of a push have
 Kind = Literal["weights", "adapter", "partial"]
 
-MAX_DIMENSIONS = 32
-"""The most dimensions that a tensor may have."""
-
+MAX_DIMENSIONS = 32  # the most dimensions that a tensor may have
+# the most characters of a tensor's name, all of which must be printable: a version's digest puts other characters between names
 MAX_TENSOR_NAME = 1000
-"""The most characters of a tensor's name, all of which must be printable: a version's digest puts other characters between names."""
 
-MAX_TENSOR_BYTES = 2**48
-"""The size from which on a tensor is refused for its shape alone."""
+MAX_TENSOR_BYTES = 2**48  # the size from which on a tensor is refused for its shape alone
 
 
 @dataclass(frozen=True)
@@ -115,8 +110,7 @@ class Manifest:
             raise BadMessage(f"a manifest of weights that cannot be read: {type(error).__name__}: {error}") from error
 
 
-TensorSpec = tuple[str, str, tuple[int, ...]]
-"""A tensor's name, dtype and shape."""
+TensorSpec = tuple[str, str, tuple[int, ...]]  # A tensor's name, dtype and shape
 
 
 def checked_tensor(name: Any, dtype: Any, shape: Any) -> TensorSpec:

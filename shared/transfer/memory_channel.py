@@ -24,21 +24,15 @@ from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.manifest import Manifest
 from shared.transfer.weight_channel import POLL_INTERVAL_S, ChannelBroken, ChannelReceiver, ChannelSender, TransferDeadline
 
+# Flat buffers of a channel: one is filled while the other is loaded. On a GPU they stay between pushes, so there are no more.
 MEMORY_BUFFERS = 2
-"""Flat buffers of a channel: one is filled while the other is loaded. On a GPU they stay between pushes, so there are no more."""
 
-LOADING_POLL_S = 0.001
-"""The seconds between two looks at the GPU, while buckets that the source waits for are being loaded."""
-
-FILE_PREFIX = "myxo-weights-"
-"""The prefix of the files' names: a reader opens no file without it, whatever the store names."""
-
-Handle = list[Any]
-"""The kind of a buffer, ``cuda`` or ``file``, and what `_opened` needs."""
-
+LOADING_POLL_S = 0.001  # the seconds between two looks at the GPU, while buckets that the source waits for are being loaded
+FILE_PREFIX = "myxo-weights-"  # the prefix of the files' names: a reader opens no file without it, whatever the store names
+Handle = list[Any]  # the kind of a buffer, ``cuda`` or ``file``, and what `_opened` needs
+# The buffers of this process on its GPU, by purpose. They outlive their channels: memory that a dead engine had mapped is never returned
+# to torch's allocator, which counts readers, so that each channel's own buffers would be lost with its first dead engine.
 _gpu_rings: dict[tuple[torch.device, int], BucketRing] = {}
-"""The buffers of this process on its GPU, by purpose. They outlive their channels: memory that a dead engine had mapped is never returned
-to torch's allocator, which counts readers, so that each channel's own buffers would be lost with its first dead engine."""
 
 
 class MemorySender(ChannelSender):

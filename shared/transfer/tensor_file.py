@@ -22,15 +22,11 @@ from shared.transfer.manifest import ITEM_BYTES, checked_sizes, checked_tensor
 
 ByteArray = NDArray[np.uint8]
 
-TensorBytes = tuple[str, tuple[int, ...], ByteArray]
-"""A tensor as its dtype by torch's name, its shape, and its bytes: uint8 [nbytes]."""
-
+TensorBytes = tuple[str, tuple[int, ...], ByteArray]  # A tensor as its dtype by torch's name, its shape, and its bytes: uint8 [nbytes]
+# The most bytes that a header may have: some hundred thousand tensors. Read as JSON it takes thirty times as much memory.
 HEADER_LIMIT = 16 * 1024**2
-"""The most bytes that a header may have: some hundred thousand tensors. Read as JSON it takes thirty times as much memory."""
 
-HASH_THREADS = min(8, os.cpu_count() or 1)
-"""The threads that hash, pack and unpack, all of which release the interpreter's lock."""
-
+HASH_THREADS = min(8, os.cpu_count() or 1)  # the threads that hash, pack and unpack, all of which release the interpreter's lock
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",

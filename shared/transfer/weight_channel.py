@@ -28,24 +28,14 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.channel_store import RemoteStore, StoreServer
 from shared.transfer.manifest import Manifest
 
-POLL_INTERVAL_S = 0.05
-"""The longest sleep between two checks of a deadline."""
-
-SENDER_POLL_S = 0.0005
-"""The longest sleep of a source that waits for a buffer: the readers have nothing to do meanwhile."""
-
-STORE_POLL_S = 0.1
-"""The seconds between two checks in the store whether the other end has given up, while an end waits for buckets."""
-
+POLL_INTERVAL_S = 0.05  # the longest sleep between two checks of a deadline
+SENDER_POLL_S = 0.0005  # the longest sleep of a source that waits for a buffer: the readers have nothing to do meanwhile
+STORE_POLL_S = 0.1  # the seconds between two checks in the store whether the other end has given up, while an end waits for buckets
+# the interval at which a source that waits for its readers' digests checks whether they have failed
 HELD_POLL = datetime.timedelta(seconds=0.05)
-"""The interval at which a source that waits for its readers' digests looks whether they have failed."""
 
-EAGER_SECONDS = 0.01
-"""For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that."""
-
-CONNECT_SECONDS = 5.0
-"""The seconds to reach the store of another process, to abort its channel."""
-
+EAGER_SECONDS = 0.01  # For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that
+CONNECT_SECONDS = 5.0  # the seconds to reach the store of another process, to abort its channel
 SECRET_BYTES = 32
 
 T = TypeVar("T")
@@ -81,7 +71,7 @@ class TransferDeadline:
         return max(0.0, self._end - time.monotonic())
 
     def check(self, what: str, awaited_from: str) -> None:
-        """Raises TransferAborted, or DeadlineExceeded that names what is awaited from whom."""
+        """Raises TransferAborted, or DeadlineExceeded that names what is awaited, and from which process."""
         if self._called_off.is_set():
             raise TransferAborted(f"{what} from {awaited_from} was called off")
         if time.monotonic() >= self._end:
@@ -190,7 +180,7 @@ class ChannelSender(abc.ABC):
         """Returns once every bucket has left this side. ``meanwhile``: is called while it waits."""
 
     def held_by_all(self, push: int, digest: str, done: Callable[[], bool]) -> bool:
-        """Returns whether every reader has said, by `ChannelReceiver.tell_held`, that it holds ``digest`` after this push.
+        """Returns whether every reader has said, by `ChannelReceiver.report_held`, that it holds ``digest`` after this push.
 
         Waits for them until ``done()``, or until the channel breaks.
         """
@@ -260,7 +250,7 @@ class ChannelReceiver(abc.ABC):
     """A reader's end. One thread at a time calls its methods, any thread `close`.
 
     Its methods raise ChannelBroken, TransferAborted, DeadlineExceeded, and BadMessage. On a GPU "the current stream" is the one on which
-    buckets are loaded: what `take` gives may be read in its order, and what it was told to do before `release` may still read the bucket.
+    buckets are loaded: what `take` gives may be read in its order, and what was issued on it before `release` may still read the bucket.
 
     Args:
         rank: of this process in the channel, from 1.
@@ -323,7 +313,7 @@ class ChannelReceiver(abc.ABC):
     def finish(self, deadline: TransferDeadline) -> None:  # noqa: B027  # not every kind has something to do
         """Ends the push: every bucket was released, and all work that reads them is done."""
 
-    def tell_held(self, push: int, digest: str) -> None:
+    def report_held(self, push: int, digest: str) -> None:
         """Tells the source the digest of what this reader holds after the push, without waiting. Raises ChannelBroken."""
         with breaking(f"{self.source} is gone"):
             self.store.post(f"held/{push}/{self.rank}", digest)

@@ -1,12 +1,12 @@
 """Versions of the weights on disk: whole Hugging Face checkpoints, deltas on them, and a local copy that deltas are applied to.
 
-Each version is a directory ``v000012`` with a small ``checkpoint.json``. It appears complete or not at all (`shared.runtime.atomic_files`)
-and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it and the deltas from there on, each
-lying on the one before.
+Each version is a directory ``v000012`` with a small ``checkpoint.json``. It appears complete or not at all
+(`shared.runtime.atomic_files`) and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it and
+the deltas from there on, each lying on the one before.
 
-A local checkpoint is a replica's cache, or what the trainer wrote last. Its tensors are changed in place through memory maps, so a model is
-never in memory as a whole. While it is changed it has a scratch name: a process that is killed there leaves nothing that could be taken for
-a version.
+A local checkpoint is a replica's cache, or what the trainer wrote last. Its tensors are changed in place through memory maps, so a model
+is never in memory as a whole. While it is changed it has a scratch name: a process that is killed there leaves nothing that could be
+taken for a version.
 
 A delta stores bits, never arithmetic. ``xor`` stores the exclusive or of old and new, the elements' first bytes before all their second
 ones: after a small step the leading ones are zeros. ``overwrite`` stores positions (as distances) and values of the elements that differ;
@@ -38,14 +38,10 @@ from shared.transfer.manifest import ITEM_BYTES, checked_tensor
 from shared.transfer.tensor_file import HASH_THREADS, ByteArray, TensorFileBroken, TensorFiles
 
 DeltaEncoding = Literal["xor", "overwrite"]
-DeltaParts = dict[str, ByteArray]
-"""A tensor's change: ``xor`` alone, or ``gaps`` and ``values``; each compressed."""
-
-LEVEL = 1
-"""The level of zstd; level 3 saves less than 1 % of such bytes."""
-
+DeltaParts = dict[str, ByteArray]  # A tensor's change: ``xor`` alone, or ``gaps`` and ``values``; each compressed
+LEVEL = 1  # the level of zstd; level 3 saves less than 1 % of such bytes
+# The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``.
 CHUNK_BYTES = 64 * 1024**2
-"""The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``."""
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -139,9 +135,7 @@ def _unpacked(packed: ByteArray, limit: int) -> ByteArray:
 
 CHECKPOINT_FILE = "checkpoint.json"
 
-MAX_CHECKPOINT_JSON = 64 * 1024**2
-"""The most bytes of a ``checkpoint.json``, which has about 150 for each tensor."""
-
+MAX_CHECKPOINT_JSON = 64 * 1024**2  # The most bytes of a ``checkpoint.json``, which has about 150 for each tensor
 _DIRECTORY_NAME = re.compile(r"v([0-9]{6,15})\Z")
 
 
@@ -343,7 +337,7 @@ class WeightCheckpoints:
         """Removes what the newest ``count`` readable versions are not made of. Returns what it removed, the newest first.
 
         A directory that cannot be read stays, because whoever wrote it may want to know. While a checkpoint of a retained chain is missing,
-        everything stays: nobody can tell what that chain was made of.
+        everything stays: what that chain was made of is not known.
         """
         readable = self.readable()
         try:
@@ -365,19 +359,18 @@ class WeightCheckpoints:
 
 
 def _remove(path: Path) -> None:
-    """Takes a version's name away first, so that nobody ever sees half of it."""
+    """Takes a version's name away first, so that half of it is never seen."""
     renamed = path.with_name(f".{path.name}.removed")
     shutil.rmtree(renamed, ignore_errors=True)
     path.rename(renamed)
     shutil.rmtree(renamed)
 
 
-COPY_BYTES = 16 * 1024**2
-"""The bytes that are copied at a time."""
+COPY_BYTES = 16 * 1024**2  # the bytes that are copied at a time
 
 
 class LocalCheckpoint:
-    """At most one version below ``directory``, which nobody else writes to.
+    """At most one version below ``directory``, which has no other writer.
 
     What an earlier process has left there counts once its bytes have been read and found right.
     """

@@ -2,8 +2,8 @@
 
     PYTHONPATH=MYXO python gpu_launcher.py --model-path MODEL ...    (sglang.launch_server's flags)
 
-The store is where an engine's schedulers meet (`shared.transfer.channel_store`); they trust what they find there, and unpickle what they then
-send to each other. They are spawned, and a child that is spawned imports this file again, as ``__mp_main__``. They are begun at once, so
+The store is where an engine's schedulers meet (`shared.transfer.channel_store`); they trust what they find there, and unpickle what they
+then send to each other. They are spawned, and a spawned child imports this file again, as ``__mp_main__``. They are begun at once, so
 that they import SGLang beside this process, not after it (`services.rollout.engine.early_processes`), and so is the compiling of what the
 engine would compile once it has imported (`services.rollout.engine.kernel_builds`).
 """

@@ -11,8 +11,8 @@ from services.trainer.megatron.cpu import install
 # Megatron warns once a module and rank, of nothing that this trainer would use differently.
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Apex is) not installed")
 
+# ``"cuda"`` or ``"cpu"``: the device on which Megatron-Core was set up when this process first imported the package
 DEVICE_TYPE = install()
-"""``"cuda"`` or ``"cpu"``: the device on which Megatron-Core was set up when this process first imported the package."""
 
 if DEVICE_TYPE == "cuda":
     # Megatron compiles its fused activations. Past eight variants (of shapes, of gradients or none) PyTorch runs them

@@ -28,8 +28,7 @@ from shared.runtime.errors import MyxoError
 
 GRID = 256
 
-WIDEST_HEAD = 128
-"""The widest heads that cuDNN takes in every version."""
+WIDEST_HEAD = 128  # the widest heads that cuDNN takes in every version
 
 
 def uses_dense_batches(dtype: torch.dtype) -> bool:

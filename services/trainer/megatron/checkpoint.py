@@ -6,7 +6,7 @@ files lie where. The directory is written under another name and renamed when al
 is complete (see :mod:`.joint_write`). ``ROOT`` may be on a disk that all ranks see, or on one of each node: then each node has the files
 of its ranks, which are enough for the same layout on the same nodes.
 
-Megatron and PyTorch unpickle parts of it when they read it back; :mod:`.checkpoint_pickles` sees to it that those run no code.
+Megatron and PyTorch unpickle parts of it when they read it back; :mod:`.checkpoint_parts` sees to it that those run no code.
 """
 
 import json
@@ -42,9 +42,7 @@ from shared.runtime.untrusted_files import parse_json, read_regular
 
 FORMAT = 3
 
-MAX_MARKER = 16 * 1024**2
-"""The most bytes of a ``checkpoint.json``."""
-
+MAX_MARKER = 16 * 1024**2  # The most bytes of a ``checkpoint.json``
 RESTART = "the checkpoint is not there; the run goes on from the one before it"
 _NAME = re.compile(r"step_(\d{8,})")
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -350,7 +348,7 @@ def _mark_local(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    """Returns the state of every generator that this rank draws from."""
+    """Returns the state of every generator that this rank uses."""
     return {
         "torch": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),

@@ -51,7 +51,7 @@ def damage(directory: Path, rank: int = 0, world: int = 1) -> str | None:
     """Returns what is wrong with a checkpoint's directory; None where nothing is.
 
     Args:
-        rank, world: of the sizes all ranks look at all, of the digests each at its share: the shards that it (or, in another layout, a
+        rank, world: all ranks check all sizes, but of the digests each at its share: the shards that it (or, in another layout, a
             rank of the same number modulo ``world``) wrote, and rank 0 at what is no shard.
     """
     if not (directory / DIGESTS).exists():
@@ -95,6 +95,7 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 _DCP = "torch.distributed.checkpoint"
 
+# What the ``.metadata`` of a checkpoint may name, besides torch's dtypes
 _NAMES = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
@@ -106,7 +107,6 @@ _NAMES = {
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )),
 }  # fmt: skip
-"""What the ``.metadata`` of a checkpoint may name, besides torch's dtypes."""
 
 
 def _enum_member(kind: Any, name: str) -> Any:

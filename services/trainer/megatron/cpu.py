@@ -117,12 +117,12 @@ class CudaToCpu(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             moved = ast.copy_location(ast.Attribute(node.func.value, "cpu", ast.Load()), node)
             return ast.copy_location(ast.Call(moved, [], []), node)
-        node.keywords = [keyword for keyword in node.keywords if not _pins(keyword)]
+        node.keywords = [
+            keyword
+            for keyword in node.keywords
+            if not (keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True)
+        ]
         return node
-
-
-def _pins(keyword: ast.keyword) -> bool:
-    return keyword.arg == "pin_memory" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
 
 
 def _without_compiler(module: types.ModuleType) -> None:
@@ -186,8 +186,8 @@ _AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
+# In the name of rewritten bytecode: other rules, which are in this file, have another
 _REWRITTEN = f"myxo{sys.flags.optimize}x{zlib.crc32(Path(__file__).read_bytes()):08x}"
-"""In the name of rewritten bytecode: other rules, which are in this file, have another."""
 
 
 class CpuLoader(SourceFileLoader):

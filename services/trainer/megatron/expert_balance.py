@@ -22,13 +22,13 @@ from torch import Tensor
 
 from shared.runtime.errors import ConfigError
 
+# Kind of loss → its metric: the mean over layers, before the coefficient
 METRICS = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
     "z_loss": "z_loss",
 }
-"""Kind of loss → its metric: the mean over layers, before the coefficient."""
 
 
 @dataclass(frozen=True)

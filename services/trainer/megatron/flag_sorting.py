@@ -14,12 +14,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from shared.config import megatron_flags
 from shared.runtime.errors import ConfigError
 
+# Kind of flag → the dataclasses whose fields flags of that kind are
 GROUPS: dict[str, tuple[type, ...]] = {
     "transformer": (TransformerConfig, MLATransformerConfig),
     "optimizer": (OptimizerConfig,),
     "ddp": (DistributedDataParallelConfig,),
 }
-"""Kind of flag → the dataclasses whose fields flags of that kind are."""
 
 
 @dataclass(frozen=True)

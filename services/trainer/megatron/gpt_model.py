@@ -91,8 +91,8 @@ class WeightReadLock:
 
 T = TypeVar("T")
 
+# Gives the specs of a stage's layers; its argument is the number of the rank's chunk, None where it has one alone
 LayersOf = Callable[[int | None], TransformerBlockSubmodules]
-"""Gives the specs of a stage's layers; its argument is the number of the rank's chunk, None where it has one alone."""
 
 
 class HiddenStatesModel(GPTModel):
@@ -287,7 +287,11 @@ def _build_chunk(
     )
     if value_head and last:
         model.output_layer = ValueHead(config)
-    _mark_experts(model)
+    # Megatron takes experts without expert parallelism for parameters like any other, and sums their gradients over the data-parallel
+    # ranks only: wrong, silently, where they are not split as other matrices are and tensor-parallel ranks have seen different tokens
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
     model.to(device())
     if a.latent is None:  # latent attention has its embedding inside
         # Megatron knows Llama 3's scaling with fixed constants only
@@ -313,15 +317,6 @@ def _stretched(scaling: Llama3Scaling, frequencies: Tensor) -> Tensor:
     between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     stretched = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
     return torch.where((wavelengths >= shortest) & (wavelengths <= longest), between, stretched)
-
-
-def _mark_experts(model: GPTModel) -> None:
-    """Marks experts, whose data-parallel ranks, gradient buffers and optimizer differ. Without expert parallelism Megatron
-    takes them for parameters like any other, and sums their gradients over the data-parallel ranks only: wrong, silently,
-    where they are not split as the other matrices are and the tensor-parallel ranks have seen different tokens."""
-    for name, parameter in model.named_parameters():
-        if ".experts." in name:
-            parameter.allreduce = False
 
 
 def wrap_chunks(

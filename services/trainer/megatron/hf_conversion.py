@@ -52,19 +52,12 @@ from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.atomic_files import fsync_tree, publish, scratch
 from shared.runtime.errors import ConfigError
 
-Progress = Callable[[int, int], None]
-"""A callback that is called with bytes done and bytes in all."""
-
-FILE_BYTES = 2 * 1024**3
-"""The bytes that are read from a distributed checkpoint at a time, and written to one safetensors file."""
-
+Progress = Callable[[int, int], None]  # A callback that is called with bytes done and bytes in all
+FILE_BYTES = 2 * 1024**3  # the bytes that are read from a distributed checkpoint at a time, and written to one safetensors file
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_FACTORS = "_scale_inv"
-"""The suffix of the factors' name, after the name of the matrix."""
-
-_HF_FILES = "hf"
-"""The directory of a converted checkpoint for the files beside the weights: config.json, the tokenizer."""
+_FACTORS = "_scale_inv"  # the suffix of the factors' name, after the name of the matrix
+_HF_FILES = "hf"  # The directory of a converted checkpoint for the files beside the weights: config.json, the tokenizer
 
 
 def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progress) -> Path:

@@ -1,9 +1,9 @@
 """A directory that all ranks write together, in the background if wanted, and that appears when all of them have written their parts.
 
-A thread of each rank writes its part without a collective, so that training may go on meanwhile. The threads tell one another through the
-store by which the ranks have met: any disk will do. Where ranks see different directories, each directory has a leader. Rank 0 leads all:
-the others' directories appear first and its own last, which is the moment from which the whole counts. Only then is anything older removed,
-so that a death at any instant leaves the older one everywhere, or the newer one.
+A thread of each rank writes its part without a collective, so that training may go on meanwhile. The threads report to one another
+through the store by which the ranks have met: any disk will do. Where ranks see different directories, each directory has a leader. Rank
+0 leads all: the others' directories appear first and its own last, which is the moment from which the whole counts. Only then is anything
+older removed, so that a death at any instant leaves the older one everywhere, or the newer one.
 """
 
 import contextlib
@@ -51,10 +51,6 @@ class Places:
         """Returns whether all ranks see one directory."""
         return len(self.directories) == 1
 
-    def directory_of(self, rank: int) -> int:
-        """Returns the index of a rank's directory."""
-        return sorted(set(self.leaders)).index(self.leaders[rank])
-
     def as_json(self) -> list[dict[str, Any]]:
         """Returns each directory's ranks and their machine, for a checkpoint's marker."""
         return [{"host": self.hosts[ranks[0]], "ranks": ranks} for ranks in self.directories]
@@ -68,7 +64,7 @@ def alone() -> Places:
 def find_places(root: Path) -> Places:
     """Finds out which ranks see the same directory ``root``, which is made if need be. A collective of all ranks. Raises OSError.
 
-    Every rank makes a file there and looks for the others': host names and mount points would not tell.
+    Every rank makes a file there and looks for the others': host names and mount points do not decide it.
     """
     if dist.get_world_size() == 1:
         root.mkdir(parents=True, exist_ok=True)
@@ -142,9 +138,7 @@ def _least_loaded(ranks: Sequence[int], load: Mapping[int, int]) -> int:
     return min(ranks, key=lambda rank: (load[rank], rank))
 
 
-_FULL_BYTES = 16 << 20
-"""A disk with less room than this, once a write has failed, counts as full."""
-
+_FULL_BYTES = 16 << 20  # A disk with less room than this, once a write has failed, counts as full
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 60.0
 
@@ -236,7 +230,7 @@ class JointWrite:
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
-        """Keeps an error of the body: this rank tells the others in `finish`, which may be many steps away."""
+        """Keeps an error of the body: this rank reports it in `finish`, which may be many steps away."""
         try:
             yield
         except _Abandoned:
@@ -297,7 +291,7 @@ class JointWrite:
         self._store.set(key, json.dumps(value))
 
     def _reported(self, event: str, ranks: range | list[int], what: str) -> list[Any]:
-        """Returns what these ranks have told of an event. Raises _Abandoned where one of them failed, after all have told."""
+        """Returns what these ranks have reported of an event. Raises _Abandoned where one of them failed, after all have reported."""
         keys = {rank: f"{event}_{rank}" for rank in ranks}
         waiting = dict(keys)
 
@@ -309,12 +303,12 @@ class JointWrite:
             return True
 
         self._wait(arrived, f"{what} of {self._what}", lambda: f"ranks {sorted(waiting)}")
-        told = [json.loads(self._store.get(key)) for key in keys.values()]
+        reported = [json.loads(self._store.get(key)) for key in keys.values()]
         for key in keys.values():
             self._store.delete_key(key)
-        if any(each["error"] for each in told):
+        if any(each["error"] for each in reported):
             raise _Abandoned
-        return [each["result"] for each in told]
+        return [each["result"] for each in reported]
 
     def _wait(self, there: Callable[[], bool], what: str, awaited_from: str | Callable[[], str]) -> None:
         ends, leaving = time.monotonic() + self._timeout, False

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-"""Columns of a row that a program holds at a time."""
+BLOCK = 4096  # Columns of a row that a program holds at a time
 
 
 @triton.jit

@@ -44,27 +44,23 @@ from shared.model.architecture import Architecture
 from shared.model.lora_targets import Lora, projection
 from shared.runtime.errors import ConfigError
 
-ADAPTER_DIRECTORY = "adapter"
-"""The directory beside a merged model that holds its adapters in PEFT's format."""
-
+ADAPTER_DIRECTORY = "adapter"  # the directory beside a merged model that holds its adapters in PEFT's format
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
+# the Hugging Face name of a matrix → this rank's parts of its ``a`` and ``b``, whose own names are PEFT's
 Adapters = dict[str, tuple[LocalParameter, LocalParameter]]
-"""The Hugging Face name of a matrix → this rank's parts of its ``a`` and ``b``, whose own names are PEFT's."""
 
-Split = Literal["outputs", "inputs", "none"]
-"""The dimension of a layer that the tensor-parallel ranks divide among them."""
-
+Split = Literal["outputs", "inputs", "none"]  # the dimension of a layer that the tensor-parallel ranks divide among them
+# the split of a layer and a matrix of its adapters → the dimension of the matrix that is divided; the others are whole on every rank
 _DIVIDED: dict[tuple[Split, str], int] = {("outputs", "b"): 0, ("inputs", "a"): 1}
-"""The split of a layer and a matrix of its adapters → the dimension of the matrix that is divided; the others are whole on every rank."""
 
+# the split of a layer, and whether its ranks split the sequence → what carries A's product over to B on the other ranks
 _ACROSS: dict[tuple[Split, bool], Callable[..., Tensor]] = {
     ("outputs", False): copy_to_tensor_model_parallel_region,
     ("outputs", True): gather_from_sequence_parallel_region,
     ("inputs", False): reduce_from_tensor_model_parallel_region,
     ("inputs", True): reduce_scatter_to_sequence_parallel_region,
 }
-"""The split of a layer, and whether its ranks split the sequence → what carries A's product over to B on the other ranks."""
 
 
 class AdapterPair(torch.nn.Module):
@@ -107,7 +103,7 @@ class Adapter(torch.nn.Module):
                 set_tensor_model_parallel_attributes(parameter, True, axis, 1)
             elif not self.of_experts:  # its gradient is a sum over the ranks' tokens
                 parameter.sequence_parallel = self.scattered  # type: ignore[attr-defined]
-            elif self.group is not None and self.group.size() == 1:  # nobody else has it: the gradient's norm counts it on every rank
+            elif self.group is not None and self.group.size() == 1:  # no other rank has it: the gradient's norm counts it on every rank
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
     def _drawn(self, inputs: int, seed: int) -> Tensor:
@@ -205,8 +201,8 @@ class AdaptedReplicated(_Adapted, ReplicatedLinear):  # type: ignore[misc]  # th
     """A layer that every rank holds whole."""
 
 
+# Layers that can be adapted, by Megatron's names within a transformer layer
 _ADAPTABLE = r"(?:self_attention|mlp(?:\.shared_experts|\.experts\.local_experts\.\d+)?)\.linear_\w+"
-"""Layers that can be adapted, by Megatron's names within a transformer layer."""
 
 _ADAPTED: dict[type, tuple[type, Split]] = {
     ColumnParallelLinear: (AdaptedColumn, "outputs"),

@@ -6,12 +6,13 @@ the matrices of all experts lie at one distance from each other, in their order.
 nothing is copied, also where the optimizer has moved them into its buffer. Gradients go the same way, from one product straight into the
 float32 buffer, without a call for each expert.
 
-Replay: an engine and a trainer that compute the same logits but for rounding send some tokens to other experts: a choice is not continuous.
-The log-probs of such tokens differ by much more than rounding. So training may replay a choice: that of the engine, or that of the pass
-that took the log-probs of the batch. Only the choice is replayed. Scores are the present router's, so that gradients reach it.
+Replay: an engine and a trainer that compute the same logits but for rounding send some tokens to other experts: a choice is not
+continuous. The log-probs of such tokens differ by much more than rounding. So training may replay a choice: that of the engine, or that
+of the pass that took the log-probs of the batch. Only the choice is replayed. Scores are the present router's, so that gradients reach
+it.
 
-A choice belongs to a micro-batch and goes with the arguments of a layer's call (`PackedSequences.routing`): a layer that is computed again
-in the backward pass, when other micro-batches have been through it, is called with the same arguments.
+A choice belongs to a micro-batch and goes with the arguments of a layer's call (`PackedSequences.routing`): a layer that is computed
+again in the backward pass, when other micro-batches have been through it, is called with the same arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -109,9 +110,7 @@ class _Restored(torch.autograd.Function):
         return gradient.index_select(0, tokens), None, None
 
 
-ALIGNED = 16
-"""Bytes that rows must be a multiple of for the grouped kernels."""
-
+ALIGNED = 16  # bytes that rows must be a multiple of for the grouped kernels
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
 
 
@@ -440,7 +439,7 @@ class ReplayedMoELayer(MoELayer):
 def stage_routing(
     batch: PackedBatch, given: ModelInput, architecture: Architecture, sequence_parallel: bool, record: bool
 ) -> StageRouting | None:
-    """Returns what the routers of this rank do with a micro-batch; None where they choose by themselves and nobody asks.
+    """Returns what the routers of this rank do with a micro-batch; None where they choose by themselves and no record is wanted.
 
     Args:
         given: the micro-batch as the layers see it. record: whether the choices are to be kept.

@@ -1,12 +1,12 @@
 """Megatron's optimizer (distributed or not), its Adam, and an update that checks the gradient before it changes anything.
 
-`PrecisionAdam` is Adam whose state may lie in host memory and in fewer bits (``--optimizer-cpu-offload``, ``--use-precision-aware-
-optimizer`` and what belongs to them).
+`PrecisionAdam` is Adam whose state may lie in host memory and in fewer bits (``--optimizer-cpu-offload``,
+``--use-precision-aware-optimizer`` and what belongs to them).
 
 Megatron has a path for an optimizer that keeps the main weights itself: it is handed the model's own shards, whose gradients are in
 ``decoupled_grad``, and checkpoints ask it for ``get_unscaled_state`` and ``set_scaled_state``. It was made for Transformer Engine's
-FusedAdam; `PrecisionAdam` is one of that shape. Whatever the state is kept as, an update is computed in float32, on the model's device, by
-the kernel of the plain Adam: state in host memory comes over in slices and goes back. So state in float32 gives the plain Adam's bits,
+FusedAdam; `PrecisionAdam` is one of that shape. Whatever the state is kept as, an update is computed in float32, on the model's device,
+by the kernel of the plain Adam: state in host memory comes over in slices and goes back. So state in float32 gives the plain Adam's bits,
 wherever it lies.
 """
 
@@ -33,14 +33,12 @@ from shared.config.trainer_section import TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
-STATES = ("master_param", "exp_avg", "exp_avg_sq")
-"""The names of a parameter's state, which are Transformer Engine's."""
-
+STATES = ("master_param", "exp_avg", "exp_avg_sq")  # the names of a parameter's state, which are Transformer Engine's
+# Elements that are on their way at a time; each takes 12 bytes on the device, three times where transfers overlap
 SLICE_ELEMENTS = 32 << 20
-"""Elements that are on their way at a time; each takes 12 bytes on the device, three times where transfers overlap."""
 
+# the dtypes that are kept with a scale, one a slice, and their largest value
 LARGEST = {torch.float16: 65504.0, torch.float8_e4m3fn: 448.0}
-"""The dtypes that are kept with a scale, one a slice, and their largest value."""
 
 
 @dataclass
@@ -296,11 +294,6 @@ def precision_adam(keeping: OptimizerState | None) -> Iterator[None]:
         megatron_optimizer.Adam, distributed_optimizer.Adam, megatron_optimizer.is_te_min_version = before
 
 
-def without_keeping(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of Megatron's OptimizerConfig that are left for Megatron itself."""
-    return {name: value for name, value in overrides.items() if name not in OptimizerState.FLAGS}
-
-
 class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with the interface and state of Apex' and Transformer Engine's ``FusedAdam``.
 
@@ -405,7 +398,7 @@ class Optimizer:
                     "use_distributed_optimizer": trainer.use_distributed_optimizer,
                     "log_num_zeros_in_grad": False,
                 },
-                without_keeping(overrides),
+                {name: value for name, value in overrides.items() if name not in OptimizerState.FLAGS},
                 "optimizer",
             ),
             keeping,
@@ -428,7 +421,7 @@ class Optimizer:
         self.reset_moments()
 
     def reset_moments(self) -> None:
-        """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule goes on."""
+        """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule continues."""
         for part in self.parts().values():
             for group in part.optimizer.param_groups:
                 group.pop("step", None)

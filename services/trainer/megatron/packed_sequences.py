@@ -6,11 +6,12 @@ side by side as the rows of one dense, right-padded batch: under a causal mask a
 the causal one is needed.
 
 Where sequences begin alike, the layers see each beginning once (:mod:`services.trainer.shared_prefixes`). The queries of a sequence are
-then those of its own tokens, its keys are gathered from all of the tokens that it begins with, and each token is rotated by its own place.
+then those of its own tokens, its keys are gathered from all of the tokens that it begins with, and each token is rotated by its own
+place.
 
 With C ranks every sequence of a pack is cut into 2C chunks of one length (padded at its end to make it so), and rank c takes chunks c and
-2C - 1 - c: an early one that sees few keys and a late one that sees many, so that under a causal mask all ranks do the same work. Keys and
-values are gathered over the group, queries stay where they are.
+2C - 1 - c: an early one that sees few keys and a late one that sees many, so that under a causal mask all ranks do the same work. Keys
+and values are gathered over the group, queries stay where they are.
 """
 
 from collections.abc import Sequence
@@ -126,8 +127,8 @@ def gather_keys_and_values(key: Tensor, value: Tensor, split: ContextSplit) -> t
     return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
 
+# the share of a micro-batch's tokens that ``auto`` wants saved: below it, kernels for whole sequences may be the faster ones
 WORTHWHILE = 0.1
-"""The share of a micro-batch's tokens that ``auto`` wants saved: below it, kernels for whole sequences may be the faster ones."""
 
 
 Setting = Literal["auto", "on", "off"]
@@ -147,7 +148,7 @@ def least_saved(setting: Setting, config: TransformerConfig) -> float | None:
 
 
 def obstacle(config: TransformerConfig) -> str | None:
-    """Returns why beginnings are not shared, if nobody has said ``off``; None where they are."""
+    """Returns why beginnings are not shared, unless the run says ``off``; None where they are."""
     if config.context_parallel_size > 1:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
@@ -157,15 +158,11 @@ def obstacle(config: TransformerConfig) -> str | None:
     return None
 
 
-SHORT = 16
-"""Sequences up to this many tokens share one batch, whatever padding that costs."""
-
-SIMILAR = 0.75
-"""A sequence joins a batch of longer ones if it fills at least this share of a row."""
+SHORT = 16  # Sequences up to this many tokens share one batch, whatever padding that costs
+SIMILAR = 0.75  # A sequence joins a batch of longer ones if it fills at least this share of a row
 
 
-LONG = 2048
-"""Tokens from which a sequence counts as long on a GPU."""
+LONG = 2048  # Tokens from which a sequence counts as long on a GPU
 
 
 @dataclass
@@ -225,7 +222,7 @@ class StageRouting:
 
     Args:
         given: number of a layer, from 1 → integers [tokens of this rank's routers, experts a token], which take the place of the router's
-            choice; -1: its own. recorded: gets the choices of the layers, int16; None: nobody wants them.
+            choice; -1: its own. recorded: gets the choices of the layers, int16; None: they are not needed.
     """
 
     given: dict[int, Tensor]

@@ -20,19 +20,15 @@ from services.trainer.megatron.runtime import anywhere, device, gather_json, rou
 from services.trainer.packing import PackedBatch, pack
 from shared.runtime.errors import MyxoError
 
+# ``(log_probs [T], entropy [T] or None, batch) -> (loss, metrics)``; both float32, on the model's device, entropy only if it was asked
+# for. The loss is a scalar that depends on ``log_probs``, the metrics are scalars, the same names in every micro-batch. Losses, metrics
+# and gradients are summed over micro-batches and data-parallel ranks: per-token weights must already hold the denominators. A critic's
+# loss function takes ``values [T]`` in place of the log-probs, and no entropy. A function whose attribute ``takes_logits`` is true is
+# called as ``(logits [T, V / tensor-parallel ranks], batch)``, in the model's dtype and divided by the temperature; where the ranks do not
+# divide the vocabulary, the last rows of the last ones are padding. A function with an attribute ``candidates`` names a field [T, C] of
+# the micro-batch, ids of tokens, and gets their log-probs [T, C] as its last argument. Whatever the layout, a loss function sees whole
+# sequences in the pack's order. Ranks that share a model or a sequence compute the same loss; it counts once.
 LossFunction = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
-"""``(log_probs [T], entropy [T] or None, batch) -> (loss, metrics)``; both float32, on the model's device, entropy only if
-it was asked for. The loss is a scalar that depends on ``log_probs``, the metrics are scalars, the same names in every
-micro-batch. Losses, metrics and gradients are summed over micro-batches and data-parallel ranks: per-token weights must
-already hold the denominators.
-
-A critic's loss function takes ``values [T]`` in place of the log-probs, and no entropy. A function whose attribute
-``takes_logits`` is true is called as ``(logits [T, V / tensor-parallel ranks], batch)``, in the model's dtype and divided by
-the temperature; where the ranks do not divide the vocabulary, the last rows of the last ones are padding. A function with an attribute
-``candidates`` names a field [T, C] of the micro-batch, ids of tokens, and gets their log-probs [T, C] as its last argument.
-
-Whatever the layout, a loss function sees whole sequences in the pack's order. Ranks that share a model or a sequence compute
-the same loss; it counts once."""
 
 
 class BadLoss(MyxoError):
@@ -299,7 +295,7 @@ def _with_candidates(
 
 
 def _reduce(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
-    """Sums the last stage's reports over the data-parallel ranks, and tells all stages.
+    """Sums the last stage's reports over the data-parallel ranks, and sends the sums to all stages.
 
     Raises:
         BadLoss: the micro-batches, or the ranks, do not report the same metrics.

@@ -91,12 +91,12 @@ def make_deterministic() -> None:
         torch.backends.cudnn.benchmark = False
 
 
+# Environment that deterministic runs need; what the user has set stays
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # otherwise cuBLAS chooses its order of addition
     "NCCL_ALGO": "Ring",  # fixes the order of ranks in sums; Megatron refuses NCCL's own choice of the algorithm
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
-"""Environment that deterministic runs need; what the user has set stays."""
 
 
 def _form_groups(layout: ParallelLayout, timeout_seconds: float) -> None:

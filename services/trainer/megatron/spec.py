@@ -3,8 +3,8 @@
 :func:`decoder_spec` alone decides the modules of a layer. The weight names of both implementations are in `shared.model.tensor_table`.
 Transformer Engine's layers have not been run: none of the machines that this was made on has it.
 
-``--spec MODULE NAME`` names layers of a user's own module. The name is a spec, or a function that returns one: Megatron's ``ModuleSpec`` of
-every layer, or ``TransformerBlockSubmodules`` with those of this rank's stage. A function gets what it asks for by name of ``config``
+``--spec MODULE NAME`` names layers of a user's own module. The name is a spec, or a function that returns one: Megatron's ``ModuleSpec``
+of every layer, or ``TransformerBlockSubmodules`` with those of this rank's stage. A function gets what it asks for by name of ``config``
 (Megatron's TransformerConfig), ``vp_stage``, ``architecture`` (the model's `Architecture`) and ``args``, which has the flags of the model
 and those given, for functions in slime's form (args, config, vp_stage).
 
@@ -312,7 +312,7 @@ def named_spec(
 
 def check_layers(spec: Sequence[str], chunks: Sequence[GPTModel], architecture: Architecture) -> None:
     """Compares the parameters of built layers with those of the model's family. Raises ConfigError where they differ, or where experts
-    could not be told which tokens go to them."""
+    could not be given the tokens that go to them."""
     value = " ".join(spec)
     for first, chunk in numbered_chunks(chunks, chunks[0].config):
         for number, layer in enumerate(chunk.decoder.layers, first):
@@ -328,8 +328,8 @@ def _check_layer(value: str, number: int, layer: Any, architecture: Architecture
     if lacking or unknown:
         differs = f"no {lacking[0]}" if lacking else f"{unknown[0]} besides"
         raise ConfigError(FIELD, value, f"layers with the parameters of {architecture.model_type}; layer {number} has {differs}")
-    told = isinstance(layer, ReplayedLayer) and isinstance(layer.mlp, ReplayedMoELayer)
-    if architecture.is_moe_layer(number) and not told:
+    replayed = isinstance(layer, ReplayedLayer) and isinstance(layer.mlp, ReplayedMoELayer)
+    if architecture.is_moe_layer(number) and not replayed:
         expected = f"a ReplayedLayer with a ReplayedMoELayer for experts, not {type(layer).__name__} with {type(layer.mlp).__name__}"
         raise ConfigError(FIELD, value, f"{expected} (services.trainer.megatron.moe), in layer {number}")
 

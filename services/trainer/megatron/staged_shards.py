@@ -3,9 +3,9 @@
 Every rank writes what it holds, and nothing is gathered: only the names and places of parts are exchanged. What several ranks hold is
 written once, by one of them in each directory (`elect`).
 
-The distributed optimizer's state is described in the dimensions of the parameters. A rank updates a slice of the flat buffer, which begins
-and ends anywhere in a parameter. Each slice is named by the boxes that it makes up in its parameter, and they are written and read where
-they lie. A checkpoint knows nothing of the layout that wrote it.
+The distributed optimizer's state is described in the dimensions of the parameters. A rank updates a slice of the flat buffer, which
+begins and ends anywhere in a parameter. Each slice is named by the boxes that it makes up in its parameter, and they are written and read
+where they lie. A checkpoint knows nothing of the layout that wrote it.
 """
 
 import pickle
@@ -37,8 +37,7 @@ from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.joint_write import Elected, HeldPart, Places, elect
 from services.trainer.megatron.runtime import gather_json, host_copy
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offsets and the sizes of a box, one of each a dimension."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # the offsets and the sizes of a box, one of each a dimension
 
 
 def boxes_of_interval(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
@@ -124,8 +123,7 @@ def overlap(first: Box, second: Box) -> bool:
 
 _PREFIX = "optimizer.state"
 
-PIECE_BYTES = 64 << 20
-"""The most bytes of a part that is written at once, and thus beside a rank's own shard in host memory."""
+PIECE_BYTES = 64 << 20  # the most bytes of a part that is written at once, and thus beside a rank's own shard in host memory
 
 
 class LiveState:
@@ -320,7 +318,8 @@ class StagedShards(TorchDistSaveShardedStrategy):
 
 def _elected(held: dict[str, ShardedBase], places: Places) -> list[Elected]:
     """Returns what each rank writes, given what this one holds. A collective of all ranks."""
-    everyone = gather_json({name: [_nbytes(base), _is_main(base)] for name, base in held.items()})
+    sizes = {name: base.data.nbytes if isinstance(base.data, Tensor) else 0 for name, base in held.items()}
+    everyone = gather_json({name: [sizes[name], _is_main(base)] for name, base in held.items()})
     return elect([{name: HeldPart(*part) for name, part in each.items()} for each in everyone], places.directories)
 
 
@@ -346,10 +345,6 @@ def _item_name(item: WriteItem) -> str:
 
 def _hashed(key: str, *numbers: Any) -> str:
     return blake2b(repr((key, *map(tuple, numbers))).encode(), digest_size=9).hexdigest()
-
-
-def _nbytes(base: ShardedBase) -> int:
-    return base.data.nbytes if isinstance(base.data, Tensor) else 0
 
 
 def _is_main(base: ShardedBase) -> bool:

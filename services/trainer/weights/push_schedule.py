@@ -9,15 +9,10 @@ from shared.runtime.activities import PUSH
 from shared.schema.service_messages import Doing, ServiceStatus
 from shared.schema.weight_messages import Marks, ReplicaPush, WeightsPushed, WeightsReceived, WeightsServed
 
-OFFER_SECONDS = 5.0
-"""The time that a replica has to answer that it can take a version."""
-
-ABORT_SECONDS = 10.0
-"""The time that replicas have to acknowledge a push's end."""
-
+OFFER_SECONDS = 5.0  # the time that a replica has to answer that it can take a version
+ABORT_SECONDS = 10.0  # the time that replicas have to acknowledge a push's end
 BACK_OFF_SECONDS = 1.0
-BACK_OFF_MOST = 60.0
-"""A replica that failed a push is offered the next one after 1, 2, 4, … seconds, 60 at most."""
+BACK_OFF_MOST = 60.0  # A replica that failed a push is offered the next one after 1, 2, 4, … seconds, 60 at most
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class PushResult:
     @property
     def phases(self) -> dict[str, float]:
         """Returns the seconds of each phase: ``pause``, the slowest replica's until its engine was paused, beside the ``transfer``; that,
-        until all had loaded; ``check``: comparing digests; ``activate``: the commit. Empty where no marks tell of them."""
+        until all had loaded; ``check``: comparing digests; ``activate``: the commit. Empty without marks of them."""
         trainer, replicas = self.marks.get("trainer", {}), [marks for name, marks in self.marks.items() if name != "trainer"]
         if not {"receive_began", "check_began", "commit_began", "prepare_began"} <= trainer.keys():
             return {}
@@ -214,9 +209,7 @@ def lost_members(members: Iterable[Target], statuses: Iterable[ServiceStatus]) -
     }
 
 
-PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"
-"""The steps of a push, in their order."""
-
+PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"  # the steps of a push, in their order
 _NEXT = {PREPARE: (RECEIVE,), RECEIVE: (CHECK, COMMIT), CHECK: (COMMIT,), COMMIT: ()}
 
 
@@ -264,7 +257,7 @@ class PushRecord:
         self._served: Mapping[str, WeightsServed] = {}
 
     def begin(self, step: str, now: float) -> None:
-        """Takes that a step begins, or goes on."""
+        """Records that a step begins, or continues."""
         self.step = step
         self._began.setdefault(step, now)
 

@@ -1,11 +1,11 @@
 """Pushes of weights to rollout replicas, beside the training: offer, prepare, receive, commit; a failed replica is left out.
 
-Rank 0 decides (`push_schedule`) and asks the replicas (`PushRequest`); every rank takes part in the export. Requests travel on the control
-client's thread, collectives run on a thread of the push, so that a dead peer ends in a named error within the deadline. Parameters are read
-in place: the next step's forward and backward passes run meanwhile, and its optimizer waits for `WeightReadLock`.
+Rank 0 decides (`push_schedule`) and asks the replicas (`PushRequest`); every rank takes part in the export. Requests travel on the
+control client's thread, collectives run on a thread of the push, so that a dead peer ends in a named error within the deadline.
+Parameters are read in place: the next step's forward and backward passes run meanwhile, and its optimizer waits for `WeightReadLock`.
 
 A request that gets no answer, since a connection broke, is sent again: a replica answers it as it answered the first
-(`services.rollout.repeated_requests`).
+(`services.rollout.weight_receiver`).
 """
 
 import asyncio
@@ -66,18 +66,13 @@ from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import on_stream
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
-POLL_INTERVAL_S = 0.2
-"""The interval at which the registry's statuses are compared with the members of a push."""
-
+POLL_INTERVAL_S = 0.2  # the interval at which the registry's statuses are compared with the members of a push
+# the time for which the others' answers are awaited once one has failed: they show which member broke the shared channel
 GRACE_SECONDS = 1.0
-"""The time for which the others' answers are awaited once one has failed: they show which member broke the shared channel."""
 
+# the time for which no one may listen for a replica that listened before, or whose connection the bus's restart broke
 ABSENCE_SECONDS = 3.0
-"""The time for which nobody may listen for a replica that did before, or whose connection the bus's restart broke."""
-
-OF_CHANNEL = ("ReceiverError", "")
-"""The errors of a replica that another member of its channel may have caused; all others are its own."""
-
+OF_CHANNEL = ("ReceiverError", "")  # the errors of a replica that another member of its channel may have caused; all others are its own
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -174,8 +169,7 @@ def watch_members(link: ControlClient, members: Sequence[Target]) -> Future[dict
     return link.begin(watched())
 
 
-THREAD_MARGIN = 30.0
-"""Seconds beyond a push's deadline that a change of the parameters waits for its end."""
+THREAD_MARGIN = 30.0  # seconds beyond a push's deadline that a change of the parameters waits for its end
 
 
 class Pusher:
@@ -479,7 +473,7 @@ class Pusher:
         try:
             message = WeightsAbort(version=push.version, push=push.number, reason=f"{self._record.step}: {error}")
             blamed = [target for target in members if target.instance in culprits]
-            self._ask(blamed, "abort", lambda _: message, Accepted, ABORT_SECONDS)  # nobody waits for these: they may answer to nothing
+            self._ask(blamed, "abort", lambda _: message, Accepted, ABORT_SECONDS)  # nothing waits for these
             others = [target for target in members if target not in blamed]
             self._ask(others, "abort", lambda _: message, Accepted, ABORT_SECONDS).wait()
         except PeerFailure as silent:

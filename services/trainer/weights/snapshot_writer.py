@@ -157,12 +157,8 @@ declare_metrics(
     MetricSpec("snapshot_seconds", "s", "that writing it took", when="once there is one"),
 )
 
-CURRENT = ".current"
-"""The directory beside the versions that holds a copy of the one written last; the next delta is made against it."""
-
-RETRY_SECONDS = 30.0
-"""The pause after a snapshot that could not be written, and between whole snapshots for a replica that cannot load one."""
-
+CURRENT = ".current"  # the directory beside the versions that holds a copy of the one written last; the next delta is made against it
+RETRY_SECONDS = 30.0  # the pause after a snapshot that could not be written, and between whole snapshots for a replica that cannot load one
 _DISK_ERRORS = (OSError, BrokenCheckpoint, TensorFileBroken)
 
 

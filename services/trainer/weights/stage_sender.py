@@ -121,8 +121,7 @@ def _units_of(bucket: Bucket, units: Iterator[GatherUnit]) -> Iterator[tuple[Gat
         yield unit, slots
 
 
-MARGIN_SECONDS = 5.0
-"""The seconds beyond its deadline that a relay has to end: it checks its deadline itself."""
+MARGIN_SECONDS = 5.0  # the seconds beyond its deadline that a relay has to end: it checks its deadline itself
 
 
 def relays_of(machines: Sequence[str], sources: Mapping[int, int], engines: Mapping[str, int]) -> dict[int, list[int]]:
@@ -326,14 +325,13 @@ class StageSender:
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
         self._channel: StageChannel | None = None
         self._relays: list[MemoryRelay] = []
-        self.marks: dict[str, float] = {}
-        """What the newest `send` has reached → when, monotonic seconds."""
+        self.marks: dict[str, float] = {}  # what the newest `send` has reached → when, monotonic seconds
         limit = datetime.timedelta(seconds=seconds + runtime.timeout_seconds())
         self._ranks = dist.new_group(backend="gloo", timeout=limit) if dist.get_world_size() > 1 else None
-        told = self.agree([own_address(), self.plan.stage, self.plan.is_source])
-        machines = [address for address, _, _ in told] if kind == "memory" else []
+        everyone = self.agree([own_address(), self.plan.stage, self.plan.is_source])
+        machines = [address for address, _, _ in everyone] if kind == "memory" else []
         self.machines = machines if len(set(machines)) > 1 else []
-        self._sources = {stage: rank for rank, (_, stage, is_source) in enumerate(told) if is_source}
+        self._sources = {stage: rank for rank, (_, stage, is_source) in enumerate(everyone) if is_source}
 
     def open(self, number: int, engine_ranks: Mapping[str, int]) -> list[WeightChannelAddress]:
         """Replaces the channels by new ones, one for each pipeline stage, and for each machine where they have memory of their own.
@@ -361,11 +359,11 @@ class StageSender:
             if others:
                 way = GroupSender(f"{name}-relays", machine, 1 + others, device)
                 self._channel, ways = RelayedSender(local, way), [way.address.model_dump()]
-        told = self.agree(ways)
+        everyone = self.agree(ways)
         for stage in stages:
             if rank in relays[stage]:
                 place = 1 + relays[stage].index(rank)
-                source = WeightChannelAddress.model_validate(told[self._sources[stage]][0])
+                source = WeightChannelAddress.model_validate(everyone[self._sources[stage]][0])
                 local = MemorySender(f"{self._name(number, stage)}-at-{place}", machine, readers, device, purpose=1 + stage)
                 self._relays.append(MemoryRelay(source, place, local))
         own = [self._channel] if self._channel is not None else []

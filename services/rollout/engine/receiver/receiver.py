@@ -166,11 +166,11 @@ class Reception:
         self.mark("checked")
         return {"digest": digest, "bytes": nbytes, "seconds": seconds, "differences": differences, "marks": self.marks}
 
-    def tell_held(self, digest: str) -> None:
+    def report_held(self, digest: str) -> None:
         """Tells the trainer's first rank at once which digest the weights have: the answer to the command has a longer way."""
         if not self.check and not self._from_peer(self._manifests):
             with contextlib.suppress(MyxoError):  # the trainer waits for the answer then
-                self.channels[0].tell_held(self.push, digest)
+                self.channels[0].report_held(self.push, digest)
 
     def _from_peer(self, manifests: Sequence[Manifest]) -> bool:
         """Returns whether the channels are those of another engine's ranks. Raises BadMessage where these do not fit together."""
@@ -412,7 +412,7 @@ class Receiver:
             self.disturb(f"a push of version {reception.version} begins")
         try:
             answer = reception.run()
-            reception.tell_held(answer["digest"])
+            reception.report_held(answer["digest"])
             return answer
         except Exception as error:
             if reception.touched:
