@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from myxo.display.safe_console import SafeConsole
 from shared import __version__
 from shared.runtime import exit_codes, telemetry
-from shared.runtime.command_line import Parser, complain, ended
+from shared.runtime.exit_codes import Parser, complain, ended
 
 # Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help. Only the module of the command
 # that is run is imported: `myxo --help` answers at once.

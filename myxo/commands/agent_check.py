@@ -24,7 +24,7 @@ from shared.environment.conformance import Check, Example
 from shared.hooks import reward_values
 from shared.hooks.loading import load_agent
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 # Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward.
 Played = Callable[[Mapping[str, Any], str, str], Awaitable[object]]

@@ -34,11 +34,12 @@ from myxo.preflight import Source, checked_config
 from myxo.preflight.machine_checks import FEW_FILES, GIB, LITTLE_SHARED_MEMORY, nearest_existing, unwritable
 from myxo.run.run_access import ANSWER_SECONDS, check_store, connect, given_servers
 from shared.bus.connection import TRANSIENT, redacted
-from shared.live.text import json_text
-from shared.runtime import devices, exit_codes
-from shared.runtime.embedded_servers import ServerMissing, nats_binary, valkey_binary
+from shared.config import devices
+from shared.process.embedded_servers import ServerMissing, nats_binary, valkey_binary
+from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, ConfigError, MyxoError, problems_of
-from shared.runtime.host_memory import host_memory
+from shared.runtime.host import host_memory
+from shared.runtime.safe_text import json_text
 from shared.sandbox.program import SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.store.payload_store import Store

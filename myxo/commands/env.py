@@ -41,11 +41,11 @@ from shared.environment.protocol import (
 )
 from shared.environment.serving import SESSION_TTL, ServedEnvironment, serve_on_bus
 from shared.hooks.layout_names import import_module
-from shared.live.text import json_text
-from shared.runtime import exit_codes, server_urls
-from shared.runtime.command_line import Parser
+from shared.runtime import addresses, exit_codes
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.exit_codes import Parser
+from shared.runtime.safe_files import parse_json
+from shared.runtime.safe_text import json_text
 
 # The maps of the protocol that have a JSON schema.
 SCHEMAS: dict[str, type[BaseModel]] = {"describe.answer": Description, "score.request": ScoreRequest, "reset.request": ResetRequest}
@@ -131,7 +131,7 @@ async def _bus(run: str | None, stack: contextlib.AsyncExitStack, reason: str, e
     """Returns the run's bus, which is closed with the stack. ``reason``: what it is required for."""
     if not run or not RUN_ID.match(run):
         raise ConfigError("--run", run, f"required {reason}: {expected}")
-    url = server_urls.nats_url()
+    url = addresses.nats_url()
     if not url:
         raise ConfigError("NATS_URL", url, f"required in the environment {reason}: nats://[user:password@]host:port")
     bus = await connect(url, run, "give nats://[user:password@]host:port of the run's server")

@@ -29,14 +29,14 @@ from shared.config import config_reading, flags, typed_flags
 from shared.config.debug_section import STEP
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
-from shared.history.run_summary import EvaluationSummary
 from shared.hub import hub_resolve
-from shared.live.text import figure_table
 from shared.runtime import exit_codes
-from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
+from shared.runtime.safe_files import replace_file
+from shared.runtime.safe_text import figure_table
 from shared.schema.versions import is_pushed, version_after
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, WeightCheckpoints
+from shared.view.run_summary import EvaluationSummary
 
 CONVERT = "services.trainer.convert_command"
 _CHECKPOINT = re.compile(r"step_(\d{8,})\Z")

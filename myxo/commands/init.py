@@ -16,16 +16,15 @@ from rich.console import Console
 from myxo.commands.doctor import read_gpus
 from myxo.preflight import Source, checked_config
 from myxo.preflight.inspection import Inspection
-from shared.config import config_reading
+from shared.config import config_reading, devices
 from shared.data.prompts import chat_problem
 from shared.data.rows import USUAL_LABELS, USUAL_PROMPTS, open_rows
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
-from shared.live.text import json_text
 from shared.model.architecture import Architecture
-from shared.runtime import devices, exit_codes
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, raise_problems
-from shared.runtime.safe_text import say
+from shared.runtime.safe_text import json_text, say
 
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")  # but commands of LaTeX
 _CHOICE = re.compile(r"\(?[A-J]\)?\Z")

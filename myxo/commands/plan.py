@@ -16,21 +16,22 @@ from myxo.commands.up import take_flags
 from myxo.launch.service_plan import filled
 from myxo.preflight import Source, run_plan
 from myxo.preflight.run_plan import RunPlan
+from shared.config import devices
 from shared.config.config_layers import Layers
 from shared.config.config_reading import read
 from shared.config.known_fields import known_fields
 from shared.config.run_config import RunConfig
 from shared.hub import hub_models, hub_names
 from shared.hub.hub_client import Hub, HubError
-from shared.live.text import json_text
 from shared.model.architecture import Architecture
 from shared.model.described_shape import described_shape
 from shared.model.engine_plan import fewest_gpus
 from shared.model.families import read_architecture
 from shared.model.memory_plan import total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.runtime import devices, exit_codes
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, raise_problems
+from shared.runtime.safe_text import json_text
 
 # What a run needs and a plan does not: a config without it is planned all the same. The batch divides over any usual number of ranks.
 STANDINS: dict[str, dict[str, Any]] = {

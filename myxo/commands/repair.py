@@ -12,9 +12,9 @@ from myxo.run import torn_run
 from myxo.run.run_access import Access, reach
 from myxo.run.torn_run import LedgerExtent, RepairPlan, repair_plan
 from shared.bus.registry import Registry
-from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_text import json_text
 
 WRITERS = ("buffer", "trainer")  # services that write the ledger and the checkpoints
 

@@ -21,18 +21,14 @@ from shared.bus import runs, stream_replay
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
-from shared.history.activity import ActivitySpan
-from shared.live.alarms import Alarm, alarms
-from shared.live.bottleneck import Bottleneck
-from shared.live.flow_reader import FlowReader
-from shared.live.flow_view import BUSY, WINDOWS, FlowView, ServiceTimeline, Stage, flow_view
-from shared.live.health_view import symptoms
-from shared.live.room import disk_room, memory_room
-from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch
-from shared.live.stall_causes import watched_stall
-from shared.live.text import duration, json_text, number, shortened_line
 from shared.runtime import exit_codes
+from shared.runtime.safe_text import duration, json_text, number, shortened_line
 from shared.schema.service_messages import ServiceStatus
+from shared.view.alarms import Alarm, alarms, disk_room, memory_room, symptoms
+from shared.view.bottleneck import Bottleneck
+from shared.view.flow_history import ActivitySpan
+from shared.view.flow_view import BUSY, WINDOWS, FlowReader, FlowView, ServiceTimeline, Stage, flow_view
+from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, watched_stall
 
 LANE = 48  # cells of a service's timeline
 _STOPPED = {"saving", "pushing weights", "paused for a push", "updating", "held back"}

@@ -28,10 +28,10 @@ from shared.config import flags, slime_defaults
 from shared.config.debug_section import DUMPS
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
-from shared.runtime import exit_codes, server_urls, telemetry
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
+from shared.runtime import addresses, exit_codes, telemetry
+from shared.runtime.addresses import NODE_RANK
 from shared.runtime.errors import ConfigError
-from shared.runtime.node_rank import NODE_RANK
 
 REPLAY_MODULE = "services.trainer.batch_replay"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves and ends
@@ -180,7 +180,7 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config)))
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
-    what = own if server_urls.has_credentials(given.redis_url) else "NATS_URL"
+    what = own if addresses.has_credentials(given.redis_url) else "NATS_URL"
     services = ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values())
     started = f"Start its services, each with {what} and MYXO_RUN={run}: {services}"
     console.print(f"Run {run} is on {redacted(given.nats_url)}. {started}", soft_wrap=True)

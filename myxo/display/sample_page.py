@@ -14,11 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shared.history.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord, ProvenanceStep
-from shared.live.text import figure_table
-from shared.runtime.safe_text import printable
+from shared.runtime.safe_text import figure_table, printable
 from shared.schema.ledger import LedgerRecord
 from shared.schema.sample import Sample
+from shared.view.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord, ProvenanceStep
 
 # The orders of a list, ascending: the newest, best rewarded or longest stands last, and stays where there are too many.
 ORDERS: dict[str, Callable[[GroupRecord], float]] = {

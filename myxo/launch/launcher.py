@@ -29,23 +29,19 @@ from shared.bus.connection import TRANSIENT, Bus
 from shared.bus.registry import ENVIRONMENT, LAUNCHER, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.live.live_services import InstanceStatus
-from shared.live.run_view import RunView, look
-from shared.live.service_failures import WENT_ON, full_disk
-from shared.live.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, telling
-from shared.live.stall_causes import watched_stall
-from shared.live.text import duration
 from shared.model.final_exports import missing_exports
 from shared.runtime import exit_codes
-from shared.runtime.cancellation import cancelled
+from shared.runtime.addresses import HTTP_VARIABLE, own_address
 from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
-from shared.runtime.http_address import HTTP_VARIABLE
-from shared.runtime.own_address import own_address
-from shared.runtime.safe_text import say
-from shared.runtime.service_base import HEARTBEATS
+from shared.runtime.safe_text import duration, say
+from shared.runtime.tasks import cancelled
 from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store, options
+from shared.view.live_services import InstanceStatus
+from shared.view.run_view import WENT_ON, RunView, full_disk, look
+from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, telling, watched_stall
 
 SCAN = 1000  # number of keys that one SCAN asks for
 

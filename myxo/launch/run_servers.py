@@ -22,16 +22,14 @@ from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
 from shared.config.console_section import ConsoleSection
 from shared.config.store_section import StoreSection
-from shared.live.run_view import ServiceError
-from shared.live.service_failures import RESTARTED, full_disk
-from shared.live.stall import NATS, STORE, Away
-from shared.runtime.child_process import ChildProcess, ProcessEnded, cause
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey, free_port
+from shared.process.child_process import ChildProcess, ProcessEnded, cause
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey, free_port
+from shared.runtime.addresses import CONSOLE_TOKEN, LAST_PORT, HttpAddress, new_console_token
 from shared.runtime.errors import MyxoError
-from shared.runtime.http_address import LAST_PORT, HttpAddress
 from shared.runtime.safe_text import say
-from shared.runtime.server_urls import CONSOLE_TOKEN, new_console_token
 from shared.schema.service_messages import ServiceEvent
+from shared.view.run_view import RESTARTED, ServiceError, full_disk
+from shared.view.stall import NATS, STORE, Away
 
 POLL_SECONDS = 0.2
 

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shared.config import devices
 from shared.config.run_config import RunConfig
-from shared.runtime import devices, http_address
-from shared.runtime.embedded_servers import hold_port
-from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
+from shared.process.embedded_servers import hold_port
+from shared.runtime import addresses
+from shared.runtime.addresses import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
 
 # Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives.
 _HELD: list[socket.socket] = []
@@ -73,7 +74,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
             instance = f"{service}-{index}"
             environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
             if http:
-                environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
+                environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
             if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
                 # each of its lives listens there: clients that repeat a request know no other address
                 _HELD.append(held := hold_port())

@@ -18,15 +18,14 @@ from pathlib import Path
 import structlog
 
 from myxo.launch.service_plan import TRAINERS, ServiceSpec
-from shared.live.heartbeats import Heartbeats
-from shared.live.live_services import InstanceStatus, present
-from shared.live.service_failures import RESTARTED
-from shared.runtime import exit_codes, failure_summary, process_watch
-from shared.runtime.child_process import ChildProcess, cause
+from shared.process import child_process as process_watch
+from shared.process.child_process import STOPPED_STATE, ChildProcess, cause
+from shared.process.parent_watchdog import kill_descendants
+from shared.runtime import exit_codes, failure_summary
 from shared.runtime.errors import MyxoError
-from shared.runtime.parent_watchdog import kill_descendants
-from shared.runtime.process_watch import STOPPED_STATE
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.live_services import Heartbeats, InstanceStatus, present
+from shared.view.run_view import RESTARTED
 
 
 @dataclass

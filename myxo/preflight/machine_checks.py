@@ -19,15 +19,16 @@ from myxo.preflight.inspection import Findings, Inspection, ModelSize, Note
 from myxo.run.run_directory import STATE, RunDirectory
 from shared import hooks
 from shared.bus import runs
+from shared.config import devices
+from shared.config import devices as extras
 from shared.config.eval_views import agents, eval_views
 from shared.config.ingest_key import ingest_key
 from shared.config.reward_section import CUSTOM
 from shared.config.run_config import RunConfig
 from shared.rewards.names import RUNS_CODE, base, missing_package
-from shared.runtime import devices, extras, server_urls
-from shared.runtime.container_runtime import RuntimeFailed, runtime_answer
+from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
-from shared.runtime.host_memory import host_memory
+from shared.runtime.host import RuntimeFailed, host_memory, runtime_answer
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.tracing.trace_settings import trace_settings
 
@@ -118,7 +119,7 @@ def check_credentials(inspection: Inspection) -> Findings:
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)
-    if inspection.fresh or (not inspection.config.debug.trains_only and (server_urls.nats_url() or not directory.nats.is_dir())):
+    if inspection.fresh or (not inspection.config.debug.trains_only and (addresses.nats_url() or not directory.nats.is_dir())):
         return
     if (frozen := runs.frozen(directory.root)) is not None:
         yield from runs.differences(frozen, inspection.frozen or inspection.config)

@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Architecture
 from shared.model.engine_plan import EnginePlan, plan_engine
 from shared.model.memory_plan import OUTSIDE_BYTES, StagePlan, plan_trainer, total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
 # What a colocated engine that has released weights and cache still has: CUDA's context, graphs, workspaces (docs/deployment.md).

@@ -20,15 +20,15 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
-from shared.live.service_failures import read_failures
-from shared.live.stall import RunSituation, told_by
 from shared.model.families import read_architecture
-from shared.runtime import server_urls
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime import addresses
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
+from shared.view.run_view import read_failures
+from shared.view.stall import RunSituation, told_by
 
 ANSWER_SECONDS = 5.0  # deadline for an answer of a given NATS or Redis
 
@@ -43,7 +43,7 @@ class GivenServers:
 
 def given_servers() -> GivenServers:
     """Returns what ``NATS_URL`` and ``REDIS_URL`` say, or the files of ``NATS_URL_FILE`` and ``REDIS_URL_FILE``. Raises ConfigError."""
-    return GivenServers(server_urls.nats_url() or None, server_urls.redis_url() or None)
+    return GivenServers(addresses.nats_url() or None, addresses.redis_url() or None)
 
 
 async def check_servers(given: GivenServers, run: str) -> None:

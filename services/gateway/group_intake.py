@@ -37,8 +37,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import reward_values
 from shared.hooks.sample_agreement import compared
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema import sample as sample_codec
 from shared.schema.limits import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
 from shared.schema.messages import Generated, Task
@@ -47,6 +46,7 @@ from shared.schema.own_turns import turns_of
 from shared.schema.payload_digest import reference
 from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, segments_of
 from shared.schema.versions import is_lost
+from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull
 
 LONGEST = 1 << 22  # Tokens of a sample

@@ -21,8 +21,8 @@ from services.gateway.turn_decisions import StopStringTracker, TurnAnswers, chec
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
 from shared.config.gateway_section import GatewaySection
-from shared.runtime.awake_timeout import put_off
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import put_off
 from shared.schema.messages import Sampling
 from shared.sessions.draw import Drawn, DrawRequest
 from shared.sessions.session import (

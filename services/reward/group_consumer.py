@@ -20,19 +20,19 @@ from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.environment.protocol import EnvironmentFailed
 from shared.hooks.filters import BUILT_IN
-from shared.runtime.activities import WORK
-from shared.runtime.cancellation import cancelled
+from shared.process.worker_pool import WorkerFailed
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, Fault, MessageTooLarge, PayloadMissing
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema import sample
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
 from shared.schema.sample import Sample, SampleLimits, Score
 from shared.schema.service_messages import Doing
 from shared.schema.versions import newest_possible
+from shared.service.activities import WORK
+from shared.service.service_base import Service
 from shared.tracing.span import Attributes, TraceSpan
-from shared.workers.worker_process import WorkerFailed
 
 
 class GroupFilter:

@@ -18,7 +18,7 @@ from shared.environment.http_environment import BlockedAddress, JsonServer
 from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, words
 from shared.hooks import reward_values
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 

@@ -21,18 +21,17 @@ from shared.config.run_config import RunConfig
 from shared.config.sandbox_section import SandboxSection
 from shared.environment.protocol import Environment, EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample, first_problem
 from shared.hooks import paths, reward_values
+from shared.process.worker_pool import LOOP_SECONDS, CallLate, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.names import GIVEN, needs_label, queue_of, wrong
 from shared.rewards.reference import Reference, label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError, nearest
-from shared.runtime.service_base import Service
 from shared.schema import sample
 from shared.schema.limits import MAX_PARTS
 from shared.schema.messages import Generated
 from shared.schema.own_turns import scored_text
 from shared.schema.sample import Sample, Score
 from shared.schema.service_messages import ServiceStatus
-from shared.workers.worker_pool import CallLate, WorkerPool
-from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
+from shared.service.service_base import Service
 
 _MODULE = "services.reward.worker"
 

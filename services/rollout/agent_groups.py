@@ -24,15 +24,15 @@ from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.runtime.cancellation import cancelled, to_the_end
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled, to_the_end
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.limits import MAX_SAMPLES
 from shared.schema.messages import Task
 from shared.schema.own_turns import turns_of
 from shared.schema.sample import Sample
+from shared.service.service_base import Service
 from shared.sessions.session import Session, SessionEnded, SessionLog, new_key
 from shared.sessions.session_store import SessionStore
 from shared.sessions.trajectories import Trajectory, trajectories

@@ -27,14 +27,13 @@ from shared.config.eval_views import agents
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import agent_paths
-from shared.runtime.awake_timeout import awake_timeout
-from shared.runtime.child_process import ChildProcess, cause
-from shared.runtime.container_runtime import HARDENED, RuntimeFailed, client_environment, remove_container, remove_labelled, runtime_answer
+from shared.process.child_process import ChildProcess, cause
+from shared.process.worker_pool import CallBlocked, WorkerDied, WorkerFailed, WorkerGone, WorkerPool, process_streams, worker_environment
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
+from shared.runtime.host import HARDENED, RuntimeFailed, client_environment, remove_container, remove_labelled, runtime_answer
+from shared.runtime.safe_files import parse_json
 from shared.runtime.safe_text import printable_line
-from shared.runtime.untrusted_files import parse_json
-from shared.workers.worker_pool import CallBlocked, WorkerPool
-from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, process_streams, worker_environment
+from shared.runtime.tasks import awake_timeout
 
 TAIL_BYTES = 64 * 1024  # the end of the output that is kept: the last line is in it
 POLL_INTERVAL_S = 0.05

@@ -25,10 +25,9 @@ from shared.bus.registry import ENGINE_NODE
 from shared.nodes.node_agent import NodeAgent
 from shared.nodes.node_decisions import HEALTHY_SECONDS, OwnRanks, SeenNode
 from shared.runtime import exit_codes
+from shared.runtime.addresses import node_rank, own_address
 from shared.runtime.errors import MyxoError
-from shared.runtime.node_rank import node_rank
-from shared.runtime.own_address import own_address
-from shared.runtime.service_base import Service
+from shared.service.service_base import Service
 
 SPAN = 14  # the ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it
 

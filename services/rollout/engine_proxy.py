@@ -31,13 +31,12 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks.call_context import CALL_HEADER
 from shared.hooks.sample_agreement import Answer, compared
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
-from shared.runtime.telemetry import Metrics
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.own_turns import sampled, turns_of
 from shared.schema.sample import Sample, token_digest
+from shared.service.service_base import Service
 from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
 
 MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64  # sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own

@@ -30,12 +30,12 @@ from shared.config.rollout_section import RolloutSection
 from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample
+from shared.service.service_base import Service
 
 ENGINE_TRIES = 5  # the number of engine failures in a row after which a sample, and its group with it, is given up for this delivery
 RETRY_PAUSE = 0.5

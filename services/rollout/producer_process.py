@@ -30,13 +30,12 @@ from shared.hooks.returned_groups import ReturnedGroup, returned_groups, train_o
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.hooks.slime.prompt_sources import DataSource
 from shared.model.replayed_choices import replayed_choices
-from shared.runtime.daemon_thread import run_in_thread
+from shared.process.frames import FrameStream
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
-from shared.runtime.failures import error_text
+from shared.runtime.tasks import error_text, run_in_thread
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import SampleLimits
-from shared.workers.frames import FrameStream
 
 
 class CallRefused(MyxoError):

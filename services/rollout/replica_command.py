@@ -13,15 +13,14 @@ from typing import Any
 from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, engine_command
 from services.rollout.router import router_url
 from shared import hooks
-from shared.config import sglang_flags
+from shared.config import devices, sglang_flags
 from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
 from shared.hooks.loading import agent_paths
-from shared.runtime import devices
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
-from shared.runtime.service_base import Service, default_instance
+from shared.service.service_base import Service, default_instance
 
 # Flags of SGLang's under which it generates by seeds; without a seed of its own each request would have the same one.
 SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")

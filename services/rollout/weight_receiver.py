@@ -23,11 +23,10 @@ from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.replica import OPEN_SECONDS, Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT
-from shared.runtime import devices
+from shared.config import devices
+from shared.runtime.addresses import own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.own_address import own_address
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import (
     WeightsAbort,
@@ -42,6 +41,7 @@ from shared.schema.weight_messages import (
     WeightsSleep,
     WeightsWake,
 )
+from shared.service.service_base import Service
 from shared.tracing.span import Attributes, TraceSpan, push_trace
 from shared.tracing.traces import Traces
 

@@ -27,8 +27,8 @@ from shared.accounts.permissions import (
     redis_conf,
     rights,
 )
-from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.safe_files import replace_file
 
 NATS, REDIS, ROUTER = "nats", "redis", "router"
 NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"  # names of a role's files

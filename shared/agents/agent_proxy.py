@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import sys
 
+from shared.runtime.addresses import LOOPBACK, PRIVATE, HttpAddress, own_address, parsed
 from shared.runtime.errors import ConfigError
-from shared.runtime.http_address import HttpAddress, parsed
-from shared.runtime.own_address import LOOPBACK, PRIVATE, own_address
 
 NOT_SENT = "Myxo-Not-Sent"  # header of the door's own answers
 CONNECT_SECONDS = 10.0  # an agent that does not take a connection by then is not there

@@ -21,7 +21,7 @@ from shared.environment.environment_url import EnvironmentUrl, blocked
 from shared.environment.protocol import DESCRIBE, MAX_ANSWER, Environment, EnvironmentAway, EnvironmentFailed, words
 from shared.environment.serving import EpisodeRefused, ServedEnvironment
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 CONNECT_SECONDS = 3.0  # The seconds that resolving and connecting may take before the environment counts as unreachable
 # Idle connections are closed after this: the usual servers close theirs after 5 s, and a request sent into that moment would be lost

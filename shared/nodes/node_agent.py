@@ -45,11 +45,11 @@ from shared.nodes.node_decisions import (
     TellNodes,
 )
 from shared.runtime import exit_codes, liveness
-from shared.runtime.cancellation import cancelled, to_the_end
+from shared.runtime.addresses import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
-from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled, to_the_end
 from shared.schema.node_messages import Attempt, NodeSecret, NodeState
+from shared.service.service_base import Service
 
 BEAT_BYTES = 8  # bytes of a question, and of its answer: the question's number
 

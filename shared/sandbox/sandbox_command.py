@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from errno import EAFNOSUPPORT, ENOSYS, EPERM
 from pathlib import Path
 
-from shared.runtime.container_runtime import HARDENED
+from shared.runtime.host import HARDENED
 from shared.sandbox.program import SandboxSettings
 
 WORK, TEMPORARY = "/sandbox", "/tmp"  # The folder that a program starts in, and the other one that it may write to

@@ -27,8 +27,8 @@ from typing import Any, Self
 import msgpack
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 
+from shared.runtime.addresses import HOST_VARIABLE
 from shared.runtime.errors import ConfigError
-from shared.runtime.own_address import HOST_VARIABLE
 
 MEETING_SECONDS = 300.0  # torch's own limit for the members of a group to meet in a store
 

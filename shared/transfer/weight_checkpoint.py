@@ -1,7 +1,7 @@
 """Versions of the weights on disk: whole Hugging Face checkpoints, deltas on them, and a local copy that deltas are applied to.
 
 Each version is a directory ``v000012`` with a small ``checkpoint.json``. It appears complete or not at all
-(`shared.runtime.atomic_files`) and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it and
+(`shared.runtime.safe_files`) and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it and
 the deltas from there on, each lying on the one before.
 
 A local checkpoint is a replica's cache, or what the trainer wrote last. Its tensors are changed in place through memory maps, so a model
@@ -29,9 +29,8 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.config.run_config import RunConfig
-from shared.runtime.atomic_files import replaced_by, scratch, settle
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.untrusted_files import is_plain_name, open_regular, parse_json, read_regular
+from shared.runtime.safe_files import is_plain_name, open_regular, parse_json, read_regular, replaced_by, scratch, settle
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import ITEM_BYTES, checked_tensor

@@ -12,7 +12,7 @@ from services.gateway import routes
 from services.gateway.routes import CHAT_FORMATS, WireFormat
 from services.gateway.wire import anthropic_messages, token_generate
 from services.gateway.wire.request import CalledTool, ChatTurn, TokenTurn, TurnRefused, TurnResult, TurnTokens, TurnUsage, started
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
 from shared.runtime.http_endpoints import serving
 
 TOKENS = TurnTokens(

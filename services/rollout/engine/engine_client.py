@@ -30,7 +30,7 @@ from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import Capabilities, EngineError, EngineTransport, parse_drawn_tokens, parse_load, read_capabilities
 from services.rollout.request_slots import EngineLoad
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.failures import log_failure
+from shared.runtime.tasks import log_failure
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest

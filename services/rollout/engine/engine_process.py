@@ -4,7 +4,7 @@ behind.
 Precedence of flags, lowest first: the defaults below for the device, the run's ``sglang`` table, what the rollout service itself must know
 (where the engine listens, what it serves). A flag of that table goes through verbatim, also one that this module has never heard of.
 
-The engine runs under the watchdog of `shared.runtime.child_process`, since it starts processes of its own. ``/health`` answers 200 before
+The engine runs under the watchdog of `shared.process.child_process`, since it starts processes of its own. ``/health`` answers 200 before
 an engine can generate, so only a real generation proves that it is ready.
 """
 
@@ -28,13 +28,12 @@ import shared
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE, DIRECTORY_VARIABLE, SECRET_VARIABLE, SOCKET
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
-from shared.runtime import failure_summary, process_watch
-from shared.runtime.bytecode import bytecode_variables
-from shared.runtime.child_process import ChildProcess, cause
+from shared.process import child_process as process_watch
+from shared.process.child_process import ChildProcess, ProcessWatch, cause
+from shared.runtime import failure_summary
+from shared.runtime.addresses import LOOPBACK, listening_interfaces, own_address
 from shared.runtime.errors import ConfigError
-from shared.runtime.kernel_caches import kernel_cache_variables
-from shared.runtime.own_address import LOOPBACK, listening_interfaces, own_address
-from shared.runtime.process_watch import ProcessWatch
+from shared.runtime.user_cache import bytecode_variables, kernel_cache_variables
 
 # A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item.
 FlagValue = bool | int | float | str | list[str] | list[int] | None

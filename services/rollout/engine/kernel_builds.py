@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.early_processes import DATA, NODES, TENSOR, engine_flags, flag_number
-from shared.runtime.child_process import ChildProcess
-from shared.runtime.parent_watchdog import kill_descendants
+from shared.process.child_process import ChildProcess
+from shared.process.parent_watchdog import kill_descendants
 from shared.runtime.quick_imports import quick_imports
 
 Argument = int | bool | str

@@ -19,7 +19,7 @@ from services.rollout.engine.private_endpoints import SOCKET
 from services.rollout.request_slots import EngineLoad
 from shared.config.engine_limits import longest_sequence
 from shared.runtime.errors import INFRASTRUCTURE, DeadlineExceeded, MyxoError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 
 class EngineError(MyxoError):

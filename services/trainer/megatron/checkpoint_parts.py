@@ -25,9 +25,8 @@ import torch
 import xxhash
 
 from services.trainer.megatron.staged_shards import StagedShards
-from shared.runtime.atomic_files import fsync_tree
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.untrusted_files import is_plain_name, open_regular, parse_json, read_regular
+from shared.runtime.safe_files import fsync_tree, is_plain_name, open_regular, parse_json, read_regular
 
 DIGESTS = "digests.json"
 

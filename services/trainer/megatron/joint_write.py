@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from services.trainer.megatron.runtime import deadline, gather_json, together
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.failures import log_error
+from shared.runtime.tasks import log_error
 
 
 @dataclass(frozen=True)

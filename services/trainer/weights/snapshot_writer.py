@@ -25,8 +25,8 @@ from services.trainer.megatron.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.model.hf_checkpoint import INDEX
-from shared.runtime.atomic_files import fsync_tree, publish, scratch
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.safe_files import fsync_tree, publish, scratch
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer import digest, tensor_file

@@ -23,9 +23,9 @@ from services.trainer.megatron import runtime
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.runtime import deadline, device
-from shared.runtime.daemon_thread import run_in_thread
+from shared.runtime.addresses import own_address
 from shared.runtime.errors import MyxoError
-from shared.runtime.own_address import own_address
+from shared.runtime.tasks import run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import ManifestHasher, slot_view, torch_dtype
 from shared.transfer.digest import TensorDigest, decoded_digests

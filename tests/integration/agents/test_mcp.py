@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.agents.mcp_agent import HttpServer, McpServerFailed, McpTools, Server, open_tools, play
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.support.http_server import http_server
 from tests.support.waiting import until

@@ -10,7 +10,7 @@ import psutil
 
 from services.rollout.engine.early_processes import DETOKENIZER, SCHEDULER
 from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineProcess, engine_command
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 
 STAND_INS = """

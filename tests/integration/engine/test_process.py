@@ -11,8 +11,8 @@ import pytest
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess, engine_command
 from services.rollout.engine.transport import EngineUnreachable
-from shared.runtime.child_process import ProcessEnded, group_members
-from shared.runtime.embedded_servers import free_port
+from shared.process.child_process import ProcessEnded, group_members
+from shared.process.embedded_servers import free_port
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 from tests.integration.engine.load import generating
 from tests.support.waiting import until

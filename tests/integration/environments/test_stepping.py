@@ -22,7 +22,7 @@ from shared.environment.environment_client import open_environment
 from shared.environment.http_environment import served_over_http
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ResetRequest, StepRequest
 from shared.environment.serving import EpisodeRefused, ServedEnvironment, serve_on_bus
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.integration.environments.live import ROOT
 
 EXAMPLE = Example("guess:", "5", ["5", "3", "9"])

@@ -24,7 +24,6 @@ from myxo.display.sample_page import (
     table,
     token_lines,
 )
-from shared.history.group_history import STATUSES, GroupProvenance, GroupRecord
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import printable
 from shared.schema.ledger import (
@@ -46,6 +45,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.sample import Sample
+from shared.view.group_history import STATUSES, GroupProvenance, GroupRecord
 
 
 def names(*numbers: int) -> list[str]:

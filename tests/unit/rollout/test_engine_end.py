@@ -11,8 +11,8 @@ from typing import TypeVar
 import pytest
 
 from services.rollout.engine.engine_process import EngineCommand, EngineProcess, engine_end
+from shared.process.child_process import descendants
 from shared.runtime.errors import ConfigError
-from shared.runtime.process_watch import descendants
 
 Value = TypeVar("Value")
 

@@ -26,7 +26,7 @@ from typing import Any
 from services.rollout.engine.receiver.peer_transfer import send_to_peer
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, Reception, said_by
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.failures import SupervisedThread
+from shared.runtime.tasks import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import decoded_digests
 from shared.transfer.weight_channel import TransferDeadline

@@ -22,7 +22,7 @@ import torch
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
 from services.rollout.engine.receiver.command_session import CommandSession, SchedulerGate
 from services.rollout.engine.receiver.receiver import Receiver
-from shared.runtime import failures
+from shared.runtime import tasks
 from shared.schema.versions import TOKEN_VERSIONS
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
     global _session
     try:
         if _session is None:
-            failures.arm()  # an engine without a receiver would serve old weights for ever
+            tasks.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
             scheduler, gate = calling_scheduler(), SchedulerGate()
             receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)

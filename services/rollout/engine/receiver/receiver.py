@@ -22,8 +22,8 @@ from torch import Tensor
 
 from services.rollout.engine.receiver import load_plan
 from shared.model.hf_checkpoint import weight_files
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.tasks import run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BucketRing, ManifestHasher, bucket_views, torch_dtype
 from shared.transfer.digest import TensorDigest, version_digest
